@@ -338,8 +338,7 @@ class EventPublisher:
         self.donors, self._changes = self._outbox.donors, self._outbox.changes
         self._overflowed = 0
         self._connection: Connection | None = None
-        self._attempt: asyncio.Task[Connection] | None = None
-        self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
+        self._connecting: asyncio.Task[None] | None = None
         self._heartbeat_at = self._resynced_at = clock()
         self._is_asked = self._is_stopping = False
         self._flushing: list[threading.Event] = []
@@ -400,7 +399,8 @@ class EventPublisher:
         connection = self._connection
         if connection is None:
             self.counters.count("dropped", "disconnected", self._outbox.forget_changes())
-            await self._reconnect()
+            if self._connecting is None or self._connecting.done():
+                self._connecting = self._loop.create_task(self._connect())
             return absorbed == BATCH
         if connection.is_lost:
             await self._lose(0)
@@ -448,27 +448,20 @@ class EventPublisher:
         self._outbox.resync()
         self.counters.count("resyncs", reason)
 
-    async def _reconnect(self) -> None:
-        """Starts an attempt when one is due, and takes the result of one that has ended."""
-        if self._attempt is None:
-            if self._loop.time() >= self._retry_at:
-                self._attempt = self._loop.create_task(Connection.open(self._options, self.emitter, self._ask))
-            return
-        if not self._attempt.done():
-            return
-        attempt, self._attempt = self._attempt, None
-        try:
-            self._connection = attempt.result()
-        except Exception as error:
-            self.counters.count("connections", "failed")
-            if self._retry_seconds == FIRST_RETRY_SECONDS:
-                logger.warning("NATS is out of reach, donor events wait for it: %s", _shown(error))
-            # The wait is random, so that not all workers come back to a server at once.
-            self._retry_at = self._loop.time() + self._retry_seconds * random.uniform(0.5, 1.0)
-            self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
-            return
+    async def _connect(self) -> None:
+        """Tries to connect until it succeeds."""
+        seconds = FIRST_RETRY_SECONDS
+        while self._connection is None:
+            try:
+                self._connection = await Connection.open(self._options, self.emitter, self._ask)
+            except Exception as error:
+                self.counters.count("connections", "failed")
+                if seconds == FIRST_RETRY_SECONDS:
+                    logger.warning("NATS is out of reach, donor events wait for it: %s", _shown(error))
+                # The wait is random, so that not all workers come back to a server at once.
+                await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
+                seconds = min(2 * seconds, LAST_RETRY_SECONDS)
         self.counters.count("connections", "made")
-        self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self._heartbeat_at = self._clock()
         self._resync("connected")
 
@@ -487,9 +480,9 @@ class EventPublisher:
         self._is_stopping = True
 
     async def _leave(self) -> None:
-        if self._attempt is not None:
-            self._attempt.cancel()
-            await asyncio.gather(self._attempt, return_exceptions=True)
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
         self.counters.count("dropped", "closed", len(self._changes))
         if self._connection is not None:
             await self._send(self._connection, [self._outbox.purge()])

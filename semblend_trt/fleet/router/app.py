@@ -165,8 +165,10 @@ class Router:
         self._name = config.name or Path(config.model).resolve().name
         self.counters = counters = RouterCounters()
         workers = [(each.worker_id, each.dp_rank) for each in config.replicas]
-        self._directory = None if nats is None else Directory(accepted=workers)
-        self._reader = None if nats is None or self._directory is None else DirectoryReader(nats, self._directory)
+        self._directory, self._reader = None, None
+        if nats is not None:
+            self._directory = Directory(accepted=workers)
+            self._reader = DirectoryReader(nats, self._directory)
         self._placer = Placer(
             ReadingThreads(tokenizer, config.max_prompt_tokens),
             self._directory,

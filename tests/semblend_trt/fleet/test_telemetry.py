@@ -191,16 +191,19 @@ class Log:
         config = TelemetryConfig(path=path, **fields)
         self.log = TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
 
+    def write(self, *requests: ServedRequest) -> None:
+        """Notes the requests and closes the log."""
+        for request in requests:
+            self.log.note(request)
+        self.log.close()
+
     def count(self, result: str) -> float | None:
         return self.counters.registry.get_sample_value("semblend_router_trace_lines_total", {"result": result})
 
 
 def test_lines_can_be_read_back(tokenizer: Any, tmp_path: Path) -> None:
     log = Log(tokenizer, tmp_path / "trace.jsonl")
-    for number in range(3):
-        log.log.note(served(number))
-    log.log.note(served(3, prompt=5))
-    log.log.close()
+    log.write(*map(served, range(3)), served(3, prompt=5))
     lines = list(read_trace((tmp_path / "trace.jsonl").open()))
     assert [line.request_id for line in lines] == ["r0", "r1", "r2", "r3"]
     assert [sum(block.token_count for block in line.blocks) for line in lines] == [9, 9, 9, 0]
@@ -210,9 +213,7 @@ def test_lines_can_be_read_back(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_files_are_rotated_and_bounded(tokenizer: Any, tmp_path: Path) -> None:
     log = Log(tokenizer, tmp_path / "trace.jsonl", max_bytes=4096, files=2)
-    for number in range(200):
-        log.log.note(served(number))
-    log.log.close()
+    log.write(*map(served, range(200)))
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["trace.jsonl", "trace.jsonl.1", "trace.jsonl.2"]
     assert all(0 < file.stat().st_size <= 4096 for file in files)
@@ -225,9 +226,7 @@ def test_a_symlink_stays_and_its_target_is_rotated(tokenizer: Any, tmp_path: Pat
     far.mkdir()
     link.symlink_to(far / "target")
     log = Log(tokenizer, link, max_bytes=4096, files=2)
-    for number in range(100):
-        log.log.note(served(number))
-    log.log.close()
+    log.write(*map(served, range(100)))
     assert link.is_symlink()
     assert sorted(each.name for each in far.iterdir()) == ["target", "target.1", "target.2"]
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["far", "trace.jsonl"]
@@ -241,9 +240,7 @@ def test_a_pipe_is_written_to_and_never_rotated(tokenizer: Any, tmp_path: Path) 
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
     log = Log(tokenizer, link, max_bytes=4096, files=2)
-    for number in range(100):
-        log.log.note(served(number))
-    log.log.close()
+    log.write(*map(served, range(100)))
     reader.join(60)
     assert len(read[0].splitlines()) == 100
     assert pipe.is_fifo()
@@ -276,8 +273,7 @@ def test_a_full_disk_is_counted(tokenizer: Any, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(log.log._file, "stream", Full())
     monkeypatch.setattr(log.log._file, "shouldRollover", lambda _: False)
-    log.log.note(served(1))
-    log.log.close()
+    log.write(served(1))
     assert (log.count("failed"), log.count("written")) == (1, 0)
 
 
@@ -306,8 +302,7 @@ def test_usage_is_taken_where_it_stands(tail: bytes, usage: dict[str, Any]) -> N
 @pytest.mark.parametrize("wrong", [b'{"usage": {"prompt_tokens": -1, "prompt_tokens_details": 5}}', b'{"usage": {}}'])
 def test_a_replicas_nonsense_is_left_out(tokenizer: Any, tmp_path: Path, wrong: bytes) -> None:
     log = Log(tokenizer, tmp_path / "trace.jsonl")
-    log.log.note(served(1, tail=wrong))
-    log.log.close()
+    log.write(served(1, tail=wrong))
     (line,) = read_trace((tmp_path / "trace.jsonl").open())
     assert (line.observed_prefix_hit_tokens, line.observed_prefill_tokens) == (None, None)
     assert line.metadata == {"attempts": 1, "status": 200}

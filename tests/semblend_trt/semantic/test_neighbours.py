@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
-from semblend_trt.config import load_settings
+from semblend_trt.config import Settings, load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.errors import ConfigurationError
@@ -32,6 +32,7 @@ from tests.semblend_trt import samples
 
 WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
+DEFAULT = Settings.model_fields["embedder"].default
 COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
@@ -386,11 +387,13 @@ def test_calls_reach_the_publisher_with_and_without_an_embedder(tmp_path, embedd
 
 
 @pytest.mark.parametrize(
-    ("refusal", "overrides"), [(None, {"embedder": "off"}), (None, {"enabled": False}), ("policy_off", {})]
+    ("refusal", "overrides"),
+    [(None, {"embedder": Settings.model_fields["embedder"].default}), (None, {"enabled": False}), ("policy_off", {})],
 )
 def test_no_thread_runs_where_nothing_can_be_reported(tmp_path, refusal, overrides):
     made = Scheduled(tmp_path / "audit", refusal=refusal, **overrides)
     assert made.neighbourhood.neighbours is None
+    assert made.neighbourhood.near_donors() == []
     made.neighbourhood.look_up(TrackedRequest(1, "space", text(1), 0))
     assert made.neighbourhood.report(1, COLD) is COLD
     made.neighbourhood.close()
@@ -404,19 +407,3 @@ def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, mode
     assert made.nearest(1, text(1)) == []
     assert made.neighbourhood.neighbours.refusal is not None
     made.neighbourhood.close()
-
-
-@pytest.mark.parametrize(("name", "value"), [("embedder", "word2vec"), ("min_similarity", "1.5")])
-def test_a_wrong_setting_is_refused_by_name(monkeypatch, name, value):
-    monkeypatch.setenv(f"SEMBLEND_{name.upper()}", value)
-    with pytest.raises(ConfigurationError, match=f"SEMBLEND_{name.upper()} is '{value}'"):
-        load_settings()
-
-
-def test_settings_name_every_embedder(monkeypatch):
-    for kind in ("off", "static", "jaccard", "minilm", "onnx", "onnx_gpu"):
-        monkeypatch.setenv("SEMBLEND_EMBEDDER", kind)
-        assert load_settings().embedder.value == kind
-    monkeypatch.delenv("SEMBLEND_EMBEDDER")
-    assert load_settings().embedder.value == "off"
-    assert load_settings().embedder_model is None

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from semblend_trt.semantic.sentence_model import (
     BATCH_WINDOWS,
-    OVERLAP_TOKENS,
     SPECIAL_TOKENS,
     WINDOW_TOKENS,
     pooled,
@@ -84,7 +83,3 @@ def test_pooling_takes_windows_in_any_order_and_in_small_batches(tokenizer):
     assert max(sizes) == BATCH_WINDOWS
     assert sum(sizes) == count + 1
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 0, 1], rtol=1e-6)
-
-
-def test_overlap_leaves_room_to_go_on():
-    assert 0 < OVERLAP_TOKENS < MOST

@@ -483,28 +483,32 @@ def test_other_tenants_get_no_signal(place: Callable[..., Any], salt: str | None
     assert worker == (1, 0)
 
 
-def test_what_cannot_be_read_is_placed_by_load(place: Callable[..., Any]) -> None:
-    prompt, worker, counters = place("a", {"prompt": 5})
-    assert (prompt.token_ids, prompt.tokens, worker) == (None, 1000, (1, 0))
-    assert fallbacks(counters, "unread_prompt") == 1
+class Failing:
+    """A tokenizer, or a directory, that fails."""
+
+    def encode(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("injected")
+
+    holders = encode
 
 
-def test_ids_that_are_no_tokens_are_placed_by_load(place: Callable[..., Any]) -> None:
-    for ids in ([1 << 70], [-1] * 64):
-        _, worker, counters = place("a", {"prompt": ids})
-        assert worker == (1, 0)
-        reasons = ("unread_prompt", "directory_failed")
-        assert sum(fallbacks(counters, reason) or 0 for reason in reasons) == 1
-
-
-def test_a_tokenizer_that_fails_is_no_failure(place: Callable[..., Any]) -> None:
-    class Broken:
-        def encode(self, *_: Any, **__: Any) -> Any:
-            raise RuntimeError("already borrowed")
-
-    prompt, worker, counters = place("a", {"prompt": PROMPT}, reader=Broken())
-    assert (prompt.token_ids, worker) == (None, (1, 0))
-    assert fallbacks(counters, "unread_prompt") == 1
+@pytest.mark.parametrize(
+    ("given", "reason", "tokens"),
+    [
+        ({"body": {"prompt": 5}}, "unread_prompt", 1000),
+        ({"body": {"prompt": [1 << 70]}}, "unread_prompt", 1000),
+        ({"body": {"prompt": [-1] * 64}}, "directory_failed", 64),
+        ({"reader": Failing()}, "unread_prompt", 1000),
+        ({"known": Failing()}, "directory_failed", len(PROMPT)),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_or_looked_up_is_placed_by_load(
+    place: Callable[..., Any], given: dict[str, Any], reason: str, tokens: int
+) -> None:
+    prompt, worker, counters = place("a", **{"body": {"prompt": PROMPT}} | given)
+    assert (prompt.holders, prompt.tokens, worker) == ((), tokens, (1, 0))
+    assert (prompt.token_ids is None) == (reason == "unread_prompt")
+    assert fallbacks(counters, reason) == 1
 
 
 def test_a_slow_tokenizer_is_not_waited_for(place: Callable[..., Any]) -> None:
@@ -519,17 +523,6 @@ def test_a_slow_tokenizer_is_not_waited_for(place: Callable[..., Any]) -> None:
     go_on.set()
     assert (prompt.token_ids, worker) == (None, (1, 0))
     assert fallbacks(counters, "slow_reading") == 1
-
-
-def test_a_directory_that_fails_is_no_failure(place: Callable[..., Any]) -> None:
-    class Broken:
-        def holders(self, *_: Any, **__: Any) -> Any:
-            raise MemoryError
-
-    prompt, worker, counters = place("a", {"prompt": PROMPT}, known=Broken())
-    assert (prompt.holders, worker) == ((), (1, 0))
-    assert prompt.token_ids is not None
-    assert fallbacks(counters, "directory_failed") == 1
 
 
 def test_without_a_directory_there_are_no_holders(place: Callable[..., Any]) -> None:
