@@ -1,4 +1,4 @@
-"""Planners over donors of random text, requests, profiles that hold, and the plans that come of them."""
+"""Planners over donors of random text, requests, and profiles for tests."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ def request(
 
 
 def profile(policy: str, **fields: Any) -> ReuseProfile:
-    """A profile that the scheduler has found to hold: the planner asks for its terms only."""
+    """A profile that holds for the engine; the planner reads its terms only."""
     namespace = replace(NAMESPACE, extra={"compute_dtype": "bfloat16", "configuration": "c"})
     return ReuseProfile.made_for(namespace, KvGeometry(NUM_LAYERS, 2, 16, 32), policy=policy, **fields)
 

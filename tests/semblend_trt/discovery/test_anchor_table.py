@@ -1,4 +1,4 @@
-"""The table of anchors against a dictionary of lists, while donors come and go."""
+"""The anchor table against a dictionary of lists, while donors are added and removed."""
 
 import numpy as np
 import pytest

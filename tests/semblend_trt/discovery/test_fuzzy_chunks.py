@@ -1,4 +1,4 @@
-"""Fuzzy chunks: what joins runs, what a difference costs, and that no piece ever holds a token that differs."""
+"""Fuzzy chunks: which runs are joined, what a difference costs, and that no piece holds a token that differs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The index finds every run that brute force finds and nothing else, and what a lookup costs is bounded."""
+"""The index finds exactly the runs that brute force finds, and a lookup's cost is bounded."""
 
 import threading
 

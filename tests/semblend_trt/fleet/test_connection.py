@@ -44,7 +44,7 @@ class Signer:
         self.name = self._pair.public_key.decode()
 
     def token(self, subject: Signer, kind: str, **claims: Any) -> str:
-        """A JWT in which this identity vouches for `subject`."""
+        """A JWT of `subject`, signed by this identity."""
         body = {"jti": subject.name, "iat": 1, "iss": self.name, "name": kind, "sub": subject.name}
         body["nats"] = claims | {"type": kind, "version": 2}
         head = {"typ": "JWT", "alg": "ed25519-nkey"}
@@ -75,7 +75,7 @@ def account():
 
 @pytest.fixture
 def server(make_nats_server, account, tmp_path):
-    """A server that takes only users for whom the account vouches, for which an operator does."""
+    """A server that accepts only users of the account, which an operator has signed."""
     import nkeys
 
     operator, system = Signer(nkeys.PREFIX_BYTE_OPERATOR), Signer(nkeys.PREFIX_BYTE_ACCOUNT)
@@ -132,7 +132,7 @@ def test_options_hold_what_the_settings_say_and_show_no_secret(tmp_path) -> None
 
 
 class WatchedDirectory(Directory):
-    """A directory that tests can wait on, and that loses a share of its messages until it is told not to."""
+    """A directory that tests can wait for. It loses the share `loss` of its messages."""
 
     def __init__(self, loss: float = 0.0, **keywords: Any) -> None:
         super().__init__(**({"resync_seconds": 0.3} | keywords))

@@ -174,7 +174,7 @@ def stored(server: Any) -> list[Any]:
 
 
 def read_back(server: Any, count: int) -> WatchedDirectory:
-    """A directory to which the whole stream of `count` messages was told; the stream has each event once."""
+    """A directory that has read the whole stream, which has `count` messages and each event once."""
     messages, directory = stored(server), WatchedDirectory()
     for message in messages:
         directory.observe(message.data)
@@ -195,7 +195,7 @@ def worker_of_a_stream(relay, make_worker):
 
 
 def add_at_once(worker: Any, count: int) -> None:
-    """Adds donors of which one batch will tell."""
+    """Adds donors that are published in one batch."""
     held = threading.Event()
     worker.publisher._loop.call_soon_threadsafe(held.wait)
     for number in range(count):

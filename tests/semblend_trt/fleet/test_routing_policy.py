@@ -1,4 +1,4 @@
-"""Routing policies: each chooses by what it is named for, among healthy replicas only."""
+"""Routing policies: each by its own rule, among healthy replicas only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sketches: the hash is the published one, equal text is seen wherever it stands, other keys see nothing."""
+"""Sketches: the hash is SipHash-2-4, shared text is found at any position, and other keys find nothing."""
 
 from __future__ import annotations
 

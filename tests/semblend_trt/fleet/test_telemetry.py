@@ -1,4 +1,4 @@
-"""A trace: its lines, the blocks that a router makes of a prompt, and the file that it writes beside serving."""
+"""Traces: their lines, the blocks of a prompt, and the file that a router writes."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def coded(monkeypatch, request) -> tuple[NamespaceIndex, np.ndarray]:
 
 
 def recall(index: NamespaceIndex, vectors: np.ndarray, queries: np.ndarray) -> float:
-    """Of the ten nearest of every query, the share found, where what is as near as the tenth counts."""
+    """The share of the ten nearest of each query that is found; ties with the tenth count."""
     right = 0
     for query in queries:
         least = np.sort(vectors @ query)[-10] - 1e-6
@@ -155,7 +155,7 @@ def recall(index: NamespaceIndex, vectors: np.ndarray, queries: np.ndarray) -> f
 
 
 def passages(text: str, length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Static vectors of `count` passages, and of 100 behind them."""
+    """Static vectors of `count` passages, and of the next 100."""
     cut = [text[at * length : (at + 1) * length] for at in range(count + 100)]
     vectors = StaticEmbedder().embed(cut)
     return vectors[:count], vectors[count:]

@@ -1,4 +1,4 @@
-"""What the embedders that read no model share, and what a missing package is told as."""
+"""The embedders without a model, and the messages about missing packages and models."""
 
 from __future__ import annotations
 

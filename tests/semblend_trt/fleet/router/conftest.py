@@ -1,4 +1,4 @@
-"""Replicas that stand in for engines, in the test's own event loop, and routers in front of them."""
+"""Stand-in replicas in the test's event loop, and routers in front of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class StandIn:
 
 @dataclass
 class Routed:
-    """A router that runs, as its client sees it, and the replicas behind it."""
+    """A running router with a client, and its replicas."""
 
     client: aiohttp.ClientSession
     router: Router

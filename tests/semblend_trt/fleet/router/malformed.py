@@ -1,4 +1,4 @@
-"""Requests that are wrong somewhere, as bytes, drawn from a seed; and what a server may answer to them."""
+"""Malformed HTTP requests from a seed, and the answers that a server may give to them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ BODIES = [
 
 
 def malformed(seed: int) -> Iterator[bytes]:
-    """Requests, most of which have something wrong in their line, headers or body, or some wrong bytes anywhere."""
+    """Requests; most have a mistake in their line, headers or body, or random bytes somewhere."""
     drawn = random.Random(seed)
     while True:
         body = drawn.choice(BODIES)
@@ -104,7 +104,7 @@ def malformed(seed: int) -> Iterator[bytes]:
 
 
 async def answered(address: str, request: bytes) -> bytes:
-    """All that a server answers to these bytes, up to the connection's end."""
+    """The server's whole answer to these bytes."""
     reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
     try:
         writer.write(request)
@@ -116,7 +116,7 @@ async def answered(address: str, request: bytes) -> bytes:
 
 
 def error_of(answer: bytes) -> tuple[int, str | None]:
-    """The status of an answer, and the code of its error object, which has to be there where the status is one's."""
+    """An answer's status and the code of its error object, which every error must have."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if head == b"HTTP/1.1 100 Continue":
         return error_of(body)
@@ -125,7 +125,7 @@ def error_of(answer: bytes) -> tuple[int, str | None]:
 
 
 async def statuses(address: str, seed: int, count: int) -> list[int]:
-    """Statuses of the answers to so many requests. One that is not whole may have none."""
+    """The statuses of the answers to `count` requests. An incomplete request may get none."""
     found: list[int] = []
     requests = malformed(seed)
     while batch := list(islice(requests, min(AT_ONCE, count))):

@@ -1,4 +1,4 @@
-"""The router in front of stand-in replicas: what reaches them, what comes back, who is refused, and what is retried."""
+"""The router in front of stand-in replicas: requests, answers, refusals and retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's configuration: the example that is checked in, defaults, and a sentence for each mistake."""
+"""The router's configuration: the documented example, defaults, and one sentence for each mistake."""
 
 from __future__ import annotations
 

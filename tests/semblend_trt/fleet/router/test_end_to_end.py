@@ -41,7 +41,7 @@ path = "{trace}"
 
 @dataclass
 class Fleet:
-    """What runs, and how it is asked."""
+    """A running fleet and its client."""
 
     workers: dict[str, ServerProcess]
     url: str
@@ -101,7 +101,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def prompts(seed: int) -> list[tuple[str, str]]:
-    """Prompts and answers: the same documents in either order, behind other instructions, and other questions."""
+    """Prompts and answers: the same documents in other orders, with other instructions and questions."""
     generator = random.Random(seed)
     lists = [stock_list(generator, rows=12) for _ in range(6)]
     orders = (lists, lists[::-1], lists[2:] + lists[:2])
@@ -142,7 +142,7 @@ def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
 
 
 def test_another_tenant_is_neither_drawn_to_them_nor_served_from_them(fleet: Fleet) -> None:
-    """Its request goes to whom it is the turn of, and that is not the replica that was asked last."""
+    """Its request goes to the replica whose turn it is, which is not the last one asked."""
     prompt, expected = prompts(0)[1]
     holder, _ = fleet.ask(prompt)
     worker, answer = fleet.ask(prompt, "globex", cache_salt="guessed")

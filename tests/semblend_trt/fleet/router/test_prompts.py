@@ -1,4 +1,4 @@
-"""Prompts of the OpenAI API as token ids: texts, ids, chats by the tokenizer's template, and what is no prompt."""
+"""Prompts of the OpenAI API as token ids: texts, ids and chats; other values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas are healthy, by their own word and by what requests found, and what each has to compute."""
+"""The health of replicas, from checks and from failed requests, and their load."""
 
 from __future__ import annotations
 

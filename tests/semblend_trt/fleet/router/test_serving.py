@@ -1,4 +1,4 @@
-"""What a server grants its clients, what it answers when they take more, and what its log says of it."""
+"""The bounds of clients, the answers when they exceed them, and the log."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ logger = logging.getLogger("test_serving")
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """said(): what the filter let through, at the seconds that the last log call's `now` said."""
+    """said(): the messages that the filter let through; a log call's `now` sets the filter's clock."""
     seconds = [0.0]
 
     class Clocked(OnceAMinute):
