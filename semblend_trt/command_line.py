@@ -1,4 +1,4 @@
-"""How every command ends, and the type of an argument that is a name."""
+"""How every command ends, what it shows of text from outside, and the type of an argument that is a name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import contextlib
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.printable import PrintableFormatter, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +19,25 @@ logger = logging.getLogger(__name__)
 USAGE_ERROR = 2
 INTERRUPTED = 130
 READER_GONE = 141
+
+
+def printable(text: object) -> str:
+    """`text` in one line. Characters that do not print (control characters, terminal escapes, line ends, bidi marks,
+    lone surrogates) are escaped as in Python's literals."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Messages and tracebacks that may hold what came from outside; a traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
 def ended(program: str, run: Callable[[], int]) -> int:

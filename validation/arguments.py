@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from semblend_trt.command_line import named
+from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.printable import printable
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES

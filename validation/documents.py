@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_PLACE_KINDS = _words(
+_PLACE_KINDS = words(
     "Depot Warehouse Store Yard Hall Dock Barn Cellar Hangar Vault Annex Loft Station Bay Hub Shed Workshop Outpost"
 )
-_CITIES = _words(
+_CITIES = words(
     "Oslo Lisbon Vienna Prague Dublin Madrid Turin Lyon Bergen Malmo Ghent Basel Porto Seville Krakow Riga Tallinn "
     "Zagreb Athens Cairo Tunis Dakar Accra Nairobi Lagos Durban Lima Quito Bogota Havana Boston Denver Austin Dallas "
     "Seattle Toronto Montreal Osaka Kyoto Tokyo Seoul Hanoi Manila Jakarta Mumbai Delhi Karachi Tehran Ankara Izmir "
@@ -28,16 +28,16 @@ _CITIES = _words(
     "Verona Bologna Florence Rome Paris Nantes Lille Bordeaux Toulouse Marseille Bristol Leeds York Cardiff Glasgow "
     "Aarhus Odense Turku Tampere Gdansk Lodz Brno Graz Linz Salzburg Perth Sydney Hobart Darwin Auckland Dunedin"
 )
-_NAME_STEMS = _words(
+_NAME_STEMS = words(
     "Ash Birch Black Brad Bright Brom Carl Chat Clay Cold Cran Dal Dart Deep Dun East Elm Fair Fern Glen Gold Grim "
     "Hal Haw Hazel Hen High Hol Iron Kel Kings Lang Lin Long Low Mar Mill Nor Oak Old Pem Quin Rad Raven Red Rock "
     "Sand Sel Shel Silver Stan Stone Strat Sun Swan Thorn Tor Up Wal War Wel West Whit Wood Wyn"
 )
-_NAME_ENDINGS = _words(
+_NAME_ENDINGS = words(
     "borough bridge brook burn bury by combe cote dale den field ford gate ham haven hill hurst leigh mere mouth port "
     "stead stoke ton well wick wood worth"
 )
-_ITEMS = _words(
+_ITEMS = words(
     "lamps bolts ropes nails tiles pipes valves hinges screws cables chairs tables drums crates barrels buckets "
     "shovels hammers saws drills wrenches pliers clamps chisels ladders brushes brooms mops towels blankets pillows "
     "sheets curtains carpets mirrors clocks radios batteries candles matches lanterns torches helmets gloves boots "
@@ -47,14 +47,14 @@ _ITEMS = _words(
     "spoons forks knives jars bottles flasks funnels filters sponges soaps paints bricks planks beams panels doors "
     "windows locks keys chains handles bells whistles flutes violins trumpets puzzles kites marbles"
 )
-_FIRST_NAMES = _words(
+_FIRST_NAMES = words(
     "Anna Boris Clara David Elena Felix Grace Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Quentin Rosa Simon "
     "Tania Ursula Victor Wanda Xavier Yvonne Zoe Adam Bella Cyril Dora Edgar Flora Gustav Hanna Ivan Julia Kevin Laura "
     "Martin Nora Oscar Paula Ralph Sofia Thomas Vera Walter Agnes Bruno Carmen Dennis Edith Frank Gloria Harold Ingrid "
     "Jacob Katrin Louis Monica Norman Olive Philip Rachel Stefan Teresa Albert Bridget Conrad Diana Ernest Frida "
     "George Helen Isaac Judith Kurt Linda Marcus Nadia"
 )
-_LAST_NAMES = _words(
+_LAST_NAMES = words(
     "Berg Lund Holm Strand Falk Dahl Moen Vik Rask Krog Adler Bauer Fuchs Hahn Keller Lang Maier Roth Vogel Wolf "
     "Rossi Bruno Conti Greco Longo Marino Neri Riva Serra Villa Costa Lopez Moreno Navarro Ortega Ramos Santos Torres "
     "Vega Zamora Abbott Barker Carter Dawson Ellis Foster Grant Harper Irving Jarvis Kemp Lawson Mercer Nolan Osborne "
@@ -62,7 +62,7 @@ _LAST_NAMES = _words(
     "Joiner Knight Miller Page Porter Sawyer Tanner Weaver Wheeler Blake Chase Drake Frost Hayes Marsh North Pike Reed "
     "Stone Swift Wells Winter Novak Horak Kovac Petrov Orlov Sokol Tanaka Mori Sato Kato"
 )
-_TRADES = _words(
+_TRADES = words(
     "baker carpenter potter weaver tailor plumber painter printer gardener florist butcher grocer brewer cooper mason "
     "welder miner sailor pilot driver porter clerk lawyer judge doctor nurse dentist surgeon chemist teacher tutor "
     "writer poet editor actor singer dancer pianist drummer sculptor jeweller locksmith surveyor engineer mechanic "

@@ -29,15 +29,25 @@ def open_llm(
     runner: ModelRunner,
     variables: Mapping[str, str] | None,
     module: str = "engine_wrapper.connector",
+    *,
+    pool_tokens: int | None = None,
     **options: Any,
 ) -> LLM:
-    """An embedded engine with `options`, and with our connector of `module` where `variables` are its settings.
+    """An embedded engine with a pool of `pool_tokens`, and with our connector of `module` where `variables` are given.
 
-    Their names are those of the variables without SEMBLEND_.
+    These are the connector's settings by variable, without SEMBLEND_. `options` are further arguments of the engine.
     """
+    if pool_tokens is not None:
+        options["kv_cache_config"] = KvCacheConfig(max_tokens=pool_tokens)
     with environment({f"SEMBLEND_{name}": value for name, value in (variables or {}).items()}):
         connector = None if variables is None else KvCacheConnectorConfig.ours(module)
         return LLM(model, runner=runner, kv_connector_config=connector, **options)
+
+
+def open_cold(model: Path, runner: ModelRunner, pool_tokens: int) -> LLM:
+    """An engine without reuse over the weights of `runner`, whose answers are a cold run's."""
+    cache = KvCacheConfig(max_tokens=pool_tokens, enable_block_reuse=False)
+    return LLM(model, runner=runner.share(), kv_cache_config=cache, max_seq_len=pool_tokens)
 
 
 def disk_tier(folder: Path, size: int = 1 << 30) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import string
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ROUGE = rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
 
 
 def normalised_words(text: str) -> list[str]:
@@ -44,17 +44,11 @@ def token_f1(answer: str, reference: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
-def rouge_f1(answer: str, reference: str) -> tuple[float, float]:
-    """ROUGE-1 and ROUGE-L F1, 0..1 (Lin 2004, google-research/rouge); equal texts agree even without a word."""
-    if answer == reference:
-        return 1.0, 1.0
-    scores = _scorer().score(reference, answer)
-    return float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure)
-
-
 def closeness(answer: str, reference: str) -> tuple[float, float, float]:
-    """ROUGE-1, ROUGE-L and token F1."""
-    return *rouge_f1(answer, reference), token_f1(answer, reference)
+    """ROUGE-1 F1, ROUGE-L F1 (Lin 2004, google-research/rouge) and token F1, 0..1; equal texts agree without a word."""
+    scores = None if answer == reference else _ROUGE.score(reference, answer)
+    rouge = (1.0, 1.0) if scores is None else (float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure))
+    return *rouge, token_f1(answer, reference)
 
 
 def token_agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
@@ -98,11 +92,6 @@ def percentile(values: Iterable[float | None], share: float) -> float | None:
 
 def median(values: Iterable[float | None]) -> float | None:
     return percentile(values, 0.5)
-
-
-@functools.cache
-def _scorer() -> rouge_scorer.RougeScorer:
-    return rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=False)
 
 
 # The score that an arm may lose.

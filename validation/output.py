@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.files import write_bytes
-from semblend_trt.printable import printable
+from semblend_trt.command_line import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

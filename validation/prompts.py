@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
-from validation.documents import SHIPPED_VOCABULARY, Vocabulary
+from validation.documents import SHIPPED_VOCABULARY, Vocabulary, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,13 +143,9 @@ def _asked(question: str) -> str:
     return QUESTION_MARK + _checked(question) + ANSWER_MARK
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 # Both small models know places of two words only, so a unit or a date takes the place of the first.
-_UNITS = _words("Box Crate Pair Dozen Bag Sack Pound Barrel")
-_DATES = _words("Spring Summer Autumn Winter")
+_UNITS = words("Box Crate Pair Dozen Bag Sack Pound Barrel")
+_DATES = words("Spring Summer Autumn Winter")
 
 SHIPPED = PromptForm(
     "shipped", INSTRUCTIONS, SYSTEM_PROMPTS, SHIPPED_VOCABULARY, (12, 18), _UNITS, _DATES, "{word} {name}"
@@ -177,13 +173,13 @@ YARDSTICK = replace(
     instructions=_YARDSTICK_INSTRUCTIONS,
     system_prompts=_YARDSTICK_INSTRUCTIONS,
     vocabulary=Vocabulary(
-        _words("Depot Vault Shed Plant Store Warehouse Yard Branch Annex Hangar Outlet Office Kiosk Dock Cellar"),
-        _words(
+        words("Depot Vault Shed Plant Store Warehouse Yard Branch Annex Hangar Outlet Office Kiosk Dock Cellar"),
+        words(
             "Split Turku Pune Hanoi Turin Delhi Ghent Quito Bern Reno Porto Leeds Kazan Kyoto Sofia Lima Boise Dakar "
             "Malmo Salem Tulsa Vigo Basel Tunis Omsk Osaka Omaha Perth Riga Essex Izmir Accra Cairo Oslo Derby Tampa "
             "Lyon Graz Miami Minsk"
         ),
-        _words(
+        words(
             "nails tents drills boots flags bolts kites screws gloves clocks maps coats bricks keys chairs carts "
             "phones vans boats screens bells lamps tiles books pipes drums tablets hats saws cables locks scarves "
             "axes belts hinges pumps radios ropes rings desks"
@@ -195,8 +191,8 @@ YARDSTICK = replace(
 PLAIN = replace(
     SHIPPED,
     name="plain",
-    units=_words("boxes crates pairs dozens bags sacks pounds barrels"),
-    dates=_words("January February March April May June July August September October November December"),
+    units=words("boxes crates pairs dozens bags sacks pounds barrels"),
+    dates=words("January February March April May June July August September October November December"),
     qualified="{name} in {word}",
     has_marks=False,
 )

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from kernels.results import Row
+from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.printable import printable
 from validation import output
 
 if TYPE_CHECKING:

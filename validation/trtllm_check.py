@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.command_line import ended, named
+from semblend_trt.command_line import ended, named, printable
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import check_writable
-from semblend_trt.printable import printable
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.audit_log import ended_requests, read_events
 from validation.documents import Document, Question, stock_list

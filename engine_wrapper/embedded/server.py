@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, KvCacheConnectorConfig, RequestStream
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.command_line import ended, named
+from semblend_trt.command_line import ended, named, printable
 from semblend_trt.config import PREFIXES
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
@@ -42,7 +42,6 @@ from semblend_trt.fleet.router.serving import (
     refusing,
     serve,
 )
-from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from semblend_trt.printable import printable
+from semblend_trt.command_line import printable
 
 if TYPE_CHECKING:
     import argparse

@@ -15,8 +15,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.command_line import named
-from semblend_trt.printable import printable
+from semblend_trt.command_line import named, printable
 
 if TYPE_CHECKING:
     import argparse

@@ -16,8 +16,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from semblend_trt.command_line import ended, named
-from semblend_trt.printable import printable
+from semblend_trt.command_line import ended, named, printable
 from semblend_trt.semantic.sentence_embedders import GRAPH_FILE, export
 from semblend_trt.semantic.sentence_model import WEIGHTS_FILE, sentence_model
 

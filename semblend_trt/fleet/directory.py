@@ -78,7 +78,7 @@ class FollowedDonor:
 
 @dataclass(slots=True, eq=False)
 class FollowedWorker:
-    """A worker: its number in the indexes, its last event, its donors by id and their `wire.state_digest`.
+    """A worker: its number in the indexes, its last event, its donors by id and the XOR of their `donor_digest`.
 
     `is_synced`: no event was missed since its last reset. `is_partial`: donors were left out for lack of room, so
     heartbeats are compared only when there is room again. `is_unplaced`: donors were left out because there were too
@@ -172,10 +172,6 @@ class Directory:
             with self._lock:
                 self._problem(error.reason, str(error))
             return None
-        return self.apply(event, sender)
-
-    def apply(self, event: SemanticKvEvent, sender: str | None = None) -> Verdict:
-        """`observe` for a message that is decoded already."""
         with self._lock:
             if sender is not None and str(event.worker_id) != sender:
                 self._problem("wrong_subject", f"came on the subject of worker {sender}", event)

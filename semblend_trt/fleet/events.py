@@ -164,7 +164,8 @@ class DonorRelocated(_Part):
 class ProviderHeartbeat(_Part):
     """The worker is alive, and sends the next heartbeat within `interval_seconds`.
 
-    A reader that received all events knows `donor_count` donors with the `wire.state_digest` `state_digest`.
+    A reader that received all events knows `donor_count` donors; `state_digest` is the XOR of their
+    `wire.donor_digest`.
     """
 
     kind: Literal["provider_heartbeat"] = "provider_heartbeat"

@@ -20,7 +20,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventError, SemanticKvEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
@@ -57,16 +57,11 @@ def token_digest(tokens: npt.NDArray[np.int32] | npt.NDArray[np.int64], key: byt
     return int.from_bytes(hashlib.blake2b(wide.data, digest_size=8, key=key).digest(), "little")
 
 
-def state_digest(donors: Iterable[tuple[str, str]]) -> int:
-    """The XOR of the hashes of all donors' (donor id, tier), in any order."""
-    digest = 0
-    for donor_id, tier in donors:
-        digest ^= donor_digest(donor_id, tier)
-    return digest
-
-
 def donor_digest(donor_id: str, tier: str) -> int:
-    """One donor's hash in `state_digest`: BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, little-endian."""
+    """One donor's hash: BLAKE2b, 8 bytes, of `donor_id`, a zero byte and `tier`, read as a little-endian number.
+
+    The XOR over a worker's donors is the `state_digest` of its heartbeats.
+    """
     text = f"{donor_id}\0{tier}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -170,7 +165,7 @@ class EventWriter:
         return self._donor_message("donors_purged", scope={"kind": "all"})
 
     def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
-        """Writes provider_heartbeat; `digest` is the `state_digest` of the announced donors."""
+        """Writes provider_heartbeat; `digest` is the XOR of `donor_digest` over the announced donors."""
         fields = {"interval_seconds": interval_seconds, "donor_count": donor_count, "state_digest": digest}
         return self._donor_message("provider_heartbeat", **fields)
 

@@ -21,6 +21,7 @@ from semblend_trt.plan import (
 )
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
+from tests.kernels import builders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,22 +83,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     if not find_spec("triton"):
         pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
 
-    def begin() -> None:
-        if torch.cuda.is_available():
-            return
-        from triton.runtime import interpreter
-
-        # As in tests/kernels/conftest.py: NumPy 2.4 refuses `int` of the arrays in which the interpreter holds scalars.
-        patch_tensor = interpreter._patch_lang_tensor
-
-        def patch(tensor: type, scope: Any) -> None:
-            patch_tensor(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-    return begin
+    return lambda: None if torch.cuda.is_available() else builders.interpret(monkeypatch)
 
 
 @pytest.fixture(scope="session")

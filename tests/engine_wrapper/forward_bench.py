@@ -22,6 +22,7 @@ from semblend_trt.ranks import Ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_wrapper.embedded.model_runner import ModelRunner
     from engine_wrapper.fused_layers import FusedDecoder
     from engine_wrapper.sequence_work import SequenceWork
     from semblend_trt.plan import CheckEvidence
@@ -115,6 +116,16 @@ class Bench:
         kv = self.kv(request_id)
         self.clear()
         return logits, kv
+
+
+def attach_pool(runner: ModelRunner) -> torch.Tensor:
+    """A pool of NaN for the runner, of 40 blocks."""
+    facts = runner.facts
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
+    shape = (40, facts.num_layers, 2, geometry.row_elements)
+    pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
+    runner.attach_pool(pool, geometry)
+    return pool
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -114,10 +114,10 @@ class Life:
             told = [served(llm, DONOR), served(llm, SHIFTED)]
             unread = self._unread(llm)
         evidence = [[e.request_id, e.checked_tokens, e.reused_tokens, e.is_dropped] for e in found]
-        return {"told": told, "evidence": evidence, "kept": [e.largest_kept for e in found], "news": unread}
+        return {"told": told, "evidence": evidence, "kept": [e.largest_kept for e in found], "unread": unread}
 
     def _unread(self, llm: LLM) -> list[int]:
-        """News that wait on each rank but the first, whose scheduler reads them."""
+        """Events that wait on each rank but the first, whose scheduler reads them."""
         runtime = runtime_for(llm.llm_args)
         unread = len(runtime.saved) + len(runtime.evidence) + len(runtime.failed_loads)
         return self._ranks.gather(unread)[1:]
@@ -167,7 +167,7 @@ class Life:
             (donor,) = host_of(llm)._slots
             with self._breaking(llm.connector_worker.loader, "_prepare"):
                 failed = served(llm, SHIFTED)
-            return {"failed": failed, "keeps": self._ranks.gather(donor in host_of(llm)), "news": self._unread(llm)}
+            return {"failed": failed, "keeps": self._ranks.gather(donor in host_of(llm)), "unread": self._unread(llm)}
 
     def _stock_load_fails(self) -> Told:
         with self._engine("semblend_trt.connector") as llm:
@@ -182,9 +182,9 @@ class Life:
     def _disk(self) -> Told:
         disk = self._folder / "disk"
         with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
-            news = [each.kind.value for each in runtime_for(llm.llm_args).offload_events]
+            events = [each.kind.value for each in runtime_for(llm.llm_args).offload_events]
             served(llm, DONOR)
-            return {"news": news, "shifted": served(llm, SHIFTED)}
+            return {"events": events, "shifted": served(llm, SHIFTED)}
 
     def _refusal(self) -> Told:
         """The last rank alone cannot read its pool."""

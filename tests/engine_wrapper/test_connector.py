@@ -18,6 +18,7 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
+from tests.engine_wrapper.serving import text
 from tests.engine_wrapper.trtllm.stand_ins import LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
@@ -88,10 +89,6 @@ class Service:
         if self.scheduler is not None:
             self.scheduler.close()
         self.worker.close()
-
-
-def text(seed: int, length: int) -> list[int]:
-    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(autouse=True)

@@ -64,10 +64,10 @@ def keep(llm, *numbers):
 
 def held(llm):
     """Donors on the device and on the host; catalog and worker must agree on each."""
-    store, library = llm.connector_worker.store, llm.connector_scheduler.donor_index
+    store, donors = llm.connector_worker.store, llm.connector_scheduler.donor_index
     on_device = on_host = 0
-    for donor_id in library._text_of_donor:
-        is_on_device = library.catalog.tier(donor_id) is Tier.DEVICE
+    for donor_id in donors._text_of_donor:
+        is_on_device = donors.catalog.tier(donor_id) is Tier.DEVICE
         assert donor_id in (store.device if is_on_device else store.host)
         on_device, on_host = on_device + is_on_device, on_host + (not is_on_device)
     assert on_device + on_host == len(held_in(store))
@@ -117,14 +117,14 @@ def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
     llm, reference = engine(device_bytes=ONE_ON_DEVICE), engine()
     for each in (llm, reference):
         keep(each, 0, 1)
-    library = llm.connector_scheduler.donor_index
-    donor_id = next(iter(library._text_of_donor))
-    assert library.catalog.tier(donor_id) is Tier.HOST
+    donors = llm.connector_scheduler.donor_index
+    donor_id = next(iter(donors._text_of_donor))
+    assert donors.catalog.tier(donor_id) is Tier.HOST
     for _ in range(2):
         assert_same(serve(llm, question_about(0)), serve(reference, question_about(0)))
         llm.connector_scheduler.take_events()  # hears what became of it
-        assert library.catalog.tier(donor_id) is Tier.DEVICE
-        assert library.catalog.stats().promoted == 1
+        assert donors.catalog.tier(donor_id) is Tier.DEVICE
+        assert donors.catalog.stats().promoted == 1
         assert held(llm) == (1, 1)
 
 

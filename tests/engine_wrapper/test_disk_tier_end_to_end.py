@@ -79,7 +79,7 @@ def serve(llm, prompt, params=GREEDY):
 
 
 def ready(llm):
-    """An engine whose library has taken in what lies on disk; the prompt is too short to become a donor."""
+    """An engine whose donor index knows what lies on disk; the prompt is too short to become a donor."""
     serve(llm, "hello", SamplingParams(max_tokens=1))
     while llm.connector_worker._runtime.disk.found:
         serve(llm, "hello", SamplingParams(max_tokens=1))
@@ -87,9 +87,9 @@ def ready(llm):
 
 
 def events(llm):
-    """Counts of tier events, heard by an engine's library from now on."""
-    counts, desk = {}, llm.connector_scheduler.donor_index.offload
-    desk._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
+    """Counts of the tier events that reach the donor index from now on."""
+    counts, offload = {}, llm.connector_scheduler.donor_index.offload
+    offload._count = lambda event: counts.update({event.value: counts.get(event.value, 0) + 1})
     return counts
 
 
@@ -172,14 +172,14 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     for path in donor_files(reference.connector_worker._settings.disk_path):
         path.unlink()
     llm = ready(engine(HOST_BYTES=1100 * token_bytes))
-    library = llm.connector_scheduler.donor_index
+    donors = llm.connector_scheduler.donor_index
     serve(llm, FIRST)
     serve(llm, OTHER)
-    assert (library.catalog.stats().released, library.catalog.stats().resting) == (1, 1)
+    assert (donors.catalog.stats().released, donors.catalog.stats().resting) == (1, 1)
     assert serve(llm, second(1)).reused_tokens == 0
     outputs = [serve(llm, second(number)) for number in (2, 0)]
     assert any(output.reused_tokens == expected.reused_tokens for output in outputs)
-    assert library.catalog.stats().fetched >= 1
+    assert donors.catalog.stats().fetched >= 1
     assert llm.connector_worker.store.host.used_bytes <= 1100 * token_bytes
 
 

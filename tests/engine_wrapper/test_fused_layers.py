@@ -16,9 +16,17 @@ from engine_wrapper.fused_layers import SMALLEST_BUCKET, WholeAttention, bucket_
 from engine_wrapper.layer_schedule import build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
-from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError
-from tests.engine_wrapper.forward_bench import DEVICE, FAMILIES, NUM_LAYERS, Bench, close_by_norm, load, tokens_of
+from tests.engine_wrapper.forward_bench import (
+    DEVICE,
+    FAMILIES,
+    NUM_LAYERS,
+    Bench,
+    attach_pool,
+    close_by_norm,
+    load,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,22 +105,18 @@ def test_only_prepared_buckets_are_served_on_a_card() -> None:
     assert not attention.serves(bucket_rows(500) + 1, card)
 
 
-def runner_with_pool(path: Path, device: str) -> ModelRunner:
-    runner = ModelRunner(path, device=device)
-    geometry = KvGeometry(runner.facts.num_layers, runner.facts.kv_heads, runner.facts.head_dim, 8)
-    runner.attach_pool(torch.zeros(40, geometry.num_layers, 2, geometry.row_elements, device=device), geometry)
-    return runner
-
-
 def test_the_cpu_needs_no_warm_up(tiny_qwen2_path: Path) -> None:
-    runner_with_pool(tiny_qwen2_path, "cpu").warm_up([100])
+    runner = ModelRunner(tiny_qwen2_path, device="cpu")
     with pytest.raises(ConfigurationError, match="no pool"):
-        ModelRunner(tiny_qwen2_path, device="cpu").warm_up([100])
+        runner.warm_up([100])
+    attach_pool(runner)
+    runner.warm_up([100])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 def test_a_prepared_length_gives_the_same_logits(tiny_qwen2_path: Path) -> None:
-    runner = runner_with_pool(tiny_qwen2_path, "cuda")
+    runner = ModelRunner(tiny_qwen2_path, device="cuda")
+    attach_pool(runner)
     slice_ = SequenceSlice(1, 0, tokens_of(131), tuple(range(17)))
     cold = runner.forward([slice_], all_rows=True)[0]
     runner.warm_up([131])

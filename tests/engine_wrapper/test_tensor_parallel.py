@@ -78,7 +78,7 @@ def test_a_check_decides_once_over_all_heads(told: list[Told], alone: Told) -> N
     assert checked == len(DOCUMENT)
     assert 0 < reused < checked
     assert not is_dropped
-    assert not any(ours["news"])
+    assert not any(ours["unread"])
 
 
 def test_donors_are_evicted_on_every_rank(told: list[Told], alone: Told) -> None:
@@ -111,7 +111,7 @@ def test_a_load_that_fails_on_one_rank_is_used_on_none(told: list[Told], alone: 
     assert ours["failed"]["tokens"] == alone["cold"]["tokens"][1]
     assert (ours["failed"]["reused"], ours["failed"]["reason"]) == (0, "load_failed")
     assert not any(ours["keeps"])
-    assert not any(ours["news"])
+    assert not any(ours["unread"])
 
 
 def test_a_stock_engine_ends_on_every_rank_when_a_promise_is_broken_on_one(told: list[Told]) -> None:
@@ -122,7 +122,7 @@ def test_a_stock_engine_ends_on_every_rank_when_a_promise_is_broken_on_one(told:
 
 def test_the_disk_tier_is_refused_and_counted(told: list[Told], alone: Told) -> None:
     ours = alike(told, "disk")
-    assert "disk_unavailable" in ours["news"]
+    assert "disk_unavailable" in ours["events"]
     assert ours["shifted"] == alone["shifted"]["shifted"]
 
 

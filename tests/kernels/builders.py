@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from kernels.sparse_prefill import SequenceRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pytest
+
 BLOCK = 4
 FP8 = torch.float8_e4m3fn
 # Relative errors in the 2-norm.
@@ -22,6 +24,23 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
 
 Kv = TypeVar("Kv", PagedKv, ContiguousKv, FreshRows)
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends Triton kernels to the interpreter, and lets loops run to bounds that a kernel computed.
+
+    The interpreter holds scalars in arrays of one element. Triton 3.6 reads them by `int`, which NumPy 2.4 refuses.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

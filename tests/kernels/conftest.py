@@ -6,10 +6,12 @@ Every tensor that `torch.empty` makes is NaN in these tests, so that an output l
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from tests.kernels.builders import interpret
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,26 +22,8 @@ HAS_TRITON = find_spec("triton") is not None
 @pytest.fixture(autouse=True)
 def interpreted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is interpreted when TRITON_INTERPRET is set while its module is imported, which the tests do lazily."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        if HAS_TRITON:
-            _read_loop_bounds(monkeypatch)
-
-
-def _read_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets loops run to bounds that a kernel computed: Triton 3.6 reads them in a way that NumPy 2.4 no longer allows.
-
-    The interpreter holds scalars in arrays of one element, which `int` refuses now; `item` does not.
-    """
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor: type, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    if HAS_TRITON and not torch.cuda.is_available():
+        interpret(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

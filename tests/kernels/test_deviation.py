@@ -86,18 +86,6 @@ def test_squares_of_shared_heads_add_up_to_the_deviation_over_all(kinds: int, de
 
 
 @pytest.mark.parametrize(
-    ("source_start", "target_start", "length"),
-    [(3, 3, 1), (1, 5, BLOCK - 1), (6, 2, BLOCK), (1, 5, BLOCK + 1), (3, 3, 14), (6, 2, 14)],
-)
-def test_lengths_offsets_and_layouts(source_start: int, target_start: int, length: int, device: str) -> None:
-    donor, fresh = kv_of(seed=1), kv_of(seed=2)
-    assert_matches_naive(device, [Move(donor, source_start, target_start, length)], paged(fresh))
-    span = [Move(paged(donor), source_start, target_start, length)]
-    assert_matches_naive(device, span, fresh, 2)
-    assert_matches_naive(device, span, rows(fresh, 0, 2), 0)
-
-
-@pytest.mark.parametrize(
     ("kv_heads", "head_dim", "rotary_dim", "block", "dtype", "interleaved"),
     [
         (4, 128, 128, 32, torch.bfloat16, False),

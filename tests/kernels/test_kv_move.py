@@ -61,20 +61,6 @@ def assert_matches_naive(
     return memory_of(target)
 
 
-@pytest.mark.known_defect(27)
-@pytest.mark.parametrize(
-    ("source_start", "target_start", "length"),
-    [(0, 0, 1), (3, 3, BLOCK - 1), (1, 5, BLOCK), (6, 2, BLOCK + 1), (0, 7, 1), (0, 6, 14), (3, 3, 14), (6, 2, 14)],
-)
-def test_lengths_and_offsets(source_start: int, target_start: int, length: int, device: str) -> None:
-    geometry = geometry_of()
-    donor = donor_of(geometry, 21, seed=length)
-    for source in (donor, paged(donor)):
-        move = Move(source, source_start, target_start, length)
-        pool = assert_matches_naive(device, [move], target_of(geometry))
-        assert int((~pool.isnan()).sum()) == length * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim
-
-
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "rotary_dim", "block", "dtype", "interleaved"),
     [
@@ -200,18 +186,6 @@ def test_a_donor_in_pinned_host_memory_is_read_in_place() -> None:
     assert_same(actual.pool, expected.pool)
 
 
-def test_spans_from_donors_of_every_kind_with_their_own_shifts(device: str) -> None:
-    geometry = geometry_of()
-    donors = [donor_of(geometry, 17, seed) for seed in range(4)]
-    moves = [
-        Move(donors[0], 4, 11, 5),
-        Move(paged(donors[1]), 8, 0, 2),
-        Move(donors[2], 3, 3, 7),
-        Move(paged(donors[3], block_size=3), 2, 16, 4),
-    ]
-    assert_matches_naive(device, moves, target_of(geometry))
-
-
 @pytest.mark.parametrize("paged_source", [False, True])
 def test_a_contiguous_target(paged_source: bool, device: str) -> None:
     donor = donor_of(geometry_of(kv_heads=3), 19, seed=5)
@@ -241,18 +215,6 @@ def test_a_turn_replaces_the_difference_of_the_indices(turn: int, device: str) -
     expected = rotate_keys(source[:, 0, :, 4:9], turn, ROTATION)
     torch.testing.assert_close(target[:, 0, :, 1:6], expected, atol=1e-5, rtol=0 if turn == 0 else 1e-5)
     assert torch.equal(target[:, 1, :, 1:6], source[:, 1, :, 4:9])
-
-
-def test_moves_within_one_pool_may_not_overlap_but_may_share_blocks(device: str) -> None:
-    geometry, target = geometry_of(), target_of(geometry_of())
-    target.pool.copy_(seeded(*target.pool.shape))
-    before = target.pool.clone()
-    with pytest.raises(ValueError, match=r"moves\[0\].source is written by the same call"):
-        move_on(device, [Move(target, 0, 3, 4)], target, ROTATION)
-    assert torch.equal(target.pool, before)
-    move_on(device, [Move(target, 0, 6, 6)], target, ROTATION)
-    view, original = pool_view(target.pool, geometry), pool_view(before, geometry)
-    assert torch.equal(view[1, :, 1, :, 2], original[6, :, 1, :, 0])
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -332,27 +294,8 @@ LAYERS, TOKENS = 5, 11
 DEEP = geometry_of(kv_heads=3, layers=LAYERS)
 
 
-def deep_moves(dtype: torch.dtype, device: str) -> list[Move]:
-    in_blocks, in_a_row = on(paged(donor_of(DEEP, 13, 1, dtype)), device), on(donor_of(DEEP, 13, 2, dtype), device)
-    return [Move(in_blocks, 5, 0, 6, turn=0), Move(in_a_row, 2, 7, 3), Move(in_a_row, 9, 6, 0)]
-
-
 def staged(dtype: torch.dtype, device: str, layers: int) -> ContiguousKv:
     return ContiguousKv(torch.full((layers, 2, 3, TOKENS, 8), math.nan, dtype=dtype, device=device))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at_once", [2, 5])
-def test_any_layers_are_those_of_one_move(at_once: int, dtype: torch.dtype, device: str) -> None:
-    expected, target = staged(dtype, "cpu", LAYERS), staged(dtype, device, at_once)
-    naive.kv_move(deep_moves(dtype, "cpu"), expected, ROTATION)
-    some = LayerMoves(deep_moves(dtype, device), target, ROTATION)
-    for first in range(0, LAYERS, at_once):
-        layers = range(first, min(first + at_once, LAYERS))
-        target.tensor.fill_(math.nan)
-        some.make(layers)
-        assert_same(target.tensor[: len(layers)], expected.tensor[layers.start : layers.stop])
-        assert target.tensor[len(layers) :].isnan().all()
 
 
 @pytest.mark.parametrize("layers", [range(4, 6), range(-1, 1), range(3)])

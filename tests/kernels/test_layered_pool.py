@@ -1,4 +1,5 @@
-"""Pools whose layers lie apart, in every layout that vLLM has: the same values go where the plain form puts them.
+"""A pool in one tensor and pools whose layers lie apart, in every layout that vLLM has: values go where the plain form
+puts them.
 
 Every test that takes `device` runs twice: through torch on the CPU, and through Triton, compiled where there is a CUDA
 device and interpreted where there is none.
@@ -17,7 +18,8 @@ from kernels.deviation import eager as eager_deviation
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
 from kernels.kv_move import eager as eager_move
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, check_pool, layer_view
+from kernels.kv_move.move import planes_of
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, check_pool, layer_view
 from tests.kernels.builders import BLOCK, FP8, assert_same, donor_of, geometry_of, on, paged, rotation_of
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ TRITON_LAYOUTS = {
     "blocks_heads_channels": ("blocks", "heads", "tokens", "kinds"),
 }
 LAYOUTS = [*TRITON_LAYOUTS, "transposed_keys"]
+every_layout = pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS])
 
 
 def nan(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", skipped: int = 0) -> torch.Tensor:
@@ -48,7 +51,9 @@ def layered(
     dtype: torch.dtype = torch.float32,
     sizes: KvGeometry = GEOMETRY,
     skipped: int = 0,
-) -> LayeredPool:
+) -> Pool:
+    if layout == "in_one_tensor":
+        return nan(BLOCKS, sizes.num_layers, 2, sizes.row_elements, dtype=dtype, device=device)
     axes = TRITON_LAYOUTS.get(layout, ("blocks", "heads", "kinds", "tokens"))
     lengths = {"blocks": BLOCKS, "kinds": 2, "heads": sizes.kv_heads, "tokens": sizes.block_size}
     shape = [*(lengths[axis] for axis in axes), sizes.head_dim]
@@ -60,25 +65,21 @@ def layered(
     return LayeredPool(keys, values)
 
 
-def in_blocks(pool: LayeredPool, sizes: KvGeometry = GEOMETRY) -> PagedKv:
+def in_blocks(pool: Pool, sizes: KvGeometry = GEOMETRY) -> PagedKv:
     return PagedKv(pool, TABLE, sizes)
-
-
-def planes(pool: LayeredPool) -> tuple[torch.Tensor, ...]:
-    return *pool.keys, *pool.values
 
 
 def filled(layout: str, device: str, donor: ContiguousKv, sizes: KvGeometry = GEOMETRY) -> PagedKv:
     """The donor's tokens in a pool whose other rows are NaN."""
     plain, pool = (layered(layout, each, donor.tensor.dtype, sizes) for each in ("cpu", device))
     naive.kv_move([Move(donor, 0, 0, donor.capacity)], in_blocks(plain, sizes), ROTATION)
-    for actual, expected in zip(planes(pool), planes(plain), strict=True):
+    for actual, expected in zip(planes_of(in_blocks(pool)), planes_of(in_blocks(plain)), strict=True):
         actual.copy_(expected)
     return in_blocks(pool, sizes)
 
 
-def content(pool: LayeredPool) -> torch.Tensor:
-    return torch.stack([plane.float() for plane in planes(pool)]).cpu()
+def content(pool: Pool) -> torch.Tensor:
+    return torch.stack([plane.float() for plane in planes_of(in_blocks(pool))]).cpu()
 
 
 def as_rows(kv: ContiguousKv, layer: int, first_position: int) -> FreshRows:
@@ -87,9 +88,11 @@ def as_rows(kv: ContiguousKv, layer: int, first_position: int) -> FreshRows:
     return FreshRows(k, torch.cat([v, v], dim=1)[:, :HEADS], first_position)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.known_defect(27)
+@every_layout
 @pytest.mark.parametrize(
-    ("source_start", "target_start", "length"), [(0, 0, 1), (3, 3, 9), (1, 6, BLOCK), (7, 2, 13), (0, 19, 1)]
+    ("source_start", "target_start", "length"),
+    [(0, 0, 1), (3, 3, BLOCK - 1), (1, 6, BLOCK), (6, 2, BLOCK + 1), (3, 3, 9), (7, 2, 13), (0, 19, 1)],
 )
 def test_moves_into_it_and_out_of_it(
     layout: str, source_start: int, target_start: int, length: int, device: str
@@ -129,14 +132,14 @@ def test_widths_dtypes_and_addresses(
     assert_same(content(actual), content(expected), dtype)
     copied = ContiguousKv(nan(*donor.tensor.shape, dtype=dtype, device=device))
     kv_move([Move(in_blocks(actual, sizes), 4, 1, 9, turn=0)], copied, rotation)
-    held = [view.float().transpose(1, 2).flatten(0, 1) for view in planes(actual)]
+    held = [view.float().transpose(1, 2).flatten(0, 1) for view in planes_of(in_blocks(actual))]
     slots = [int(TABLE[position // block]) * block + position % block for position in range(4, 13)]
     rows = torch.stack([each[slots].transpose(0, 1) for each in held]).unflatten(0, (2, 2)).transpose(0, 1)
     assert torch.equal(copied.tensor[:, :, :, 1:10].float(), rows)
     assert bool(copied.tensor[:, :, :, [0, 10, 11]].float().isnan().all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_some_layers_at_a_time(layout: str, device: str) -> None:
     donor, parts, whole = donor_of(GEOMETRY, 17, seed=2), layered(layout, device), layered(layout)
     naive.kv_move([Move(donor, 2, 5, 11)], in_blocks(whole), ROTATION)
@@ -153,7 +156,7 @@ def test_some_layers_at_a_time(layout: str, device: str) -> None:
         assert bool(staged[len(layers) :].isnan().all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_sources_of_every_kind_in_one_call(layout: str, device: str) -> None:
     donors = [donor_of(GEOMETRY, 9, seed) for seed in range(4)]
     sources = [
@@ -169,7 +172,7 @@ def test_sources_of_every_kind_in_one_call(layout: str, device: str) -> None:
     assert_same(content(actual), content(expected))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_moves_within_it_may_not_overlap_but_may_share_blocks(layout: str, device: str) -> None:
     donor = donor_of(GEOMETRY, 6, seed=3)
     actual, expected = filled(layout, device, donor), filled(layout, "cpu", donor)
@@ -183,8 +186,10 @@ def test_moves_within_it_may_not_overlap_but_may_share_blocks(layout: str, devic
     assert_same(content(actual.pool), content(expected.pool))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("source_start", "target_start", "length"), [(3, 3, 1), (1, 5, BLOCK + 1), (6, 2, 13)])
+@every_layout
+@pytest.mark.parametrize(
+    ("source_start", "target_start", "length"), [(3, 3, 1), (6, 2, BLOCK), (1, 5, BLOCK + 1), (6, 2, 13)]
+)
 def test_deviation_from_it_and_of_it(
     layout: str, source_start: int, target_start: int, length: int, device: str
 ) -> None:

@@ -27,7 +27,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, state_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, donor_digest, token_digest
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.server_process import MODEL
 from validation.cases import read_cases
@@ -167,7 +167,7 @@ def messages(form: EventFormat, worker: tuple[int, int] = _WORKER, generation: i
     return [
         writer.reset(),
         writer.registered(_DONOR, NAMESPACE, _TIER, len(tokens), token_digest(tokens), sketch),
-        writer.heartbeat(10.0, 1, state_digest([(_DONOR, _TIER)])),
+        writer.heartbeat(10.0, 1, donor_digest(_DONOR, _TIER)),
         writer.relocated(_DONOR, "device"),
         writer.evicted(_DONOR),
         writer.purged(),

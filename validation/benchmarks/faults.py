@@ -21,21 +21,20 @@ from unittest import mock
 
 from prometheus_client import REGISTRY
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
 from semblend_trt.connector import donor_index
 from semblend_trt.discovery.planner import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
 from validation.documents import stock_list
-from validation.embedded_engine import disk_tier, drain, evict_prefixes, find_donors, open_llm
+from validation.embedded_engine import disk_tier, drain, evict_prefixes, find_donors, open_cold, open_llm
 from validation.models import load, shipped_model
 from validation.prompts import render
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.request import RequestOutput
 
 HOST_BYTES, POOL_TOKENS = 1 << 30, 2048
@@ -68,11 +67,7 @@ class FaultBench:
 
     def __init__(self) -> None:
         self._runner = load(None, None, "float32")
-        self._cold = LLM(
-            model=shipped_model(),
-            runner=self._runner.share(),
-            kv_cache_config=KvCacheConfig(max_tokens=POOL_TOKENS, enable_block_reuse=False),
-        )
+        self._cold = open_cold(shipped_model(), self._runner, POOL_TOKENS)
         self._answers: dict[str, list[int]] = {}
 
     def close(self) -> None:
@@ -91,9 +86,8 @@ class FaultBench:
         }
         if folder is not None:
             settings |= disk_tier(folder)
-        cache = KvCacheConfig(max_tokens=POOL_TOKENS)
         runner = self._runner.share()
-        with open_llm(shipped_model(), runner, settings, contract=contract, kv_cache_config=cache) as llm:
+        with open_llm(shipped_model(), runner, settings, contract=contract, pool_tokens=POOL_TOKENS) as llm:
             find_donors(llm)
             yield llm
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
@@ -72,8 +71,7 @@ def _found_in_memory(runner: ModelRunner, folder: Path, embedder: str, texts: Se
 def _engine(runner: ModelRunner, folder: Path, embedder: str, **variables: str) -> LLM:
     settings = {"POLICY": "position_fix", "EMBEDDER": embedder, "LOOKUP_DEADLINE_MS": "5000"}
     settings |= disk_tier(folder) | variables
-    cache = KvCacheConfig(max_tokens=POOL_TOKENS)
-    return open_llm(shipped_model(), runner.share(), settings, kv_cache_config=cache)
+    return open_llm(shipped_model(), runner.share(), settings, pool_tokens=POOL_TOKENS)
 
 
 def _reworded(text: str, seed: int) -> str:

@@ -22,19 +22,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.embedded_engine import evict_prefixes, find_donors, open_llm
+from validation.embedded_engine import evict_prefixes, find_donors, open_cold, open_llm
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from engine_wrapper.embedded.llm import LLM
 
 
 LAYERS, DOCUMENT_TOKENS, POOL_TOKENS = 2, 96, 1024
@@ -130,8 +130,7 @@ class SameName:
         return found
 
     def _cold(self, runner: ModelRunner, model: Path) -> list[list[int]]:
-        cache = KvCacheConfig(max_tokens=POOL_TOKENS, enable_block_reuse=False)
-        with LLM(model, runner=runner.share(), kv_cache_config=cache, max_seq_len=POOL_TOKENS) as llm:
+        with open_cold(model, runner, POOL_TOKENS) as llm:
             return [list(output.outputs[0].token_ids) for output in llm.generate(self._asked, _ANSWER)]
 
     def _served(self, runner: ModelRunner, model: Path) -> tuple[list[list[int]], int]:
@@ -161,8 +160,7 @@ class SameName:
             **self._variables,
             **variables,
         }
-        cache = KvCacheConfig(max_tokens=POOL_TOKENS)
-        return open_llm(model, runner.share(), settings, kv_cache_config=cache, max_seq_len=POOL_TOKENS)
+        return open_llm(model, runner.share(), settings, pool_tokens=POOL_TOKENS, max_seq_len=POOL_TOKENS)
 
 
 def _make(folder: Path) -> Path:

@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Count, Results, run_counted
 from semblend_trt.benchmarks.fleet_server import loopback_server
 from validation.benchmarks.server_process import MODEL, fleet, key_of, worker
 from validation.documents import stock_list
+from validation.embedded_engine import open_cold
 from validation.models import load, shipped_model
 from validation.prompts import render
 
@@ -150,11 +149,7 @@ class Load:
         assert address.port is not None
         self._peer, self._seen, self._random = (address.hostname, address.port), seen, random.Random(0)
         self._shared = [stock_list(self._random, ROWS) for _ in range(DOCUMENTS)]
-        self._cold = LLM(
-            model=shipped_model(),
-            runner=load(None, "cpu", "float32"),
-            kv_cache_config=KvCacheConfig(max_tokens=POOL_TOKENS, enable_block_reuse=False),
-        )
+        self._cold = open_cold(shipped_model(), load(None, "cpu", "float32"), POOL_TOKENS)
         self._began = time.monotonic()
         self._threads = ThreadPoolExecutor(2)
 

@@ -1,4 +1,4 @@
-"""A connector that keeps the contract, with every call on record, engines to run it in, and what tests ask of them."""
+"""A connector that records every call, engines to run it in, and helpers of their tests."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def teach(llm, tokens, **options):
     forget_prefixes(llm)
 
 
-def teach_shelf(llm, shelf, tokens):
-    """Has the shelf keep `tokens`; its records begin behind that. The salt keeps the exact cache out of it."""
-    shelf.saves = True
+def teach_recorded(llm, record, tokens):
+    """Has the recording connector keep `tokens`, then clears its record. The salt keeps the exact cache out of it."""
+    record.saves = True
     teach(llm, tokens, cache_salt="donor")
-    shelf.saves = False
-    for record in (shelf.calls, shelf.outputs, shelf.polls):
-        record.clear()
+    record.saves = False
+    for kept in (record.calls, record.outputs, record.polls):
+        kept.clear()
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def fails_once(owner, name):
 
 
 @dataclass
-class Shelf:
+class Record:
     """What both halves of one connector share: the record of calls, donors by their tokens, and how to behave. With
     `saves`, requests are saved that came to their end; with `saves_any`, those cut short as well."""
 
@@ -102,109 +102,109 @@ class Shelf:
         return self.names().count(name)
 
 
-_shelves: dict[int, Shelf] = {}
+_records: dict[int, Record] = {}
 
 
-def shelf_of(llm_args) -> Shelf:
-    return _shelves.setdefault(id(llm_args), Shelf())
+def record_of(llm_args) -> Record:
+    return _records.setdefault(id(llm_args), Record())
 
 
-class ShelfScheduler(KvCacheConnectorScheduler):
+class RecordingScheduler(KvCacheConnectorScheduler):
     """Offers the longest common beginning with any donor; saves finished requests when told to."""
 
     def __init__(self, llm_args):
         super().__init__(llm_args)
-        self.shelf = shelf_of(llm_args)
+        self.record = record_of(llm_args)
         self.offers = {}
         self.loads = []
 
     def wait_for_initialization(self):
-        self.shelf.calls.append(("wait_for_initialization",))
+        self.record.calls.append(("wait_for_initialization",))
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.shelf.calls.append(("get_num_new_matched_tokens", request.request_id, num_computed_tokens))
+        self.record.calls.append(("get_num_new_matched_tokens", request.request_id, num_computed_tokens))
         prompt = request.get_tokens(0)[: request.prompt_len - 1]
         best, length = None, num_computed_tokens
-        for tokens in self.shelf.donors:
+        for tokens in self.record.donors:
             common = common_length(tokens, prompt)
             if common > length:
                 best, length = tokens, common
         if best is None:
             return 0, False
         self.offers[request.request_id] = (best, num_computed_tokens, length)
-        return length - num_computed_tokens, self.shelf.asynchronous
+        return length - num_computed_tokens, self.record.asynchronous
 
     def update_state_after_alloc(self, request, block_ids):
-        self.shelf.calls.append(("update_state_after_alloc", request.request_id, tuple(block_ids)))
+        self.record.calls.append(("update_state_after_alloc", request.request_id, tuple(block_ids)))
         offer = self.offers.pop(request.request_id, None)
         if offer is not None:
             self.loads.append((request.request_id, tuple(block_ids), *offer))
 
     def build_connector_meta(self, scheduler_output):
-        self.shelf.calls.append(("build_connector_meta",))
-        self.shelf.outputs.append(scheduler_output)
+        self.record.calls.append(("build_connector_meta",))
+        self.record.outputs.append(scheduler_output)
         loads, self.loads = self.loads, []
         return {"loads": loads}
 
     def request_finished(self, request, cache_block_ids):
-        self.shelf.calls.append(("request_finished", request.request_id, tuple(cache_block_ids)))
-        if self.shelf.saves and (self.shelf.saves_any or request.finish_reason in ("length", "stop")):
-            self.shelf.to_save[request.request_id] = (tuple(request.get_tokens(0)[:-1]), tuple(cache_block_ids))
+        self.record.calls.append(("request_finished", request.request_id, tuple(cache_block_ids)))
+        if self.record.saves and (self.record.saves_any or request.finish_reason in ("length", "stop")):
+            self.record.to_save[request.request_id] = (tuple(request.get_tokens(0)[:-1]), tuple(cache_block_ids))
             return True
         return False
 
 
-class ShelfWorker(KvCacheConnectorWorker):
+class RecordingWorker(KvCacheConnectorWorker):
     """Copies KV out of the pool at the last poll of a save, and into it before the forward or at the end of a load."""
 
     def __init__(self, llm_args):
         super().__init__(llm_args)
-        self.shelf = shelf_of(llm_args)
+        self.record = record_of(llm_args)
         self.view = None
         self.waiting_saves, self.waiting_loads = {}, {}
 
     def register_forward_pass_callable(self):
-        return lambda: self.shelf.calls.append(("forward_pass_callable",))
+        return lambda: self.record.calls.append(("forward_pass_callable",))
 
     def register_kv_caches(self, kv_cache_tensor):
-        self.shelf.calls.append(("register_kv_caches", tuple(kv_cache_tensor.shape)))
+        self.record.calls.append(("register_kv_caches", tuple(kv_cache_tensor.shape)))
         self.view = pool_view(kv_cache_tensor, KvGeometry(LAYERS, 2, 16, BLOCK))
 
     def start_load_kv(self, stream):
-        self.shelf.calls.append(("start_load_kv",))
+        self.record.calls.append(("start_load_kv",))
         for request_id, *load in self._metadata["loads"]:
-            if self.shelf.asynchronous:
-                self.shelf.to_load[request_id] = load
+            if self.record.asynchronous:
+                self.record.to_load[request_id] = load
             else:
                 self.place(*load)
 
     def wait_for_layer_load(self, layer_idx, stream):
-        self.shelf.calls.append(("wait_for_layer_load", layer_idx))
+        self.record.calls.append(("wait_for_layer_load", layer_idx))
 
     def save_kv_layer(self, layer_idx, stream):
-        self.shelf.calls.append(("save_kv_layer", layer_idx))
+        self.record.calls.append(("save_kv_layer", layer_idx))
 
     def wait_for_save(self, stream):
-        self.shelf.calls.append(("wait_for_save",))
+        self.record.calls.append(("wait_for_save",))
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
-        self.shelf.calls.append(("get_finished",))
-        self.shelf.polls.append((list(finished_gen_req_ids), list(started_loading_req_ids)))
-        self.waiting_saves.update(dict.fromkeys(finished_gen_req_ids, self.shelf.polls_a_save_takes))
-        self.waiting_loads.update(dict.fromkeys(started_loading_req_ids, self.shelf.polls_a_load_takes))
+        self.record.calls.append(("get_finished",))
+        self.record.polls.append((list(finished_gen_req_ids), list(started_loading_req_ids)))
+        self.waiting_saves.update(dict.fromkeys(finished_gen_req_ids, self.record.polls_a_save_takes))
+        self.waiting_loads.update(dict.fromkeys(started_loading_req_ids, self.record.polls_a_load_takes))
         saved = self.ended(self.waiting_saves)
         loaded = self.ended(self.waiting_loads)
         for request_id in saved:
-            tokens, block_ids = self.shelf.to_save.pop(request_id)
+            tokens, block_ids = self.record.to_save.pop(request_id)
             blocks, slots = self.places(block_ids, 0, len(tokens))
-            self.shelf.donors[tokens] = self.view[blocks, :, :, :, slots].clone()  # [tokens, layers, 2, heads, dim]
+            self.record.donors[tokens] = self.view[blocks, :, :, :, slots].clone()  # [tokens, layers, 2, heads, dim]
         for request_id in loaded:
-            self.place(*self.shelf.to_load.pop(request_id))
+            self.place(*self.record.to_load.pop(request_id))
         return saved, loaded
 
     def place(self, block_ids, donor, begin, end):
         blocks, slots = self.places(block_ids, begin, end)
-        self.view[blocks, :, :, :, slots] = self.shelf.donors[donor][begin:end]
+        self.view[blocks, :, :, :, slots] = self.record.donors[donor][begin:end]
 
     @staticmethod
     def places(block_ids, begin, end):
@@ -231,7 +231,7 @@ def make_llm(tiny_qwen2_path, runner):
     """Builds engines over shared weights, and shuts them down."""
     engines = []
 
-    def make(scheduler=None, worker="ShelfWorker", *, module=__name__, cache=None, **fields):
+    def make(scheduler=None, worker="RecordingWorker", *, module=__name__, cache=None, **fields):
         if scheduler is not None:
             fields["kv_connector_config"] = KvCacheConnectorConfig(
                 connector_module=module, connector_scheduler_class=scheduler, connector_worker_class=worker
@@ -243,16 +243,16 @@ def make_llm(tiny_qwen2_path, runner):
     yield make
     for engine in engines:
         engine.shutdown()
-    _shelves.clear()
+    _records.clear()
 
 
 @pytest.fixture
-def make_shelf_llm(make_llm):
-    """An engine with the recording connector, and its shelf."""
+def make_recorded_llm(make_llm):
+    """An engine with the recording connector, and its record."""
 
     def make(**fields):
-        llm = make_llm("ShelfScheduler", **fields)
-        return llm, shelf_of(llm.llm_args)
+        llm = make_llm("RecordingScheduler", **fields)
+        return llm, record_of(llm.llm_args)
 
     return make
 

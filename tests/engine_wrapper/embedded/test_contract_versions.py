@@ -20,15 +20,15 @@ from tests.engine_wrapper.embedded.conftest import (
     LAYERS,
     SIX,
     TWO,
-    ShelfScheduler,
-    ShelfWorker,
+    RecordingScheduler,
+    RecordingWorker,
     answers,
     fails_once,
     forget_prefixes,
     form,
     prompt,
-    shelf_of,
-    teach_shelf,
+    record_of,
+    teach_recorded,
 )
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
@@ -51,7 +51,7 @@ FORMS = [
 ]
 
 
-class GroupedScheduler(ShelfScheduler):
+class GroupedScheduler(RecordingScheduler):
     """Takes both forms, and keeps what it was asked about."""
 
     asked: list
@@ -65,32 +65,32 @@ class GroupedScheduler(ShelfScheduler):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group):
-        self.shelf.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
+        self.record.calls.append(("by_layer_group", "update_state_after_alloc", len(block_ids_by_layer_group)))
         if request.request_id in self.offers:
             donor, begin, _ = self.offers[request.request_id]
             self.offers[request.request_id] = (donor, begin, begin + request.py_num_connector_matched_tokens)
         self.update_state_after_alloc(request, block_ids_by_layer_group[0])
 
     def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group):
-        self.shelf.calls.append(("by_layer_group", "request_finished", len(cache_block_ids_by_layer_group)))
+        self.record.calls.append(("by_layer_group", "request_finished", len(cache_block_ids_by_layer_group)))
         return self.request_finished(request, cache_block_ids_by_layer_group[0])
 
 
-class GroupedWorker(ShelfWorker):
+class GroupedWorker(RecordingWorker):
     """Finds the pool behind all groups by their addresses."""
 
     def register_kv_cache_layout(self, layout):
-        self.shelf.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
+        self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
         self.layout = layout
         first = min((region for group in layout.groups for region in group.regions), key=lambda each: each.base)
         super().register_kv_caches(first.rows._base if first.rows._base is not None else first.rows)
-        self.shelf.calls.pop()
+        self.record.calls.pop()
 
 
 MEETING = threading.Barrier(2, timeout=60)
 
 
-class MeetingScheduler(ShelfScheduler):
+class MeetingScheduler(RecordingScheduler):
     """Is built while the worker is being built."""
 
     def __init__(self, llm_args):
@@ -98,7 +98,7 @@ class MeetingScheduler(ShelfScheduler):
         super().__init__(llm_args)
 
 
-class MeetingWorker(ShelfWorker):
+class MeetingWorker(RecordingWorker):
     """Is built while the scheduler is being built."""
 
     def __init__(self, llm_args):
@@ -106,12 +106,12 @@ class MeetingWorker(ShelfWorker):
         super().__init__(llm_args)
 
 
-class BrokenScheduler(ShelfScheduler):
+class BrokenScheduler(RecordingScheduler):
     def __init__(self, llm_args):
         raise KeyError("broken")
 
 
-class BrokenWorker(ShelfWorker):
+class BrokenWorker(RecordingWorker):
     def __init__(self, llm_args):
         raise KeyError("broken")
 
@@ -120,7 +120,7 @@ class BrokenWorker(ShelfWorker):
 def make_engine(make_llm):
     def make(contract, groups, **fields):
         llm = make_llm("GroupedScheduler", "GroupedWorker", module=__name__, **form(contract, groups, **fields))
-        return llm, shelf_of(llm.llm_args)
+        return llm, record_of(llm.llm_args)
 
     return make
 
@@ -131,28 +131,28 @@ def make_engine(make_llm):
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
 def test_calls_and_their_order(make_engine, contract, groups):
     version = VERSIONS[contract]
-    llm, shelf = make_engine(contract, groups)
+    llm, record = make_engine(contract, groups)
     registered = "register_kv_caches" if groups is None else "register_kv_cache_layout"
     waits = ["wait_for_initialization"] if contract not in ("1.1", "1.2") else []
-    assert shelf.names() == [registered, *waits]
-    shelf.calls.clear()
+    assert record.names() == [registered, *waits]
+    record.calls.clear()
     llm.generate([prompt(5)], TWO)
     after = ["wait_for_save"] if contract == "1.1" else ["forward_pass_callable", "wait_for_save"]
     layers = ["wait_for_layer_load", "save_kv_layer"] * LAYERS
     forward = ["build_connector_meta", "start_load_kv", *layers, *after]
     grouped = [] if groups is None else ["by_layer_group"]
-    assert shelf.names() == [
+    assert record.names() == [
         *["get_num_new_matched_tokens", *grouped, "update_state_after_alloc", *forward, "get_finished"],
         *[*forward, *grouped, "request_finished", "get_finished"],
     ]
-    assert {name for name in shelf.names() if name in version.worker_methods} <= version.worker_methods
+    assert {name for name in record.names() if name in version.worker_methods} <= version.worker_methods
 
 
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
 def test_fields_of_a_scheduled_request(make_engine, contract, groups):
-    llm, shelf = make_engine(contract, groups)
+    llm, record = make_engine(contract, groups)
     llm.generate([prompt(2 * BLOCK + 3)], TWO, cache_salt="s")
-    output = shelf.outputs[0]
+    output = record.outputs[0]
     (data,) = output.new_requests
     assert tuple(each.name for each in fields(data)) == FIELDS.get(contract, FIELDS["main"])
     assert hasattr(output, "attention_dp_rank") == (contract in ("main", "embedded"))
@@ -188,10 +188,10 @@ def test_v2_asks_with_the_request_itself(make_engine):
     ("contract", "groups", "told"), [("1.3rc", None, 14), ("main", None, 8), ("main", (), 14), ("embedded", None, 14)]
 )
 def test_which_local_match_is_told(make_engine, contract, groups, told):
-    llm, shelf = make_engine(contract, groups)
+    llm, record = make_engine(contract, groups)
     llm.generate([prompt(20)], TWO)
     llm.generate([prompt(20)[:15]], TWO)
-    queries = [call[1:] for call in shelf.calls if call[0] == "get_num_new_matched_tokens"]
+    queries = [call[1:] for call in record.calls if call[0] == "get_num_new_matched_tokens"]
     assert queries[1] == (2, told)
 
 
@@ -202,10 +202,10 @@ def test_which_local_match_is_told(make_engine, contract, groups, told):
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
 def test_loads_change_no_answer(make_engine, cold, contract, groups, asynchronous, overlap):
-    llm, shelf = make_engine(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=24)
+    llm, record = make_engine(contract, groups, disable_overlap_scheduler=not overlap, max_num_tokens=24)
     donor = prompt(60)
-    teach_shelf(llm, shelf, donor)
-    shelf.asynchronous, shelf.polls_a_load_takes = asynchronous, 1
+    teach_recorded(llm, record, donor)
+    record.asynchronous, record.polls_a_load_takes = asynchronous, 1
     prompts = [donor[:37] + prompt(20, 1), prompt(9, 2)]
     outputs = llm.generate(prompts, SIX)
     assert answers(outputs) == cold(prompts)
@@ -214,18 +214,18 @@ def test_loads_change_no_answer(make_engine, cold, contract, groups, asynchronou
 
 
 def test_overlap_handles_results_one_iteration_late(make_engine):
-    llm, shelf = make_engine("main", None, disable_overlap_scheduler=False)
+    llm, record = make_engine("main", None, disable_overlap_scheduler=False)
     llm.generate([prompt(5)], TWO)
-    told = [(data.new_tokens, data.computed_position) for each in shelf.outputs for data in each.cached_requests]
+    told = [(data.new_tokens, data.computed_position) for each in record.outputs for data in each.cached_requests]
     # The first decode entry does not know its own token yet; the last iteration ran for a request that had ended.
     assert [(len(tokens), position) for tokens, position in told] == [(0, 4), (1, 5)]
-    assert shelf.count("request_finished") == 1
+    assert record.count("request_finished") == 1
 
 
 def test_v2_allocates_chunk_by_chunk(make_engine):
-    llm, shelf = make_engine("main", (), max_num_tokens=16)
+    llm, record = make_engine("main", (), max_num_tokens=16)
     llm.generate([prompt(40)], TWO)
-    data = [data for each in shelf.outputs for data in each.new_requests + each.cached_requests]
+    data = [data for each in record.outputs for data in each.new_requests + each.cached_requests]
     assert [len(each.new_block_ids) for each in data] == [2, 2, 1, 1]
 
 
@@ -243,45 +243,45 @@ def test_v2_publishes_prompts_only(make_engine):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_a_paused_request_is_asked_about_again_and_told_as_new(make_engine, cold, overlap):
-    llm, shelf = make_engine("main", (), disable_overlap_scheduler=not overlap)
+    llm, record = make_engine("main", (), disable_overlap_scheduler=not overlap)
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
     llm.executor.pause(next(iter(llm.executor._active.values())))
     outputs = list(stream)
     assert outputs[-1].outputs[0].token_ids == cold([prompt(20)])[0]
     assert outputs[-1].prompt_token_ids == prompt(20)
-    assert shelf.count("get_num_new_matched_tokens") == 2
-    assert sum(len(each.new_requests) for each in shelf.outputs) == 2
+    assert record.count("get_num_new_matched_tokens") == 2
+    assert sum(len(each.new_requests) for each in record.outputs) == 2
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_requests_that_outgrow_the_pool_take_turns(make_engine, cold, overlap):
     many = SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [prompt(20, seed) for seed in range(4)]
-    llm, shelf = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, disable_overlap_scheduler=not overlap)
+    llm, record = make_engine("main", (), cache={"max_tokens": 12 * BLOCK}, disable_overlap_scheduler=not overlap)
     assert answers(llm.generate(prompts, many)) == cold(prompts, many)
-    assert shelf.count("get_num_new_matched_tokens") > len(prompts)  # some were paused
+    assert record.count("get_num_new_matched_tokens") > len(prompts)  # some were paused
     assert llm.block_manager.num_free_blocks == 12
 
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_engine, contract):
-    llm, shelf = make_engine(contract, None)
+    llm, record = make_engine(contract, None)
     donor = prompt(40)
-    teach_shelf(llm, shelf, donor)
-    shelf.asynchronous, shelf.polls_a_load_takes = True, 3
+    teach_recorded(llm, record, donor)
+    record.asynchronous, record.polls_a_load_takes = True, 3
     free = llm.block_manager.num_free_blocks
     stream = llm.generate_async(donor, TWO)
     llm.executor.step()
     llm.abort(stream.request_id)
-    assert (free - llm.block_manager.num_free_blocks, shelf.count("request_finished")) == {
+    assert (free - llm.block_manager.num_free_blocks, record.count("request_finished")) == {
         "1.1": (0, 1),
         "main": (5, 0),
         "embedded": (5, 0),
     }.get(contract, (0, 0))
     llm.settle()
     assert llm.block_manager.num_free_blocks == free
-    assert shelf.count("request_finished") == (contract in ("1.1", "embedded"))
+    assert record.count("request_finished") == (contract in ("1.1", "embedded"))
     assert next(stream).outputs[0].finish_reason == "cancelled"
     assert llm.generate([donor], TWO)[0].cached_tokens == 0  # nothing of the abandoned load was published
 
@@ -304,19 +304,19 @@ def cut_short(llm, tokens, how):
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 @pytest.mark.parametrize(("contract", "times"), [("1.1", 1), ("1.2", 0), ("1.3rc", 0), ("main", 0), ("embedded", 1)])
 def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
-    llm, shelf = make_engine(contract, None)
+    llm, record = make_engine(contract, None)
     cut_short(llm, prompt(9), how)
-    assert shelf.count("request_finished") == times
+    assert record.count("request_finished") == times
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
 
 def test_a_paused_request_that_is_cancelled_disappears_as_well(make_engine):
-    llm, shelf = make_engine("main", ())
+    llm, record = make_engine("main", ())
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
     llm.executor.pause(next(iter(llm.executor._active.values())))
     llm.abort(stream.request_id)
-    assert (shelf.count("request_finished"), llm.executor.connector._asked) == (0, set())
+    assert (record.count("request_finished"), llm.executor.connector._asked) == (0, set())
 
 
 # -- a version's habits ------------------------------------------------------------------------------------------------
@@ -329,20 +329,20 @@ def part_of(llm, where):
 @pytest.mark.parametrize("where", ["forward", "save_kv_layer", "wait_for_save"])
 @pytest.mark.parametrize("contract", FIELDS)
 def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contract, where):
-    llm, shelf = make_engine(contract, None, max_batch_size=2)
+    llm, record = make_engine(contract, None, max_batch_size=2)
     streams = [llm.generate_async(prompt(20, seed), SIX) for seed in range(3)]
     for stream in streams[:2]:
         next(stream)
     published = llm.block_manager.num_reusable_blocks
-    shelf.calls.clear()
+    record.calls.clear()
     with fails_once(part_of(llm, where), where):
         assert llm.executor.step()
     ended = [list(stream)[-1] for stream in streams[:2]]
     assert [output.outputs[0].finish_reason for output in ended] == ["error"] * 2
     assert all("injected" in output.error for output in ended)
-    assert shelf.names()[-1] == "get_finished"
-    assert shelf.count("wait_for_save") == 0
-    assert shelf.count("request_finished") == 2 * (contract == "1.1")
+    assert record.names()[-1] == "get_finished"
+    assert record.count("wait_for_save") == 0
+    assert record.count("request_finished") == 2 * (contract == "1.1")
     assert llm.block_manager.num_reusable_blocks == published
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     # What waited is served as if nothing had been.
@@ -350,10 +350,10 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
 
 
 def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
-    llm, shelf = make_engine("1.1", None)
+    llm, record = make_engine("1.1", None)
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
-    shelf.saves_any, shelf.saves, shelf.polls_a_save_takes = True, True, 2
+    record.saves_any, record.saves, record.polls_a_save_takes = True, True, 2
     with fails_once(llm.executor.model_runner, "forward"):
         llm.executor.step()
     assert llm.executor.pending_transfers == [stream.request_id]
@@ -362,13 +362,13 @@ def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
 
 
 def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(make_engine):
-    llm, shelf = make_engine("1.1", None)
+    llm, record = make_engine("1.1", None)
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
-    shelf.saves_any, shelf.saves = True, True
+    record.saves_any, record.saves = True, True
     llm.abort(stream.request_id)
-    assert shelf.names()[-2:] == ["request_finished", "get_finished"]
-    assert shelf.polls[-1] == ([stream.request_id], [])
+    assert record.names()[-2:] == ["request_finished", "get_finished"]
+    assert record.polls[-1] == ([stream.request_id], [])
     assert llm.executor.pending_transfers == []
 
 
@@ -389,11 +389,11 @@ def test_a_load_that_fails_ends_the_engine_under_every_version(make_engine, cont
 
 def twins_being_saved(make_engine, contract, **fields):
     """An engine that ran two requests of one prompt together and saves both, and the blocks of each."""
-    llm, shelf = make_engine(contract, None, **fields)
-    shelf.saves, shelf.polls_a_save_takes = True, 4
+    llm, record = make_engine(contract, None, **fields)
+    record.saves, record.polls_a_save_takes = True, 4
     llm.generate([prompt(20), prompt(20)], SIX)
     assert llm.executor.pending_transfers == [1, 2]
-    return llm, [call[2] for call in shelf.calls if call[0] == "request_finished"]
+    return llm, [call[2] for call in record.calls if call[0] == "request_finished"]
 
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
@@ -433,8 +433,8 @@ def test_with_block_reuse_off_a_save_pins_nothing(make_engine, contract):
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_of_saves_that_end_together_one_may_be_unpinned(make_engine, contract):
-    llm, shelf = make_engine(contract, None)
-    shelf.saves, shelf.polls_a_save_takes = True, 2
+    llm, record = make_engine(contract, None)
+    record.saves, record.polls_a_save_takes = True, 2
     for _ in range(2):
         llm.generate([prompt(20, seed) for seed in range(3)], TWO)
         llm.settle()
@@ -447,13 +447,13 @@ def test_of_saves_that_end_together_one_may_be_unpinned(make_engine, contract):
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
 def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, contract):
-    llm, shelf = make_engine(contract, None, cache={"enable_block_reuse": False})
+    llm, record = make_engine(contract, None, cache={"enable_block_reuse": False})
     donor = prompt(40)
-    teach_shelf(llm, shelf, donor)
+    teach_recorded(llm, record, donor)
     (output,) = llm.generate([donor], SIX)
-    assert shelf.count("get_num_new_matched_tokens") == (contract == "main")
-    assert shelf.count("update_state_after_alloc") == 1
-    (data,) = shelf.outputs[0].new_requests
+    assert record.count("get_num_new_matched_tokens") == (contract == "main")
+    assert record.count("update_state_after_alloc") == 1
+    (data,) = record.outputs[0].new_requests
     assert (data.computed_position, data.num_scheduled_tokens) == (-39 if contract == "main" else 0, 40)
     assert (output.cached_tokens, output.reused_tokens) == (0, 0)
     assert answers([output]) == cold([donor])
@@ -493,13 +493,13 @@ def test_what_a_constructor_raises_in_its_thread_is_passed_on(make_llm, schedule
 def test_cuda_graphs_are_refused_where_the_version_does(make_engine):
     with pytest.raises(ConfigurationError, match=r"contract 1\.1 allows no CUDA graphs"):
         make_engine("1.1", None, layer_hooks=False)
-    _, shelf = make_engine("1.2", None, layer_hooks=False)
-    assert shelf.count("register_kv_caches") == 1
+    _, record = make_engine("1.2", None, layer_hooks=False)
+    assert record.count("register_kv_caches") == 1
 
 
 def test_older_versions_take_v1_even_if_v2_was_asked_for(make_engine):
-    _, shelf = make_engine("1.3rc", ())
-    assert shelf.count("register_kv_caches") == 1
+    _, record = make_engine("1.3rc", ())
+    assert record.count("register_kv_caches") == 1
     with pytest.raises(ConfigurationError, match=r"layer_groups is .* contract 1\.3rc"):
         make_engine("1.3rc", ((0, 1), (2,)))
 
@@ -512,7 +512,7 @@ def test_layer_groups_hold_every_layer_once(make_engine, groups):
 
 def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
     with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
-        make_llm("ShelfScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
+        make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
 
 
 def test_regions_describe_the_pool(make_engine):

@@ -19,11 +19,11 @@ from tests.engine_wrapper.embedded.conftest import (
     LAYERS,
     SIX,
     TWO,
-    ShelfScheduler,
-    ShelfWorker,
+    RecordingScheduler,
+    RecordingWorker,
     answers,
     prompt,
-    teach_shelf,
+    teach_recorded,
 )
 from tests.engine_wrapper.serving import token_ids
 
@@ -31,15 +31,15 @@ from tests.engine_wrapper.serving import token_ids
 
 
 @pytest.mark.parametrize("does_nothing", [False, True])
-def test_layer_hooks_can_be_left_out_or_do_nothing(make_shelf_llm, does_nothing):
-    llm, shelf = make_shelf_llm(layer_hooks=does_nothing)
+def test_layer_hooks_can_be_left_out_or_do_nothing(make_recorded_llm, does_nothing):
+    llm, record = make_recorded_llm(layer_hooks=does_nothing)
     llm.connector_worker.uses_layer_hooks = not does_nothing
     llm.generate([prompt(5)], TWO)
-    assert shelf.count("wait_for_layer_load") == shelf.count("save_kv_layer") == 0
+    assert record.count("wait_for_layer_load") == record.count("save_kv_layer") == 0
 
 
-def test_call_counts_over_chunks(make_shelf_llm):
-    llm, shelf = make_shelf_llm(max_num_tokens=16)
+def test_call_counts_over_chunks(make_recorded_llm):
+    llm, record = make_recorded_llm(max_num_tokens=16)
     llm.generate([prompt(40)], TWO)
     forwards = 3 + 1
     for name, times in {
@@ -52,8 +52,8 @@ def test_call_counts_over_chunks(make_shelf_llm):
         "wait_for_layer_load": forwards * LAYERS,
         "request_finished": 1,
     }.items():
-        assert shelf.count(name) == times, name
-    first, *cached = [output.new_requests + output.cached_requests for output in shelf.outputs]
+        assert record.count(name) == times, name
+    first, *cached = [output.new_requests + output.cached_requests for output in record.outputs]
     assert [(d.computed_position, d.num_scheduled_tokens) for d in first] == [(0, 16)]
     assert [[(d.computed_position, d.num_scheduled_tokens) for d in each] for each in cached] == [
         [(16, 16)],
@@ -64,49 +64,49 @@ def test_call_counts_over_chunks(make_shelf_llm):
     assert [[len(d.new_block_ids) for d in each] for each in cached] == [[0], [0], [1]]
 
 
-def test_idle_iterations_poll_transfers_and_nothing_else(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    shelf.calls.clear()
+def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
+    llm, record = make_recorded_llm()
+    record.calls.clear()
     assert llm.executor.step() is False
     llm.executor.poll_transfers()
-    assert shelf.names() == ["get_finished"] * 2
+    assert record.names() == ["get_finished"] * 2
 
 
 # -- loads and saves --------------------------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_load_parks_its_request_while_others_run(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    teach_shelf(llm, shelf, prompt(30))
-    shelf.asynchronous, shelf.polls_a_load_takes = True, 4
+def test_an_asynchronous_load_parks_its_request_while_others_run(make_recorded_llm):
+    llm, record = make_recorded_llm()
+    teach_recorded(llm, record, prompt(30))
+    record.asynchronous, record.polls_a_load_takes = True, 4
     parked = llm.generate_async(prompt(40), TWO)
     other = prompt(12, 1)
     llm.generate([other], TWO)
     assert llm.executor.pending_transfers == [parked.request_id]
     assert [len(list(parked)), llm.executor.pending_transfers] == [2, []]
-    first_seen = [data.request_id for output in shelf.outputs for data in output.new_requests]
+    first_seen = [data.request_id for output in record.outputs for data in output.new_requests]
     assert first_seen == [parked.request_id + 1, parked.request_id]
-    assert [loads for _, loads in shelf.polls if loads] == [[parked.request_id]]
-    (data,) = [d for output in shelf.outputs for d in output.new_requests if d.request_id == parked.request_id]
+    assert [loads for _, loads in record.polls if loads] == [[parked.request_id]]
+    (data,) = [d for output in record.outputs for d in output.new_requests if d.request_id == parked.request_id]
     assert (data.computed_position, data.num_scheduled_tokens) == (30, 10)
 
 
-def test_an_iteration_that_parks_everything_runs_no_forward(make_shelf_llm):
-    llm, shelf = make_shelf_llm()
-    teach_shelf(llm, shelf, prompt(30))
-    shelf.asynchronous, shelf.polls_a_load_takes = True, 1
+def test_an_iteration_that_parks_everything_runs_no_forward(make_recorded_llm):
+    llm, record = make_recorded_llm()
+    teach_recorded(llm, record, prompt(30))
+    record.asynchronous, record.polls_a_load_takes = True, 1
     stream = llm.generate_async(prompt(40), TWO)
     assert llm.executor.step() is False
-    assert shelf.names() == [
+    assert record.names() == [
         *["get_num_new_matched_tokens", "update_state_after_alloc"],
         *["build_connector_meta", "start_load_kv", "get_finished"],
     ]
     stream.close()
 
 
-def test_blocks_are_held_until_the_save_is_reported(make_shelf_llm):
-    llm, shelf = make_shelf_llm(cache={"max_tokens": 8 * BLOCK})
-    shelf.saves, shelf.polls_a_save_takes = True, 2
+def test_blocks_are_held_until_the_save_is_reported(make_recorded_llm):
+    llm, record = make_recorded_llm(cache={"max_tokens": 8 * BLOCK})
+    record.saves, record.polls_a_save_takes = True, 2
     free = llm.block_manager.num_free_blocks
     llm.generate([prompt(20)], TWO)
     assert llm.block_manager.num_free_blocks == free - 3
@@ -115,19 +115,19 @@ def test_blocks_are_held_until_the_save_is_reported(make_shelf_llm):
     assert llm.block_manager.num_free_blocks == free - 3
     llm.executor.poll_transfers()
     assert llm.block_manager.num_free_blocks == free
-    assert [saves for saves, _ in shelf.polls if saves] == [[1]]
+    assert [saves for saves, _ in record.polls if saves] == [[1]]
 
 
-def test_a_request_waits_for_blocks_that_a_save_holds(make_shelf_llm):
-    llm, shelf = make_shelf_llm(cache={"max_tokens": 4 * BLOCK})
-    shelf.saves, shelf.polls_a_save_takes = True, 5
+def test_a_request_waits_for_blocks_that_a_save_holds(make_recorded_llm):
+    llm, record = make_recorded_llm(cache={"max_tokens": 4 * BLOCK})
+    record.saves, record.polls_a_save_takes = True, 5
     llm.generate([prompt(20)], TWO)
     assert len(token_ids(llm.generate([prompt(20, 1)], TWO)[0])) == 2
 
 
-def test_a_transfer_that_never_ends_is_named(make_shelf_llm):
-    llm, shelf = make_shelf_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
-    shelf.saves, shelf.polls_a_save_takes = True, 10**9
+def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
+    llm, record = make_recorded_llm(transfer_timeout=0.01, cache={"max_tokens": 4 * BLOCK})
+    record.saves, record.polls_a_save_takes = True, 10**9
     llm.generate([prompt(20)], TWO)
     with pytest.raises(SemBlendError, match="transfers of requests 1 within"):
         llm.settle()
@@ -138,17 +138,17 @@ def test_a_transfer_that_never_ends_is_named(make_shelf_llm):
 # -- connectors that break the contract -------------------------------------------------------------------------------
 
 
-class OffersEverything(ShelfScheduler):
+class OffersEverything(RecordingScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return request.prompt_len - num_computed_tokens, False
 
 
-class Raises(ShelfScheduler):
+class Raises(RecordingScheduler):
     def update_state_after_alloc(self, request, block_ids):
         raise OSError("the disk is gone")
 
 
-class ReportsStrangers(ShelfWorker):
+class ReportsStrangers(RecordingWorker):
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         return [12345], []
 
@@ -156,8 +156,8 @@ class ReportsStrangers(ShelfWorker):
 @pytest.mark.parametrize(
     ("scheduler", "worker", "rule"),
     [
-        ("OffersEverything", "ShelfWorker", "one_token_left"),
-        ("ShelfScheduler", "ReportsStrangers", "finished_id_handed_in"),
+        ("OffersEverything", "RecordingWorker", "one_token_left"),
+        ("RecordingScheduler", "ReportsStrangers", "finished_id_handed_in"),
     ],
 )
 def test_a_broken_rule_is_named_and_ends_the_engine(make_llm, scheduler, worker, rule):
@@ -197,15 +197,15 @@ def test_a_connector_that_cannot_be_built_is_one_sentence(make_llm, names, messa
 # -- aborts and failures ----------------------------------------------------------------------------------------------
 
 
-def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_shelf_llm):
-    llm, shelf = make_shelf_llm(max_num_tokens=16)
+def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_recorded_llm):
+    llm, record = make_recorded_llm(max_num_tokens=16)
     free = llm.block_manager.num_free_blocks
     running, chunked = llm.generate_async(prompt(20), SIX), llm.generate_async(prompt(40, 1), SIX)
     next(running)
     waiting = llm.generate_async(prompt(9, 2), SIX)
     assert [llm.abort(stream.request_id) for stream in (running, chunked, waiting)] == [True] * 3
     assert llm.block_manager.num_free_blocks == free
-    assert [call[1] for call in shelf.calls if call[0] == "request_finished"] == [1, 2]
+    assert [call[1] for call in record.calls if call[0] == "request_finished"] == [1, 2]
     assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
     assert llm.abort(running.request_id) is False
     assert llm.executor.num_unfinished == 0
@@ -300,8 +300,8 @@ def test_the_publication_guard_is_asked_for_every_block(make_llm):
     assert llm.generate([tokens], SIX)[0].cached_tokens == BLOCK
 
 
-def test_an_engine_and_its_pool_are_collected(make_shelf_llm, runner, tiny_qwen2_path):
-    llm = type(make_shelf_llm()[0])(model=tiny_qwen2_path, runner=runner)
+def test_an_engine_and_its_pool_are_collected(make_recorded_llm, runner, tiny_qwen2_path):
+    llm = type(make_recorded_llm()[0])(model=tiny_qwen2_path, runner=runner)
     llm.generate([prompt(5)], TWO)
     pool = weakref.ref(llm.executor.pool)
     del llm

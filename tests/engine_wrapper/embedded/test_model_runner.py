@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.sequence_work import SequenceSlice
-from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.plan import SemanticKvPlan, SpanCheck
+from semblend_trt.plan import SpanCheck
 from semblend_trt.runtime import ActivePlans
-
-BLOCK_SIZE = 8
-NUM_BLOCKS = 20
-TOLERANCE = 1e-4
-
-PlanMaker = Callable[..., SemanticKvPlan]
-
-
-def attach_pool(runner: ModelRunner) -> torch.Tensor:
-    facts = runner.facts
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
-    shape = (NUM_BLOCKS, facts.num_layers, 2, geometry.row_elements)
-    pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
-    runner.attach_pool(pool, geometry)
-    return pool
+from tests.engine_wrapper.forward_bench import SIZES, TOLERANCE, PlanMaker, attach_pool, tokens_of
 
 
 @pytest.fixture
@@ -40,11 +24,6 @@ def runner(tiny_qwen2_path: Path) -> ModelRunner:
     runner = ModelRunner(tiny_qwen2_path, device="cpu")
     attach_pool(runner)
     return runner
-
-
-def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -65,7 +44,7 @@ def test_a_batch_equals_the_plain_forward(runner: ModelRunner) -> None:
 def test_a_pending_plan_is_executed_once(runner: ModelRunner, make_plan: PlanMaker) -> None:
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
-    plan = make_plan(tokens, [(4, 24)], num_layers=3, block_size=BLOCK_SIZE, boundary=1)
+    plan = make_plan(tokens, [(4, 24)], **SIZES, boundary=1)
     plans = ActivePlans()
     plans.put(plan)
     runner.plan_source = plans.take
@@ -83,7 +62,7 @@ def test_evidence_comes_after_the_forward(runner: ModelRunner, make_plan: PlanMa
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     plans, found, layers = ActivePlans(), [], []
-    plans.put(make_plan(tokens, [(4, 24)], num_layers=3, block_size=BLOCK_SIZE, check=SpanCheck(1, 0.1)))
+    plans.put(make_plan(tokens, [(4, 24)], **SIZES, check=SpanCheck(1, 0.1)))
     runner.plan_source = plans.take
     runner.after_layer = layers.append
     runner.evidence_sink = lambda evidence: found.append((evidence, list(layers)))

@@ -189,6 +189,7 @@ def test_what_was_told_before_it_began_to_read_is_learnt(nats_server, make_worke
 
     async def check(directory, reader) -> None:
         await directory.until(lambda: directory.equals(workers))
+        assert all(worker.counters.resyncs["requested"] for worker in workers.values())
         workers[WORKERS[0]].announcer.close()
         await directory.until(lambda: directory.donors_of(WORKERS[0]) == {})
 
@@ -262,6 +263,9 @@ def test_garbage_on_the_subject_is_counted_and_nothing_more(nats_server, make_wo
         await directory.until(lambda: directory.equals(workers))
         for payload in (b"", b"{", b"\xc1" * 100, b"x" * 100_000, b'{"schema_version":2}'):
             await asyncio.to_thread(stranger.publish, payload)
+            await asyncio.to_thread(stranger.publish, payload[:2000], f"{SUBJECT}.resync")
+        await asyncio.to_thread(stranger.publish, b'{"worker_id": 99}', f"{SUBJECT}.resync")
+        workers[WORKERS[1]].add("b")
         await directory.until(lambda: directory.equals(workers) and directory.counts["version"])
         assert directory.counts["oversize"] == 1
         assert directory.counts["malformed"] == 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, state_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, token_digest
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
@@ -109,12 +109,3 @@ def test_no_salt_and_no_tokens_are_written(writer) -> None:
 def test_digest_of_unsalted_tokens_is_the_packed_one() -> None:
     assert token_digest(np.array([1, 2, 3], dtype=np.int32)) == 13041116711478803063
     assert token_digest(np.array([1, 2, 3], dtype=np.int32), bytes(16)) != 13041116711478803063
-
-
-@given(st.dictionaries(st.text(max_size=5), st.sampled_from(["device", "host", "disk"])))
-def test_state_digest_depends_on_who_is_where_alone(donors) -> None:
-    pairs = list(donors.items())
-    assert state_digest(pairs) == state_digest(reversed(pairs))
-    if pairs:
-        assert state_digest(pairs[1:]) != state_digest(pairs)
-        assert state_digest([(pairs[0][0], "elsewhere"), *pairs[1:]]) != state_digest(pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from semblend_trt.printable import PrintableFormatter, printable
+from semblend_trt.command_line import PrintableFormatter, printable
 
 FORGED = "a\x1b[2J\x9b1m\r\nb\u202e\u2028\ud800\x7f\0"
 SHOWN = r"a\x1b[2J\x9b1m\r\nb\u202e\u2028\ud800\x7f\x00"
