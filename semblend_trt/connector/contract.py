@@ -96,31 +96,13 @@ WORKER_METHODS = frozenset(
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 # Bound by nanobind; what V1 hands to the query has these and nothing else.
-BOUND_ATTRIBUTES = frozenset(
-    {
-        "request_id",
-        "get_tokens",
-        "get_token",
-        "get_num_tokens",
-        "prompt_len",
-        "orig_prompt_len",
-        "max_new_tokens",
-        "state",
-        "context_current_position",
-        "context_chunk_size",
-        "context_remaining_length",
-        "is_first_context_chunk",
-        "is_last_context_chunk",
-        "prepopulated_prompt_len",
-        "lora_task_id",
-        "multimodal_hashes",
-        "sampling_config",
-        "is_context_only_request",
-        "is_generation_only_request",
-        "is_dummy_request",
-        "client_id",
-    }
+_BOUND_ATTRIBUTES = (
+    "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
+    "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
+    "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
+    "is_context_only_request is_generation_only_request is_dummy_request client_id"
 )
+BOUND_ATTRIBUTES = frozenset(_BOUND_ATTRIBUTES.split())
 
 
 @dataclass(frozen=True, slots=True)

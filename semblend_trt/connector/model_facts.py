@@ -49,48 +49,15 @@ _FAMILIES = {
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
-HARMLESS_FIELDS = frozenset(
-    {
-        "_commit_hash",
-        "_name_or_path",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "do_sample",
-        "early_stopping",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "pad_token_id",
-        "problem_type",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "transformers_version",
-        "typical_p",
-        "use_cache",
-    }
+_HARMLESS_FIELDS = (
+    "_commit_hash _name_or_path bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id do_sample "
+    "early_stopping eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label label2id "
+    "length_penalty max_length min_length no_repeat_ngram_size num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_scores pad_token_id problem_type repetition_penalty return_dict "
+    "return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tokenizer_class top_k "
+    "top_p transformers_version typical_p use_cache"
 )
+HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 
 
 @dataclass(frozen=True, slots=True)
