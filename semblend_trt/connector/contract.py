@@ -227,22 +227,14 @@ def contract_version(name: str) -> ContractVersion:
     return version
 
 
-@dataclass(frozen=True, slots=True)
-class ContractMatch:
-    """The version of the contract that a connector module is most like, and where the module differs from it."""
-
-    version: ContractVersion
-    differences: tuple[str, ...]
-
-
-def match_of(module: ModuleType) -> ContractMatch:
+def match_of(module: ModuleType) -> tuple[ContractVersion, tuple[str, ...]]:
     """The known version from which `module`, TensorRT-LLM's connector module, differs in the fewest places.
 
     Compared are its path, the fields of RequestData and the methods of the base classes: releases are told apart by
     what they have, not by their number.
     """
-    matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
-    return min(matches, key=lambda match: len(match.differences))
+    matches = [(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
+    return min(matches, key=lambda match: len(match[1]))
 
 
 def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
@@ -385,7 +377,7 @@ def version_of(llm_args: Any) -> ContractVersion:
     named = VERSIONS.get(getattr(llm_args, "contract", ""))
     if named is not None:
         return named
-    return V11 if _upstream is None else match_of(_upstream).version
+    return V11 if _upstream is None else match_of(_upstream)[0]
 
 
 def flashinfer_layout(llm_args: Any) -> str | None:
