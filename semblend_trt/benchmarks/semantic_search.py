@@ -127,7 +127,7 @@ def embedded_passages(path: Path | None, count: int, queries: int) -> Collection
     embedder = embedder_for(EmbedderKind.STATIC)
     return Collection(
         f"{len(set(passages))} different passages of {length} characters of {name}, none overlapping, "
-        f"embedder {embedder.identity}",
+        f"embedder {type(embedder).__name__}",
         embedder.embed(passages),
         embedder.embed([text[at : at + length] for at in begins]),
     )

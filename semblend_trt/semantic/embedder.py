@@ -27,13 +27,7 @@ class EmbedderKind(str, Enum):
 
 
 class Embedder(Protocol):
-    """Turns texts into vectors whose inner product is their similarity.
-
-    Embedders of equal `identity` give equal vectors; vectors of different identities cannot be compared.
-    """
-
-    @property
-    def identity(self) -> str: ...
+    """Turns texts into vectors whose inner product is their similarity."""
 
     @property
     def dim(self) -> int: ...

@@ -53,7 +53,6 @@ class MiniLmEmbedder:
         except Exception as error:
             raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
         self._tokenizer = tokenizer_file(files.folder)
-        self.identity = files.identity
         self.dim = int(self._model.encode(["a"], show_progress_bar=False).shape[1])
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -106,7 +105,6 @@ class OnnxEmbedder:
             missing_extra(
                 name, f"a CUDA device and libraries that onnxruntime {onnxruntime.__version__} can use", extra
             )
-        self.identity = files.identity
         self.dim = int(self._embed_windows(["a"]).shape[1])
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:

@@ -40,11 +40,6 @@ class SentenceModel:
     folder: Path
     digest: str
 
-    @property
-    def identity(self) -> str:
-        """The embedder's identity: every way to run these weights gives the same vectors."""
-        return f"sentence-{self.digest[:16]}"
-
 
 def missing_extra(embedder: str, missing: str, extra: str) -> NoReturn:
     """Raises ConfigurationError with what is missing and the extra that installs it."""

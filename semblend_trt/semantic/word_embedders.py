@@ -131,7 +131,6 @@ class StaticEmbedder:
     in most languages.
     """
 
-    identity = "static-384-v1"
     dim = 384
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -150,7 +149,6 @@ class JaccardEmbedder:
     product has the mean J and a standard deviation of at most 1/32.
     """
 
-    identity = "jaccard-1024-v1"
     dim = 1024
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:

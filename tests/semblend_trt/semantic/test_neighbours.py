@@ -101,7 +101,7 @@ class Gate:
 
     def __init__(self):
         self._inner, self.begun, self.let = static(), threading.Semaphore(0), threading.Semaphore(1)
-        self.identity, self.dim = self._inner.identity, self._inner.dim
+        self.dim = self._inner.dim
 
     def embed(self, texts):
         self.begun.release()

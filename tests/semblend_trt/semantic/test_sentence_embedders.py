@@ -52,7 +52,6 @@ def test_graph_and_torch_agree_to_a_thousandth_in_cosine_distance(embedders):
     kept = [number for number in range(len(texts)) if number != 4]
     distances = 1 - np.einsum("ij,ij->i", ours[kept], theirs[kept])
     assert np.all(distances <= 1e-3), distances
-    assert onnx.identity == torch_based.identity
 
 
 def test_a_padded_text_is_that_text_alone(embedders):
