@@ -7,7 +7,6 @@ product. Layers of other families stay Transformers' own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,7 @@ from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 KNOWN_LAYERS = (Qwen2DecoderLayer, Qwen3DecoderLayer, LlamaDecoderLayer, MistralDecoderLayer)
 
-# From a layer and its rotated rows [rows, heads + 2 * kv_heads, head_dim] to [rows, heads, head_dim].
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
 # Lengths of whole prompts are padded to so many buckets between one power of two and the next.
 BUCKETS_AN_OCTAVE = 16
 SMALLEST_BUCKET = 64

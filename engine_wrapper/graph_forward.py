@@ -32,7 +32,7 @@ from kernels.sparse_prefill.rows import check_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from engine_wrapper.fused_layers import Attend, FusedDecoder
+    from engine_wrapper.fused_layers import FusedDecoder
     from engine_wrapper.layer_schedule import LayerSchedule
     from kernels.layout import KvGeometry
 
@@ -155,20 +155,18 @@ class GraphForward:
         return len(self._graphs) < MAX_GRAPHS or (shape_of(schedule, self._decoder), layer) in self._graphs
 
     @torch.inference_mode()
-    def __call__(self, schedule: LayerSchedule) -> torch.Tensor:
-        """Runs a schedule that fits, its tensors on the host; returns logits, float32 [sequences, vocabulary].
+    def __call__(self, schedule: LayerSchedule, begun: BegunLayer | None = None) -> torch.Tensor:
+        """Runs a schedule that fits, its tensors on the host; with `begun`, from these rows within a layer on.
 
+        Returns logits, float32 [sequences, vocabulary]; with `begun`, the normed hidden rows, [sequences, hidden].
         Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
         """
-        return self._replay(schedule, None)
-
-    @torch.inference_mode()
-    def rest(self, schedule: LayerSchedule, begun: BegunLayer) -> torch.Tensor:
-        """Runs the rest of a forward, from rows within a layer on, by a schedule that fits, its tensors on the host.
-
-        Returns the normed hidden rows, [sequences, hidden]. Raises as a call does.
-        """
-        return self._replay(schedule, begun)
+        captured = self._captured(schedule, None if begun is None else begun.layer, writes=True)
+        captured.inputs.upload(schedule)
+        if captured.begun is not None and begun is not None:
+            captured.begun.fill(begun)
+        captured.graph.replay()
+        return captured.output[: len(schedule.output_rows)].clone()
 
     @torch.inference_mode()
     def prepare(self, reaches: Iterable[int], check_layers: Iterable[int] = ()) -> None:
@@ -192,14 +190,6 @@ class GraphForward:
     def _block_room(self) -> int:
         return int(self._decoder.pool.shape[0]) + SHARED_BLOCKS
 
-    def _replay(self, schedule: LayerSchedule, begun: BegunLayer | None) -> torch.Tensor:
-        captured = self._captured(schedule, None if begun is None else begun.layer, writes=True)
-        captured.inputs.upload(schedule)
-        if captured.begun is not None and begun is not None:
-            captured.begun.fill(begun)
-        captured.graph.replay()
-        return captured.output[: len(schedule.output_rows)].clone()
-
     def _captured(self, schedule: LayerSchedule, layer: int | None, *, writes: bool) -> _Captured:
         decoder, geometry, shape = self._decoder, self._decoder.geometry, shape_of(schedule, self._decoder)
         key = shape, layer
@@ -215,9 +205,7 @@ class GraphForward:
 
     def _capture(self, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None) -> _Captured:
         def run() -> torch.Tensor:
-            if begun is None:
-                return run_static(self._decoder, shape, inputs)
-            return run_rest(self._decoder, shape, inputs, begun)
+            return run_static(self._decoder, shape, inputs, begun)
 
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()
@@ -258,38 +246,27 @@ def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
     )
 
 
-def run_static(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) -> torch.Tensor:
-    """The forward over what `inputs` hold: logits, float32 [shape.sequences, vocabulary]."""
-    residual, delta = decoder.embed(inputs.token_ids), None
-    return decoder.logits(_layers(decoder, shape, inputs, residual, delta, 0))
-
-
-def run_rest(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer) -> torch.Tensor:
-    """The forward from the attention of `begun` on: normed hidden rows, [shape.sequences, hidden]. Writes `begun`."""
-    attended = _attend(decoder, shape, inputs)(begun.layer, begun.heads)
-    delta = decoder.mix(begun.layer, attended, begun.residual)
-    return _layers(decoder, shape, inputs, begun.residual, delta, begun.layer + 1)
-
-
-def _layers(
-    decoder: FusedDecoder,
-    shape: LaunchShape,
-    inputs: StaticInputs,
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    first: int,
+def run_static(
+    decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None = None
 ) -> torch.Tensor:
-    attend, tables = _attend(decoder, shape, inputs), decoder.tables(inputs.launch.positions, inputs.slots)
-    for layer in range(first, decoder.geometry.num_layers):
-        heads = decoder.project(layer, delta, residual, tables)
-        delta = decoder.mix(layer, attend(layer, heads), residual)
-    assert delta is not None
-    return decoder.finish(delta, residual, inputs.output_rows)
+    """The forward over what `inputs` hold: logits, float32 [shape.sequences, vocabulary].
 
+    With `begun`, whose residual it writes, the forward from there on: normed hidden rows, [shape.sequences, hidden].
+    """
 
-def _attend(decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs) -> Attend:
-    def attend(layer: int, heads: torch.Tensor) -> torch.Tensor:
+    def attended(layer: int, heads: torch.Tensor) -> torch.Tensor:
         query = heads[:, : decoder.num_heads]
         return sparse_prefill(query, decoder.kv(layer), shape, inputs.launch, decoder.scale)
 
-    return attend
+    if begun is None:
+        residual, delta, first = decoder.embed(inputs.token_ids), None, 0
+    else:
+        residual, first = begun.residual, begun.layer + 1
+        delta = decoder.mix(begun.layer, attended(begun.layer, begun.heads), residual)
+    tables = decoder.tables(inputs.launch.positions, inputs.slots)
+    for layer in range(first, decoder.geometry.num_layers):
+        heads = decoder.project(layer, delta, residual, tables)
+        delta = decoder.mix(layer, attended(layer, heads), residual)
+    assert delta is not None
+    hidden = decoder.finish(delta, residual, inputs.output_rows)
+    return decoder.logits(hidden) if begun is None else hidden

@@ -180,7 +180,7 @@ class SparseForward:
         def replayed(left: LayerSchedule, begun: int) -> torch.Tensor | None:
             if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(left, begun):
                 return None
-            return graphs.rest(left, rows.begun(begun, left.stages[0].keep))
+            return graphs(left, rows.begun(begun, left.stages[0].keep))
 
         layers = self._geometry.num_layers
         return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, *hooks)

@@ -96,31 +96,13 @@ WORKER_METHODS = frozenset(
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 # Bound by nanobind; what V1 hands to the query has these and nothing else.
-BOUND_ATTRIBUTES = frozenset(
-    {
-        "request_id",
-        "get_tokens",
-        "get_token",
-        "get_num_tokens",
-        "prompt_len",
-        "orig_prompt_len",
-        "max_new_tokens",
-        "state",
-        "context_current_position",
-        "context_chunk_size",
-        "context_remaining_length",
-        "is_first_context_chunk",
-        "is_last_context_chunk",
-        "prepopulated_prompt_len",
-        "lora_task_id",
-        "multimodal_hashes",
-        "sampling_config",
-        "is_context_only_request",
-        "is_generation_only_request",
-        "is_dummy_request",
-        "client_id",
-    }
+_BOUND_ATTRIBUTES = (
+    "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
+    "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
+    "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
+    "is_context_only_request is_generation_only_request is_dummy_request client_id"
 )
+BOUND_ATTRIBUTES = frozenset(_BOUND_ATTRIBUTES.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,22 +227,14 @@ def contract_version(name: str) -> ContractVersion:
     return version
 
 
-@dataclass(frozen=True, slots=True)
-class ContractMatch:
-    """The version of the contract that a connector module is most like, and where the module differs from it."""
-
-    version: ContractVersion
-    differences: tuple[str, ...]
-
-
-def match_of(module: ModuleType) -> ContractMatch:
+def match_of(module: ModuleType) -> tuple[ContractVersion, tuple[str, ...]]:
     """The known version from which `module`, TensorRT-LLM's connector module, differs in the fewest places.
 
     Compared are its path, the fields of RequestData and the methods of the base classes: releases are told apart by
     what they have, not by their number.
     """
-    matches = [ContractMatch(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
-    return min(matches, key=lambda match: len(match.differences))
+    matches = [(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
+    return min(matches, key=lambda match: len(match[1]))
 
 
 def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
@@ -403,7 +377,7 @@ def version_of(llm_args: Any) -> ContractVersion:
     named = VERSIONS.get(getattr(llm_args, "contract", ""))
     if named is not None:
         return named
-    return V11 if _upstream is None else match_of(_upstream).version
+    return V11 if _upstream is None else match_of(_upstream)[0]
 
 
 def flashinfer_layout(llm_args: Any) -> str | None:

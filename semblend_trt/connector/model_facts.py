@@ -30,67 +30,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """A model type whose attention is known. `partial_rotary`: its code honours a partial_rotary_factor."""
-
-    architecture: str
-    partial_rotary: bool = False
-
-
-# All of them rotate half-split (NeoX) pairs and cache K after the rotation.
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
-    "mistral": _Family("MistralForCausalLM"),
-    "phi3": _Family("Phi3ForCausalLM", partial_rotary=True),
-    "qwen2": _Family("Qwen2ForCausalLM"),
-    "qwen3": _Family("Qwen3ForCausalLM"),
+# Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
+# Those whose code honours a partial_rotary_factor.
+_PARTIAL_ROTARY = ("phi3",)
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
-HARMLESS_FIELDS = frozenset(
-    {
-        "_commit_hash",
-        "_name_or_path",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "do_sample",
-        "early_stopping",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "pad_token_id",
-        "problem_type",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "transformers_version",
-        "typical_p",
-        "use_cache",
-    }
+_HARMLESS_FIELDS = (
+    "_commit_hash _name_or_path bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id do_sample "
+    "early_stopping eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label label2id "
+    "length_penalty max_length min_length no_repeat_ngram_size num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_scores pad_token_id problem_type repetition_penalty return_dict "
+    "return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tokenizer_class top_k "
+    "top_p transformers_version typical_p use_cache"
 )
+HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +80,14 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
     feature whose KV cannot be moved safely.
     """
     raw, config = _load_config(model, revision)
-    family = _FAMILIES[raw["model_type"]]
+    model_type = raw["model_type"]
     _refuse_attention(config)
     rope = rope_parameters(raw, config)
-    if not family.partial_rotary and partial_rotary_factor(rope) != 1.0:
+    if model_type not in _PARTIAL_ROTARY and partial_rotary_factor(rope) != 1.0:
         raise UnsupportedModelError(
             "rope_partial",
-            f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {family.architecture} does not define "
-            "what it means",
+            f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {_ARCHITECTURES[model_type]} does "
+            "not define what it means",
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
@@ -138,7 +99,7 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         )
     directory = snapshot(model, revision)
     return ModelFacts(
-        model_type=raw["model_type"],
+        model_type=model_type,
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         kv_heads=kv_heads,
@@ -190,12 +151,12 @@ def _refuse_type(raw: dict[str, Any]) -> None:
     ropes = [raw.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     if any("mrope_section" in rope or "mrope" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
         raise UnsupportedModelError("rope_multimodal", f"model type {model_type!r} uses multimodal RoPE (mrope)")
-    if model_type not in _FAMILIES:
+    if model_type not in _ARCHITECTURES:
         raise UnsupportedModelError(
             "unknown_model_type",
-            f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_FAMILIES)}",
+            f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_ARCHITECTURES)}",
         )
-    expected = _FAMILIES[model_type].architecture
+    expected = _ARCHITECTURES[model_type]
     architectures = raw.get("architectures") or [expected]
     if architectures != [expected] or "AutoModelForCausalLM" in (raw.get("auto_map") or {}):
         raise UnsupportedModelError(

@@ -54,12 +54,12 @@ def engine() -> Iterator[Finding]:
     if module is None:
         yield _engine.failed(f"TensorRT-LLM {release} has no KV cache connector; 1.1 or later is needed")
         return
-    match = match_of(module)
-    details = {"tensorrt_llm": release, "module": module.__name__, "contract": match.version.name}
-    text = f"TensorRT-LLM {release} keeps the connector contract {match.version.name!r} ({module.__name__})"
-    if match.differences:
-        text += f", but for {'; '.join(match.differences)}"
-        yield _engine.note(text, differences=match.differences, **details)
+    version, differences = match_of(module)
+    details = {"tensorrt_llm": release, "module": module.__name__, "contract": version.name}
+    text = f"TensorRT-LLM {release} keeps the connector contract {version.name!r} ({module.__name__})"
+    if differences:
+        text += f", but for {'; '.join(differences)}"
+        yield _engine.note(text, differences=differences, **details)
     else:
         yield _engine.ok(text, **details)
     yield _ours()

@@ -45,7 +45,12 @@ class DonorStore:
         if self.device is None or donor_id not in self.device:
             return False
         try:
-            self._copy_down(self.device, donor_id, copy)
+            tokens = self.device.tokens_of(donor_id)
+            with self.device.reading(donor_id) as source:
+                sizes = source.geometry
+                shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
+                with self.host.writing(donor_id, shape, source.pool.dtype) as held:
+                    copy(source, tokens, held)
         except Exception:
             # Dropped by the scheduler meanwhile: then it is not missed.
             if not self.device.drop(donor_id):
@@ -98,11 +103,3 @@ class DonorStore:
             if self.device is None:
                 raise
             return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere
-
-    def _copy_down(self, device: DeviceTier, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> None:
-        tokens = device.tokens_of(donor_id)
-        with device.reading(donor_id) as source:
-            sizes = source.geometry
-            shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-            with self.host.writing(donor_id, shape, source.pool.dtype) as held:
-                copy(source, tokens, held)

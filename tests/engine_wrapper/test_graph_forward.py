@@ -131,7 +131,7 @@ def test_what_a_check_leaves_at_fixed_addresses_equals_the_eager_forward(
     # The hole in front, what was planted, and the suffix.
     assert len(begun.heads) == SPAN[0] + 2 + LENGTH - SPAN[1]
     interpret()
-    from engine_wrapper.graph_forward import StaticInputs, run_rest, shape_of
+    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
 
     shape = shape_of(rest, bench.decoder)
     inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
@@ -141,7 +141,7 @@ def test_what_a_check_leaves_at_fixed_addresses_equals_the_eager_forward(
         )
         room.fill(begun)
         inputs.upload(rest)
-        assert_close(run_rest(bench.decoder, shape, inputs, room)[: len(wanted)], wanted)
+        assert_close(run_static(bench.decoder, shape, inputs, room)[: len(wanted)], wanted)
 
 
 def test_inputs_without_writes_leave_the_pool_alone(tiny_qwen2_path: Path, interpret: Callable[[], None]) -> None:

@@ -28,41 +28,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
-MODELS: dict[str, tuple[Any, type[torch.nn.Module], PretrainedConfig]] = {
-    "qwen2": (
-        modeling_qwen2,
-        modeling_qwen2.Qwen2RotaryEmbedding,
-        Qwen2Config(**HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    ),
-    "qwen3_yarn": (
-        modeling_qwen3,
-        modeling_qwen3.Qwen3RotaryEmbedding,
-        Qwen3Config(**HEADS, rope_parameters=YARN, max_position_embeddings=16384),
-    ),
-    "llama3": (modeling_llama, modeling_llama.LlamaRotaryEmbedding, LlamaConfig(**HEADS, rope_parameters=LLAMA3)),
-    "llama_linear": (
-        modeling_llama,
-        modeling_llama.LlamaRotaryEmbedding,
-        LlamaConfig(**HEADS, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
-    ),
-    "phi3_partial": (
-        modeling_phi3,
-        modeling_phi3.Phi3RotaryEmbedding,
-        Phi3Config(
-            **{name: size for name, size in HEADS.items() if name != "head_dim"},
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            pad_token_id=0,
-        ),
-    ),
-    "glm_partial_interleaved": (
-        modeling_glm,
-        modeling_glm.GlmRotaryEmbedding,
-        GlmConfig(
-            **HEADS,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            pad_token_id=0,
-        ),
-    ),
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+GUESSED = {name: size for name, size in HEADS.items() if name != "head_dim"}
+MODELS: dict[str, tuple[Any, PretrainedConfig]] = {
+    "qwen2": (modeling_qwen2, Qwen2Config(**HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
+    "qwen3_yarn": (modeling_qwen3, Qwen3Config(**HEADS, rope_parameters=YARN, max_position_embeddings=16384)),
+    "llama3": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LLAMA3)),
+    "llama_linear": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LINEAR)),
+    "phi3_partial": (modeling_phi3, Phi3Config(**GUESSED, rope_parameters=PARTIAL, pad_token_id=0)),
+    "glm_partial_interleaved": (modeling_glm, GlmConfig(**HEADS, rope_parameters=PARTIAL, pad_token_id=0)),
 }
 
 
@@ -70,8 +45,8 @@ class RotaryModel:
     """A model's own rotary module and the function that applies it."""
 
     def __init__(self, name: str) -> None:
-        modeling, rotary_class, config = MODELS[name]
-        self.rotary = rotary_class(config)
+        modeling, config = MODELS[name]
+        self.rotary = next(kind for each, kind in vars(modeling).items() if each.endswith("RotaryEmbedding"))(config)
         self.apply = modeling.apply_rotary_pos_emb
         frequencies = tuple(self.rotary.inv_freq.double().tolist())
         self.rotation = RopeRotation(frequencies, 2 * len(frequencies), interleaved="interleaved" in name)

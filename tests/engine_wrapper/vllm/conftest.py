@@ -102,6 +102,7 @@ class Served:
     def settle(self) -> None:
         """Waits until all that has ended is saved, and its blocks are free."""
         settle(self.core, lambda: self.ask([1, 2, 3], max_tokens=1))
+        self.ask([1, 2, 3], max_tokens=4)  # blocks that a step on its way might write come back behind it
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

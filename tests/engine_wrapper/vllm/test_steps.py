@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_wrapper.vllm.rows import VllmRows
-from tests.engine_wrapper.vllm.conftest import fail_planned
+from tests.engine_wrapper.vllm.conftest import both_schedulings, fail_planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,7 +186,8 @@ def test_requests_that_are_preempted_come_back_with_their_answers(
     assert not served.runtime.faults
 
 
-def test_an_aborted_request_frees_its_blocks(engine: Callable[..., Served]) -> None:
+@both_schedulings
+def test_an_aborted_request_frees_its_blocks(is_async: bool, engine: Callable[..., Served]) -> None:
     from vllm import SamplingParams
 
     served = engine("position_fix")

@@ -83,14 +83,14 @@ def module_of(release: str, extra_field: str | None = None) -> ModuleType:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_each_version_is_known_by_what_it_has(release: str) -> None:
-    match = match_of(module_of(release))
-    assert (match.version.name, match.differences) == (release, ())
+    version, differences = match_of(module_of(release))
+    assert (version.name, differences) == (release, ())
 
 
 def test_what_is_not_known_is_told() -> None:
-    match = match_of(module_of("main", "pool_generation"))
-    assert match.version.name == "main"
-    assert match.differences == ("field RequestData.pool_generation is there too",)
+    version, differences = match_of(module_of("main", "pool_generation"))
+    assert version.name == "main"
+    assert differences == ("field RequestData.pool_generation is there too",)
 
 
 @pytest.mark.parametrize(("version", "serves"), [("4.53.1", False), ("4.57.6", False), ("5.0.0", True)])
