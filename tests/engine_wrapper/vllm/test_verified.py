@@ -74,7 +74,7 @@ def test_a_profile_without_this_engine_is_refused_by_name(
     engine: Callable[..., Served], profile: Path, tmp_path: Path
 ) -> None:
     listed = ReuseProfile.read(profile)
-    others = tuple(each for each in listed.engines if not each.startswith("vllm-"))
+    others = [each for each in listed.engines if not each.startswith("vllm-")]
     listed.model_copy(update={"engines": others}).write(profile_elsewhere := tmp_path / "profile.json")
     served = engine("boundary", {"policy": "verified", "profile": str(profile_elsewhere)})
     cases = cases_of(served, "reordered")
