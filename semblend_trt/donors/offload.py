@@ -55,9 +55,9 @@ class DiskLink:
 
 @dataclass(slots=True)
 class OffloadCommands:
-    """Carried out in this order. `drops` go from every tier. `releases` leave memory; their files stay. `offloads`
-    move from the device to the host, and get a file if they are among `writes`. `fetches` are read back from their
-    files to the host. `promotions` are copied from the host to the device and then leave the host."""
+    """Before a forward `drops` go from every tier, `releases` leave memory and keep their files, and `fetches` are read
+    back from their files to the host. Behind its launch `offloads` move from the device to the host, and get a file if
+    they are among `writes`; `promotions` are copied from the host to the device and then leave the host."""
 
     drops: list[str] = field(default_factory=list)
     offloads: list[str] = field(default_factory=list)
