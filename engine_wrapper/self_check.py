@@ -77,8 +77,8 @@ def differences(
 
 def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
     """Raises the first difference of any rank on every rank, as LayoutError: a rank that went on alone would hang."""
-    own = next((each for each in found if each is not None), None)
-    problem = next((each for each in ranks.gather(own) if each is not None), None)
+    own = [each for each in found if each is not None]  # all is run: the other ranks run it, together with this one
+    problem = next((each for rank in ranks.gather(own) for each in rank), None)
     if problem is not None:
         raise LayoutError("self_check", problem)
 
