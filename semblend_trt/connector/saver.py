@@ -62,8 +62,7 @@ class DonorSaver:
 
     The order keeps the tiers within their budgets: room is made before it is used. A save reads bytes that do not
     change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy that was queued
-    before any later forward. `save_seconds` are the times of the last saves, each
-    from its start to its last byte.
+    before any later forward. `save_seconds` are the times of the last saves, each from its start to its last byte.
     """
 
     def __init__(

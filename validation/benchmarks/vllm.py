@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,12 @@ def measure_arm(options: argparse.Namespace) -> None:
     elif name != STOCK and not options.small:
         own |= _OURS
     own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
-    turn = {} if options.turns is None else {"turn": Turns(options.turns)}
+    turn = nullcontext if options.turns is None else Turns(options.turns)
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(name, Path(folder), SMALL if options.small else Sizes(), own, **turn, small=options.small)
+        arm = VllmArm(name, Path(folder), SMALL if options.small else Sizes(), own, turn, small=options.small)
         told = {
             "arm": name,
             "engine": arm.facts,

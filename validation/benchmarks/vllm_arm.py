@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -176,7 +176,7 @@ class VllmArm:
         folder: Path,
         sizes: Sizes,
         options: Mapping[str, Any],
-        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        turn: Callable[[], AbstractContextManager[None]],
         *,
         small: bool,
     ) -> None:
