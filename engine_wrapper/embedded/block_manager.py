@@ -245,7 +245,10 @@ class BlockManager:
     def allocate(self, request_id: int, num_tokens: int) -> list[int]:
         """Grows the sequence to hold `num_tokens` and returns all its block ids in order of position."""
         blocks = self._sequences[request_id].block_ids
-        blocks += [self._take_block() for _ in range(self.blocks_for(num_tokens) - len(blocks))]
+        missing = max(0, self.blocks_for(num_tokens) - len(blocks))
+        free = min(missing, len(self._free))
+        blocks += [self._free.popleft() for _ in range(free)]
+        blocks += [self._take_block() for _ in range(missing - free)]
         return list(blocks)
 
     def block_ids(self, request_id: int) -> list[int]:

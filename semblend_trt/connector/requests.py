@@ -35,7 +35,7 @@ MAX_TRACKED_REQUESTS = 4096
 MAX_SILENT_ITERATIONS = 32
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TrackedRequest:
     """One request between its look-up and its end.
 
@@ -138,9 +138,9 @@ class RequestTable:
     def displaced(self, block_ids: Iterable[int], by: TrackedRequest) -> list[TrackedRequest]:
         """Returns, and forgets, requests that had one of these blocks, which are `by`'s own now: those requests have
         ended."""
-        holders = {id(each): each for each in map(self._holder_of_block.get, block_ids) if each is not None}
+        holders = dict.fromkeys(map(self._holder_of_block.get, block_ids))
         return self._give_up(
-            each for each in holders.values() if each is not by and self._requests.get(each.request_id) is each
+            each for each in holders if each not in (None, by) and self._requests.get(each.request_id) is each
         )
 
     def is_running(self, request: TrackedRequest) -> bool:
