@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from semblend_trt.doctor.finding import Finding
 
 OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
-_TESTED = (0, 28)
+_TESTED = {(0, 25), (0, 28), (0, 32)}
 _DEFAULT = {
     "kv_connector": OUR_CONNECTOR[0],
     "kv_connector_module_path": OUR_CONNECTOR[1],
@@ -40,7 +40,7 @@ def vllm(model: str | None, options: Any) -> Iterator[Finding]:
     if version < OLDEST:
         yield area.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
         return
-    if version == _TESTED:
+    if version in _TESTED:
         yield area.ok(told)
     else:
         yield area.note(f"{told}, which was not tested; it reuses KV once its first prompt has come out the same")

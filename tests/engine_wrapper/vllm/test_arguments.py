@@ -102,7 +102,8 @@ def test_everything_of_the_namespace_is_known_and_two_engines_agree() -> None:
     first, second = namespace_of(), namespace_of()
     assert unknown_fields(first) == []
     assert first == second
-    assert first.backend_cache_layout == f"vllm-{'.'.join(vllm.__version__.split('.')[:2])}/CPU_ATTN/0.1.2.3"
+    backend = "TRITON_ATTN" if torch.cuda.is_available() else "CPU_ATTN"  # FlashAttention does not take float32
+    assert first.backend_cache_layout == f"vllm-{'.'.join(vllm.__version__.split('.')[:2])}/{backend}/0.1.2.3"
     assert is_content(first.model_revision)
     assert (first.cache_dtype, first.kv_dtype, first.extra["compute_dtype"]) == ("auto", "float32", "float32")
 
