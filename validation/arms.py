@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COLD = "cold"
 COLD_AGAIN = "cold_again"
+COLD_OTHERWISE = "cold_otherwise"
 WRAPPER_WITHOUT_PLAN = "wrapper_without_plan"
 EXACT_PREFIX = "exact_prefix"
 POSITION_FIX = "position_fix"
@@ -48,7 +49,7 @@ class Arm:
 
     An `isolated` arm gives each group of cases its own cache salt: the group's first request is computed in full, and
     further questions find its exact KV. `full_layers`: lowest layers that are computed for every token of an
-    approximate plan.
+    approximate plan. `chunk_tokens`: most tokens of one forward, None for the engine's default.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Arm:
     serves_donors: bool = True
     isolated: bool = False
     full_layers: int = 0
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class ArmChoices:
 
 
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
+# The same answers from other forwards: it shows what rounding alone changes.
+COLD_OTHERWISE_ARM = replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384)
 
 
 def is_reusing(name: str) -> bool:

@@ -109,6 +109,7 @@ class EmbeddedEngines:
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
         """The arm's engine, over the shared weights with a pool of its own."""
         connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
+        chunks = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
         with environment(connector_variables(arm, settings, str(audit_path))):
             return LLM(
                 model=settings.model,
@@ -116,4 +117,5 @@ class EmbeddedEngines:
                 max_batch_size=settings.batch_size,
                 kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
                 kv_connector_config=connector,
+                **chunks,
             )

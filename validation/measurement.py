@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,9 +49,16 @@ class _CaseServer:
     """Cases of one model. Raises ConfigurationError when one does not fit the model's context."""
 
     def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
-        self._engines, self._settings, self._cases = engines, settings, cases
+        self._engines, self._settings = engines, settings
         self._tokeniser = Tokeniser(engines, settings.max_tokens)
-        self._tokens = {case.id: self._tokeniser.tokenise(case) for case in cases}
+        self._cases: list[Case] = []
+        self._tokens: dict[str, TokenisedCase] = {}
+        self.add(cases)
+
+    def add(self, cases: Sequence[Case]) -> None:
+        """More cases, whose ids are new."""
+        self._tokens |= {case.id: self._tokeniser.tokenise(case) for case in cases}
+        self._cases += cases
 
     @contextmanager
     def _served(self, arm: Arm, settings: EngineSettings) -> Iterator[ArmServer]:
@@ -60,11 +68,18 @@ class _CaseServer:
 
 
 class BatchServer(_CaseServer):
-    """Serves cases in batches under any arm: donors of many groups first, then their prompts together."""
+    """Serves cases in batches under any arm: donors of many groups first, then their prompts together.
 
-    def __init__(self, engines: Engines, cases: Sequence[Case], settings: ServingSettings) -> None:
+    With `likelihoods`, answers carry theirs; a prompt whose answer was not the scored one is served again for it.
+    """
+
+    def __init__(
+        self, engines: Engines, cases: Sequence[Case], settings: ServingSettings, *, likelihoods: bool = False
+    ) -> None:
         super().__init__(engines, cases, settings)
+        self._likelihoods = likelihoods
         self._cold: dict[str, Answer] = {}
+        self._scored: dict[str, tuple[int, ...]] = {}
 
     def tokens_of(self, case: Case) -> TokenisedCase:
         return self._tokens[case.id]
@@ -75,8 +90,8 @@ class BatchServer(_CaseServer):
         Raises SemBlendError.
         """
         cases = self._cases if cases is None else cases
-        if any(case.id not in self._cold for case in cases):
-            asked = self._cases if self._engines.starts_slowly else cases
+        if missing := [case for case in cases if case.id not in self._cold]:
+            asked = self._cases if self._engines.starts_slowly and not self._cold else missing
             self._cold |= self.answers(COLD_ARM, asked, on_step if arm.name == COLD else lambda _: None)
         answers = self._cold if arm.name == COLD else self.answers(arm, cases, on_step)
         layers = self._engines.facts.num_layers
@@ -122,7 +137,40 @@ class BatchServer(_CaseServer):
                 # Without one right answer, the reference is scored.
                 [None if case.known_answer else each.forced for case, each in zip(cases, tokens, strict=True)],
             )
+            if self._likelihoods:
+                answers = self._with_likelihoods(server, cases, answers)
             yield from zip((case.id for case in cases), answers, strict=True)
+
+    def _with_likelihoods(self, server: ArmServer, cases: Sequence[Case], answers: Sequence[Answer]) -> list[Answer]:
+        scored = [self._scored_tokens(case, answer) for case, answer in zip(cases, answers, strict=True)]
+        # A text's own tokens were forced already, and an answer that begins with the scored one need not be run again.
+        missed = [
+            index
+            for index, answer in enumerate(answers)
+            if answer.loss is None and answer.tokens[: len(scored[index])] != scored[index]
+        ]
+        forced = list[Answer]()
+        if missed:
+            forced = server.answers(
+                [self._tokens[cases[index].id].prompt for index in missed],
+                [cases[index].group if server.arm.isolated else None for index in missed],
+                [scored[index] for index in missed],
+            )
+        again = dict(zip(missed, forced, strict=True))
+        found = list[Answer]()
+        for index, answer in enumerate(answers):
+            nats = again[index].loss if index in again else answer.loss
+            nats = metrics.loss(answer.logits, scored[index]) if nats is None else nats
+            tokens = len(scored[index]) if cases[index].known_answer else 1
+            found.append(replace(answer, likelihood=math.exp(-nats * tokens)))
+        return found
+
+    def _scored_tokens(self, case: Case, answer: Answer) -> tuple[int, ...]:
+        """The tokens whose likelihood every arm is asked for; the first to be asked is cold."""
+        if case.id not in self._scored:
+            is_right = case.reference is not None and metrics.exact_match(answer.text, case.reference)
+            self._scored[case.id] = answer.tokens if is_right else self._tokens[case.id].forced or answer.tokens
+        return self._scored[case.id]
 
     def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:
         settings, tokens = self._settings, [[self._tokens[case.id] for case in group] for group in order]

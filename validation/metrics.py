@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from rouge_score import rouge_scorer
+from scipy.optimize import brentq
+from scipy.special import logsumexp
 from scipy.stats import DegenerateDataWarning, bootstrap
 
 if TYPE_CHECKING:
@@ -168,3 +170,85 @@ def _lower_bound(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64],
             rng=np.random.default_rng(seed),
         )
     return float(found.confidence_interval.low)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Mean difference of scores between 0 and 1, an arm's minus cold's, and one-sided bounds at `confidence` each.
+
+    The bounds hold however often they are read while prompts are added, and for any distribution of the scores: so they
+    count what few prompts cannot have shown. Without any loss, about 400 groups bound it by 0.01.
+    """
+
+    difference: float
+    lower: float
+    upper: float
+    samples: int
+    groups: int
+    margin: float
+    confidence: float
+
+    @property
+    def holds(self) -> bool:
+        """True when the arm is shown to lose at most the margin."""
+        return self.lower >= -self.margin
+
+    @property
+    def fails(self) -> bool:
+        """True when the arm is shown to lose more than the margin."""
+        return self.upper < -self.margin
+
+    def sentence(self) -> str:
+        """For a report: the difference, its bounds and the sizes."""
+        return (
+            f"difference {self.difference:+.4f}, between {self.lower:+.4f} and {self.upper:+.4f} (one-sided "
+            f"{self.confidence:.1%} each); {self.samples} prompts in {self.groups} groups"
+        )
+
+
+def evidence(
+    differences: Sequence[float],
+    groups: Sequence[Hashable],
+    margin: float = MARGIN,
+    confidence: float = CONFIDENCE,
+) -> Evidence | None:
+    """Bounds the mean of paired differences in [-1, 1] by betting; None without any.
+
+    A group's differences count as one, their mean, since answers on the same documents are not independent.
+    Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 2023).
+    """
+    if not differences:
+        return None
+    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    members = [index[group] for group in groups]
+    means = np.bincount(members, weights=differences) / np.bincount(members)
+    return Evidence(
+        difference=float(means.mean()),
+        lower=_betting_bound(means, confidence),
+        upper=-_betting_bound(-means, confidence),
+        samples=len(differences),
+        groups=len(index),
+        margin=margin,
+        confidence=confidence,
+    )
+
+
+# Shares of its wealth that a gambler stakes on every value, and the shares of wealth that start so: bold ones grow
+# quickest where nothing is lost, careful ones survive a loss.
+_STAKES, _WEALTH = np.array([[0.9], [0.5], [0.2]]), np.array([0.5, 0.3, 0.2])
+_LEAST = 1e-9
+
+
+def _betting_bound(values: npt.NDArray[np.float64], confidence: float) -> float:
+    """The lower bound of the mean of `values` in [-1, 1].
+
+    A gambler bets that the mean is above a number. Where it is not, he ever becomes 1 / (1 - confidence) times as rich
+    with a probability of at most 1 - confidence (Ville). The bound is the largest number that made him so rich.
+    """
+    gains, target = 1.0 + values, -math.log1p(-confidence)
+
+    def surplus(mean: float) -> float:
+        wealth = np.log1p(_STAKES * (gains / mean - 1.0)).sum(axis=1)
+        return float(logsumexp(wealth, b=_WEALTH)) - target
+
+    return float(brentq(surplus, _LEAST, 2.0)) - 1.0 if surplus(_LEAST) > 0 else -1.0

@@ -84,6 +84,7 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
         bars.TextColumn("{task.fields[last]}", markup=False),
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -30,7 +30,9 @@ class Sample:
     `follows_donor`: the answer is the wrong one of the donors' text. Scores `*_cold` compare with cold's answer,
     `*_reference` with the reference. `loss` (nats a token) and `perplexity` are of the reference, in a timed run
     without one of cold's answer; `perplexity_ratio` is over cold's. `first_token_kl`: nats from cold's distribution.
-    `speedup`: cold's TTFT over this arm's, of timed cases; times are in seconds.
+    `speedup`: cold's TTFT over this arm's, of timed cases; times are in seconds. `likelihood`, 0 to 1, where it was
+    asked for: the probability of the right answer, in the tokens in which cold gave it; where many texts are right,
+    of the reference by token (geometric mean).
     """
 
     case_id: str
@@ -74,6 +76,7 @@ class Sample:
     scored_perplexity: float | None = None
     judge_score: float | None = None
     judge_error: str | None = None
+    likelihood: float | None = None
 
 
 def sample_of(
@@ -127,6 +130,7 @@ def sample_of(
         else perplexity / metrics.perplexity(cold.loss),
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
+        likelihood=ours.likelihood,
     )
 
 

@@ -59,7 +59,7 @@ class Answer:
 
     `tokens` and `text`: the greedy answer, or the likeliest token at each position of a forced answer. `logits`
     [tokens, vocabulary] are those behind `tokens`. `loss`: mean negative log-likelihood of a forced answer, nats a
-    token. `ttft_s`: seconds to the first token, None where it is not known.
+    token. `likelihood`: see Sample. `ttft_s`: seconds to the first token, None where it is not known.
     """
 
     request_id: int
@@ -70,6 +70,7 @@ class Answer:
     loss: float | None
     ttft_s: float | None
     reuse: Reuse
+    likelihood: float | None = None
 
     @property
     def computed_tokens(self) -> int:

@@ -400,8 +400,8 @@ def _exact_matches(asked: Workload, served: Served) -> float:
 DEFAULT_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 # So few prompts show that a calibration runs here, and little about the model.
 _SMALL_CALIBRATION = (
-    *("--families", "reordered,header_trap", "--groups", "4", "--screening-groups", "2", "--questions", "2"),
-    *("--tokens", "1024", "--max-tries", "6"),
+    *("--families", "reordered,header_trap", "--groups", "14", "--budget", "28", "--screening-groups", "8"),
+    *("--margin", "0.3", "--tokens", "896", "--max-tries", "6"),
 )
 # 16 requests at once, two of each beginning.
 _ROUNDS, _BEGINNINGS = 3, 8

@@ -113,6 +113,7 @@ class TrtllmEngines:
         """The arm's engine with the wrapper's connector. Raises SemBlendError when it does not start."""
         connector = None if arm.variables is None else WRAPPER
         variables = connector_variables(arm, settings, str(audit_path))
+        chunks = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
         llm = open_llm(
             self._model,
             connector,
@@ -120,6 +121,7 @@ class TrtllmEngines:
             cache={"max_tokens": settings.pool_tokens},
             dtype=self._dtype,
             max_batch_size=settings.batch_size,
+            **chunks,
             **_logits_argument(),
         )
         return TrtllmEngine(llm, None if connector is None else audit_path)

@@ -75,6 +75,8 @@ class VllmEngines:
         from vllm.config import KVTransferConfig
 
         options: dict[str, Any] = {}
+        if arm.chunk_tokens is not None:
+            options["max_num_batched_tokens"] = arm.chunk_tokens
         variables = connector_variables(arm, settings, str(audit_path))
         if arm.variables is not None:
             options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=variables)

@@ -147,3 +147,47 @@ def test_the_bound_is_seeded_and_not_above_the_difference_by_more_than_noise(val
     first, second = (bounded(values, seed=seed, resamples=999) for _ in range(2))
     assert first == second
     assert min(values) <= first.lower <= first.difference
+
+
+@pytest.mark.parametrize(
+    ("values", "holds", "fails"),
+    [
+        pytest.param([0.0] * 300, False, False, id="300 without a loss"),
+        pytest.param([0.0] * 420, True, False, id="420 without a loss"),
+        pytest.param([-1.0, *[0.0] * 699], True, False, id="one of 700 lost"),
+        pytest.param([-1.0] * 10, False, True, id="all of 10 lost"),
+        pytest.param([-1.0] * 6 + [0.0] * 60, False, False, id="hardly enough lost to say"),
+        pytest.param([-1.0] * 20 + [0.0] * 180, False, True, id="every tenth lost"),
+        pytest.param([-0.002, 0.002] * 250, True, False, id="noise"),
+    ],
+)
+def test_bounds_by_betting_decide_by_what_few_prompts_can_show(values: list[float], holds: bool, fails: bool) -> None:
+    found = metrics.evidence(values, range(len(values)))
+    assert (found.holds, found.fails) == (holds, fails)
+
+
+def test_bounds_by_betting_may_be_read_after_every_prompt() -> None:
+    """A little more than the margin is lost: of 200 series, read again and again, at most one in twenty holds."""
+    rng, wrong = np.random.default_rng(11), 0
+    for _ in range(200):
+        values = -(rng.random(1_200) < 0.0101).astype(np.float64)
+        wrong += any(metrics.evidence(values[:end].tolist(), range(end)).holds for end in range(400, 1_201, 80))
+    assert 0 < wrong <= 200 * 0.05
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-1.0, 1.0), min_size=1, max_size=60), st.integers(1, 4))
+def test_bounds_by_betting_enclose_the_difference_and_copies_narrow_nothing(values: list[float], copies: int) -> None:
+    found = metrics.evidence(values, range(len(values)), margin=0.2, confidence=0.9)
+    assert -1.0 <= found.lower <= found.difference + 1e-9
+    assert found.difference - 1e-9 <= found.upper <= 1.0
+    again = metrics.evidence(
+        [each for each in values for _ in range(copies)], [i // copies for i in range(len(values) * copies)]
+    )
+    assert again.lower == pytest.approx(metrics.evidence(values, range(len(values))).lower)
+    mirrored = metrics.evidence([-each for each in values], range(len(values)), margin=0.2, confidence=0.9)
+    assert (mirrored.lower, mirrored.upper) == pytest.approx((-found.upper, -found.lower))
+
+
+def test_no_difference_is_no_evidence() -> None:
+    assert metrics.evidence([], []) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import tempfile
 import time
 from dataclasses import replace
@@ -23,11 +22,12 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import arguments, models
 from validation.arms import WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.search import PLANTED, TRIES, Candidate, Search, Trials, problem_of, write_plants
-from validation.cases import WORKLOAD, read_cases, scored_cases
+from validation.calibration.search import Candidate, Search, problem_of
+from validation.calibration.trials import PLANTED, Rule, Trials, write_plants
+from validation.cases import WORKLOAD, groups, read_cases, scored_cases
 from validation.engines import EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
-from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
+from validation.metrics import CONFIDENCE, MARGIN
 from validation.output import say
 
 if TYPE_CHECKING:
@@ -36,37 +36,38 @@ if TYPE_CHECKING:
 
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.search import Found, Tried
+    from validation.calibration.trials import Comparison
     from validation.cases import Case
     from validation.engines import Engines
     from validation.families.catalog import FamilyRequest
     from validation.measurement import ServingSettings
-    from validation.metrics import NonInferiority
-    from validation.samples import Line
+    from validation.metrics import Evidence
 
 _CALIBRATE = f"""
-Finds the cheapest policy that is non-inferior to cold for one model in one dtype (margin {MARGIN:g} of the score,
-one-sided {CONFIDENCE:.0%}, paired bootstrap over groups) on harmless families, trap families and text perplexity, and
-writes it as the model's reuse profile. What is chosen on some prompts is confirmed on others. Exit status: 0 the
-profile allows reuse, 1 nothing is non-inferior and the profile allows exact spans only, 2 bad usage or an error, 130
-interrupted.
+Finds the cheapest policy that is non-inferior to cold for one model in one dtype, on harmless families and trap
+families, and writes it as the model's reuse profile. Compared is the likelihood of the right answer, with the mean of
+two cold runs; a policy is non-inferior when it is shown to lose at most the margin (one-sided {CONFIDENCE:.0%} over
+all policies that were confirmed). Prompts are added until that is decided, up to a budget; what is undecided then is
+not accepted. What is chosen on some prompts is confirmed on others. Exit status: 0 the profile allows reuse, 1 nothing
+is non-inferior and the profile allows exact spans only, 2 bad usage or an error, 130 interrupted.
 """
 _CONFIRM = f"""
 Adds an engine to a reuse profile that was made in another one: serves the profile's families in this engine, cold and
 under policy verified with the profile's terms, on prompts that it was not made with, and adds the engine only when
-every family is non-inferior to cold there, by a calibration's own rule (margin {MARGIN:g}, one-sided {CONFIDENCE:.0%}).
+every family is non-inferior to cold there, by a calibration's own rule (one-sided {CONFIDENCE:.0%}).
 Everything else that the profile binds has to be the same already. Exit status: 0 the engine is in the profile, 1 it is
 not shown to be as good as cold there (the profile stays as it is), 2 bad usage or an error, 130 interrupted.
 """
 _PROMPTS = (
     'cases of your own beside the families: {"id": str, "donors": [str, ...], "prompt": str, "reference": str} a line; '
-    "scored by the perplexity of the reference"
+    "scored by the likelihood of the reference. As they are few, they can only rule a policy out"
 )
-# A check misses about one plant in forty.
-PLANTS = 1_024
+# Looks at the answers of a candidate that is screened: each at twice as many groups as the one before.
+_SCREENING_LOOKS = 4
 # Added to a calibration's seed: its own confirmations take the seeds right behind it.
 _FRESH = 1_000
 # Which prompts a calibration asks for, by the names of its options.
-PROMPT_OPTIONS = ("groups", "questions", "tokens", "plants", "seed", "max_tokens", "min_match_length")
+PROMPT_OPTIONS = ("groups", "budget", "questions", "tokens", "seed", "max_tokens", "min_match_length")
 # The figure of an engine in which a profile from elsewhere was confirmed.
 _ENGINE = "engine_confirmed"
 _PROBE_TOKENS = 128
@@ -75,7 +76,13 @@ _PROBE_TOKENS = 128
 def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of a calibration; exits with status 2 for any that argparse refuses."""
     parser = _parser("calibrate", _CALIBRATE)
-    parser.add_argument("--screening-groups", type=int, default=8, help="groups of each family that choose candidates")
+    parser.add_argument(
+        "--screening-groups",
+        type=int,
+        default=32,
+        help=f"groups of each family that choose candidates; up to {2 ** (_SCREENING_LOOKS - 1)} times as many where "
+        "they show little",
+    )
     parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
     arguments.add(parser, "--output", default=Path("reuse-profile.json"), help="the profile")
     return parser.parse_args(given)
@@ -103,9 +110,15 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
     parser = arguments.Parser(command, description, epilog)
     arguments.add(parser, *arguments.MODEL)
     arguments.add(parser, "--prompts", help=_PROMPTS)
-    arguments.add(parser, *arguments.FAMILIES)
-    told = f"prompts of the family {PLANTED}; of every {TRIES} a candidate is served the one whose check misses most"
-    parser.add_argument("--plants", type=int, default=PLANTS, help=told)
+    shared = [name for name in arguments.FAMILIES if name not in ("--groups", "--questions")]
+    arguments.add(parser, *shared)
+    arguments.add(parser, "--groups", default=100, help="groups of a family after which its answers are compared again")
+    # Answers on the same documents count as one observation.
+    arguments.add(parser, "--questions", default=1)
+    told = "most groups of a family that confirm; a margin of 0.01 needs about 500 even where nothing is lost"
+    parser.add_argument("--budget", type=int, default=1_000, help=told)
+    told = "the likelihood of right answers that reuse may cost"
+    parser.add_argument("--margin", type=float, default=MARGIN, help=told)
     return parser
 
 
@@ -117,7 +130,9 @@ class _Prepared:
 
     def __init__(self, options: argparse.Namespace, dtype: str) -> None:
         self._options, self._dtype = options, dtype
-        arguments.check_integers(options, plants=1)
+        arguments.check_integers(options, budget=options.groups)
+        if not 0.0 < options.margin < 1.0:
+            raise ConfigurationError(f"--margin is {options.margin:g}; it must lie between 0 and 1.")
         self.settings = arguments.serving_settings(options)
         self.asked = _bound_families(arguments.family_request(options))
         self.own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
@@ -129,14 +144,25 @@ class _Prepared:
         if self.own:
             self.kinds[WORKLOAD] = Kind.HARMLESS.value
 
-    def trials(self, seed: int, groups: int, own: Sequence[Case]) -> Trials:
-        """The cases of the families under a seed, and of the planter's family as many plants as were asked for."""
-        asked = replace(self.asked, seed=seed, groups=groups)
-        others = tuple(name for name in asked.names if name != PLANTED)
-        cases = write_cases(self.engines, replace(asked, names=others)) if others else []
-        if PLANTED in asked.names:
-            cases += write_plants(self.engines, asked, [PLANTED], self._options.plants)
-        return Trials(self.engines, [*cases, *own], self.settings, seed, self._collector)
+    def trials(self, seed: int, own: Sequence[Case]) -> Trials:
+        """Trials with prompts of the families under a seed, and with the user's `own`."""
+
+        def write(name: str, first: int, count: int) -> list[Case]:
+            asked = replace(self.asked, names=(name,), seed=seed, first=first, groups=count)
+            if name == WORKLOAD:
+                return [case for group in groups(own)[first : first + count] for case in group]
+            if name == PLANTED:
+                return write_plants(self.engines, asked, [name], count)
+            return write_cases(self.engines, asked)
+
+        return Trials(self.engines, write, self.settings, seed, self._collector)
+
+    def proof(self, number: int) -> Rule:
+        """The rule of the n-th confirmation: all together are wrong with a probability of 1 - CONFIDENCE at most."""
+        step, budget = self._options.groups, self._options.budget
+        looks = (*range(step, budget, step), budget)
+        confidence = 1.0 - (1.0 - CONFIDENCE) / ((number + 1) * (number + 2))
+        return Rule(looks, self._options.margin, confidence, proof=True)
 
     @functools.cached_property
     def _collector(self) -> DeviationCollector:
@@ -210,17 +236,26 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             num_layers=prepared.engines.facts.num_layers,
             kinds=prepared.kinds,
             # Every second case of the user's own chooses, the others confirm.
-            screening=prepared.trials(options.seed, options.screening_groups, prepared.own[::2]),
-            fresh=lambda number: prepared.trials(options.seed + 1 + number, options.groups, prepared.own[1::2]),
+            screening=prepared.trials(options.seed, prepared.own[::2]),
+            screen=Rule(
+                tuple(options.screening_groups << look for look in range(_SCREENING_LOOKS)),
+                options.margin,
+                CONFIDENCE,
+                proof=False,
+            ),
+            fresh=lambda number: (
+                prepared.trials(options.seed + 1 + number, prepared.own[1::2]),
+                prepared.proof(number),
+            ),
             written=written,
             max_tries=options.max_tries,
             tell=tell,
         ).run()
     winner = found.winner or Candidate("exact", 1.0)
-    profile_of(winner, figures_of(found, prepared.prompts)).write(options.output)
+    profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)
     if found.problem is not None:
         tell(f"nothing can be shown: {found.problem}")
-    _tell_lines(found.lines, tell)
+    _tell_comparisons(found.comparisons, tell)
     tell(f"the profile allows {'exact spans only' if found.winner is None else winner.name}")
     tell(str(options.output))
     return found.winner is not None
@@ -252,44 +287,44 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     candidate = profile.confirmed_in(engine)
     if differences := candidate.differences(prepared.namespace, prepared.geometry):
         raise ConfigurationError(f"{options.profile} cannot be confirmed here: {' '.join(differences)}")
-    trials = prepared.trials(options.seed, options.groups, prepared.own)
+    trials = prepared.trials(options.seed, prepared.own)
     with tempfile.TemporaryDirectory(prefix="confirmation-") as folder:
         path = Path(folder) / models.PROFILE_NAME
         candidate.write(path)  # until it is shown to hold, no other file lists the engine
-        lines = _confirmed_lines(trials, path, prepared.kinds, tell, are_named=bool(options.families))
-    if not lines:
+        comparisons = _confirmed_in(trials, path, prepared, tell, are_named=bool(options.families))
+    if not comparisons:
         return False
-    figures = with_engine(profile.figures, engine, lines, prepared.prompts, command)
+    figures = with_engine(profile.figures, engine, comparisons, prepared.prompts, command)
     profile.confirmed_in(engine, figures).write(output)
     tell(f"the profile holds in {engine}")
     tell(str(output))
     return True
 
 
-def _confirmed_lines(
-    trials: Trials, path: Path, kinds: Mapping[str, str], tell: Callable[[str], None], *, are_named: bool
-) -> tuple[Line, ...]:
-    """A line for each family where all are non-inferior and something was reused; otherwise none, and says why.
+def _confirmed_in(
+    trials: Trials, path: Path, prepared: _Prepared, tell: Callable[[str], None], *, are_named: bool
+) -> tuple[Comparison, ...]:
+    """A comparison for each family where all are non-inferior and something was reused; otherwise none, and says why.
 
     Families that the model cannot answer cold are left out, unless they `are_named` by the user.
     """
-    families = trials.known(kinds, tell)
+    kinds, rule = prepared.kinds, prepared.proof(0)
+    families = trials.known(kinds, rule.looks[0], tell)
     problem = problem_of(families, kinds)
     if are_named and len(families) < len(kinds):
         problem = f"the model does not know {', '.join(sorted(kinds.keys() - set(families)))} cold in this engine"
     if problem is not None:
         tell(f"nothing can be shown, and the profile stays as it is: {problem}")
         return ()
-    verdict = trials.judge(path, families, strict=True)
-    _tell_lines(verdict.lines, tell)
+    verdict = trials.judge(path, families, rule, "confirm")
+    _tell_comparisons(verdict.comparisons, tell)
     if not verdict.holds:
-        told = f"not shown to be as good as cold at {verdict.inferior}: {verdict.difference()}"
-        tell(f"{told}; the profile stays as it is")
+        tell(f"not shown to be as good as cold, and the profile stays as it is: {verdict.outcome()}")
         return ()
-    if not any(line.reused for line in verdict.lines):
+    if not any(each.line.reused for each in verdict.comparisons):
         tell("nothing was reused from other places, so nothing is shown, and the profile stays as it is")
         return ()
-    return verdict.lines
+    return verdict.comparisons
 
 
 def teller() -> Callable[[str], None]:
@@ -298,56 +333,63 @@ def teller() -> Callable[[str], None]:
     return lambda sentence: say(f"{time.perf_counter() - began:6.0f} s  {sentence}")
 
 
-def _tell_lines(lines: Iterable[Line], tell: Callable[[str], None]) -> None:
+def _tell_comparisons(comparisons: Iterable[Comparison], tell: Callable[[str], None]) -> None:
     """Tells of each family how it compares with cold, and what was reused."""
-    for line in lines:
-        bounds = "; ".join(bound.sentence() for bound in line.bounds)
+    for each in comparisons:
+        line = each.line
         share = "nothing offered" if line.reused_share is None else f"{line.reused_share:.1%} of the offered reused"
-        tell(f"{line.family}: {bounds}; {share}, largest deviation kept {line.largest_kept:.4f}")
+        tell(f"{line.family}: {each.sentence()}; {share}, largest deviation kept {line.largest_kept:.4f}")
 
 
-def figures_of(found: Found, prompts: Mapping[str, int]) -> list[Any]:
+def figures_of(found: Found, prompts: Mapping[str, int], margin: float) -> list[Any]:
     """The profile's figures: the rule, the prompts' options, the confirmed families, the deviations at the check layer,
     and all candidates that were tried."""
     figures: list[Any] = [
-        {"what": "rule", "margin": MARGIN, "confidence": CONFIDENCE, "resamples": RESAMPLES},
+        {"what": "rule", "margin": margin, "confidence": CONFIDENCE},
         {"what": "prompts", **prompts},
     ]
     if found.problem is not None:
         figures.append({"what": "problem", "sentence": found.problem})
-    figures += [_confirmed(line) for line in found.lines]
+    figures += [_confirmed(each) for each in found.comparisons]
     if found.winner is not None and found.winner.check is not None:
         figures += _deviations(found.deviations, found.winner.check.layer)
     return figures + [_tried(each) for each in found.tried]
 
 
-def prompts_of(figures: Sequence[Any]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The prompts' options and the confirmed families in a profile's figures, as far as they are there."""
+def prompts_of(figures: Sequence[Any]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The prompts' options with the margin, and the confirmed families, in a profile's figures, as far as they are
+    there."""
     told = [figure for figure in figures if isinstance(figure, dict)]
-    options = next((figure for figure in told if figure.get("what") == "prompts"), {})
-    numbers = {name: value for name, value in options.items() if name in PROMPT_OPTIONS and isinstance(value, int)}
+    options, rule = (next((each for each in told if each.get("what") == what), {}) for what in ("prompts", "rule"))
+    numbers: dict[str, float] = {
+        name: value for name, value in options.items() if name in PROMPT_OPTIONS and isinstance(value, int)
+    }
+    if isinstance(rule.get("margin"), float):
+        numbers["margin"] = rule["margin"]
     return numbers, tuple(str(figure.get("family")) for figure in told if figure.get("what") == "confirmed")
 
 
 def with_engine(
-    figures: Sequence[Any], engine: str, lines: Sequence[Line], prompts: Mapping[str, int], command: str
+    figures: Sequence[Any], engine: str, comparisons: Sequence[Comparison], prompts: Mapping[str, int], command: str
 ) -> list[Any]:
     """The figures with a confirmation in `engine`, which replaces an earlier one."""
     earlier = {"what": _ENGINE, "engine": engine}
     kept = [each for each in figures if not (isinstance(each, dict) and earlier.items() <= each.items())]
     made = {"date": today(), "command": command, "prompts": dict(prompts)}
-    return [*kept, earlier | made | {"families": [_confirmed(line) for line in lines]}]
+    return [*kept, earlier | made | {"families": [_confirmed(each) for each in comparisons]}]
 
 
-def _confirmed(line: Line) -> dict[str, Any]:
+def _confirmed(comparison: Comparison) -> dict[str, Any]:
+    line = comparison.line
     return {
         "what": "confirmed",
         "family": line.family,
         "prompts": line.samples,
         "groups": line.groups,
         "exact_match": line.exact_match,
-        "exact_match_vs_cold": _bound(line.exact_match_bound),
-        "log_likelihood_vs_cold": _bound(line.loss_bound),
+        "likelihood_vs_cold": _evidence(comparison.likelihood),
+        "exact_match_vs_cold": _evidence(comparison.exact_match),
+        "second_cold_run": _evidence(comparison.noise),
         "offered_tokens": line.offered,
         "checked_tokens": line.checked,
         "reused_tokens": line.reused,
@@ -356,10 +398,8 @@ def _confirmed(line: Line) -> dict[str, Any]:
     }
 
 
-def _bound(bound: NonInferiority | None) -> dict[str, Any] | None:
-    if bound is None:
-        return None
-    return {"difference": bound.difference, "lower": bound.lower if math.isfinite(bound.lower) else None}
+def _evidence(found: Evidence | None) -> dict[str, float] | None:
+    return None if found is None else {name: getattr(found, name) for name in ("difference", "lower", "upper")}
 
 
 def _deviations(found: Sequence[PromptDeviations], layer: int) -> list[dict[str, Any]]:
@@ -382,5 +422,6 @@ def _tried(tried: Tried) -> dict[str, Any]:
         "computed_share": tried.candidate.computed_share,
         "holds": tried.verdict.holds,
         "inferior_family": tried.verdict.inferior,
-        "comparison": tried.verdict.difference(),
+        "undecided_families": list(tried.verdict.undecided),
+        "comparison": tried.verdict.outcome(),
     }

@@ -87,18 +87,19 @@ def write_family(
     questions: int,
     tokens: int,
     eval_data: Path | None = None,
+    first: int = 0,
 ) -> list[Case]:
     """`groups` x `questions` cases of at most `tokens` tokens each; the cases of a group share their donors.
 
-    Equal arguments write equal cases, and more groups leave the first ones as they are. `eval_data`: the folder of
-    evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data that is
-    missing, cannot be read or holds too little.
+    Equal arguments write equal cases, and a group is the same whichever is the `first` that is written. `eval_data`:
+    the folder of evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data
+    that is missing, cannot be read or holds too little.
     """
     wanted = family(name)
     if wanted.needs_eval_data and eval_data is None:
         raise ConfigurationError(f"The family {name} reads evaluation sets; name their folder with --eval-data.")
     cases: list[Case] = []
-    for index in range(groups):
+    for index in range(first, first + groups):
         group = f"{name}-{tokens}-{index}"
         rng = random.Random(f"{seed}/{group}/{form.name}")
         cases += wanted.write(Group(name, group, form, count, rng, questions, tokens, eval_data or Path()))
@@ -111,7 +112,7 @@ _UNRELATED_GROUPS = 2.5
 
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
-    """`groups` groups of `questions` prompts of at most `tokens` tokens for each family.
+    """`groups` groups of `questions` prompts of at most `tokens` tokens for each family, from group `first` on.
 
     `names` empty stands for all families whose data is there; `form` None for the one that the tokenizer knows.
     """
@@ -123,6 +124,7 @@ class FamilyRequest:
     seed: int = 0
     eval_data: Path | None = None
     form: str | None = None
+    first: int = 0
 
     def family_names(self) -> tuple[str, ...]:
         """The families by name. Raises ConfigurationError for an unknown one."""
@@ -142,7 +144,9 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     for name in asked.family_names():
         is_control = family(name).kind is Kind.NONE
         groups = math.ceil(_UNRELATED_GROUPS * asked.groups) if is_control else asked.groups
-        cases += write_family(name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data)
+        cases += write_family(
+            name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data, asked.first
+        )
     return cases
 
 

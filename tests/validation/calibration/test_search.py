@@ -1,37 +1,16 @@
-"""Thresholds lie between harmless and trap deviations, candidates come by what they compute and are served the plants
-that they miss."""
+"""Thresholds lie between harmless and trap deviations, and candidates come by what they compute."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
 import numpy as np
 import pytest
 
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from validation.calibration.deviations import DeviationCollector, PromptDeviations
-from validation.calibration.search import (
-    PLANTED,
-    TRIES,
-    Candidate,
-    Planter,
-    Trials,
-    candidates,
-    computed_share,
-    thresholds,
-    window_thresholds,
-    write_plants,
-)
-from validation.cases import Tokeniser
-from validation.families.catalog import FamilyRequest
-from validation.measurement import ServingSettings
-from validation.models import PROFILE_NAME, shipped_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from validation.embedded_engine import EmbeddedEngines
+from semblend_trt.reuse_profile import ProfileCheck
+from validation.calibration.deviations import PromptDeviations
+from validation.calibration.search import Candidate, candidates, computed_share, thresholds, window_thresholds
 
 LAYERS = 4
 LENGTHS = (100, 100)
@@ -58,6 +37,15 @@ def test_one_threshold_lies_in_the_gap_between_the_spans() -> None:
     gap = found[-1]
     assert 0.06 < gap < 0.24
     assert all(0.03 < value < 0.08 for value in found[:-1])
+
+
+def test_other_prompts_of_the_same_families_nominate_the_same_thresholds_or_their_neighbours() -> None:
+    steps = [
+        [math.log(value, 1.2) for value in thresholds(prompts((0.04, 0.05), seed), prompts((0.05, 0.26), seed + 50), 1)]
+        for seed in range(3, 8)
+    ]
+    assert all(step == pytest.approx(round(step)) for found in steps for step in found)
+    assert max(found[-1] for found in steps) - min(found[-1] for found in steps) <= 1.01
 
 
 def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it() -> None:
@@ -121,65 +109,3 @@ def test_means_are_of_each_span_and_of_its_windows() -> None:
     prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
     assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
     assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]
-
-
-MIN_SPAN = 48
-BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
-
-
-@pytest.fixture(scope="module")
-def collector(shipped: EmbeddedEngines) -> DeviationCollector:
-    return DeviationCollector(shipped.runner.model, shipped.facts, MIN_SPAN)
-
-
-@pytest.fixture(scope="module")
-def profile() -> ReuseProfile:
-    return ReuseProfile.read(shipped_model() / PROFILE_NAME)
-
-
-def with_check(profile: ReuseProfile, **fields: object) -> ReuseProfile:
-    return profile.model_copy(update={"check": profile.check.model_copy(update=fields)})
-
-
-def test_the_planter_takes_those_of_which_most_is_kept(
-    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
-) -> None:
-    plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
-    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
-    half = with_check(profile, threshold=0.8, window_threshold=None)
-    chosen = planter.hardest(plants, half, 8)
-    missed = [planter.missed(plant, half) for plant in chosen]
-    assert missed == sorted(missed, reverse=True)
-    assert missed[0] > 0
-    assert chosen[:3] == planter.hardest(plants, half, 3)
-    [prompt] = planter.deviations_of(chosen[0])
-    kept = prompt.kept(half.terms.check, half.head_tokens)
-    assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
-
-
-def test_what_a_policy_computes_whole_is_not_missed(
-    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
-) -> None:
-    [plant] = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
-    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
-    assert planter.missed(plant, with_check(profile, threshold=0.0)) == 0.0
-    assert planter.missed(plant, with_check(profile, **BLIND)) > 0.0
-    exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
-    assert planter.missed(plant, exact) == 0.0
-
-
-def test_a_candidate_is_served_the_plants_that_it_misses(
-    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile, tmp_path: Path
-) -> None:
-    plants = write_plants(shipped, FamilyRequest(seed=5), [PLANTED], 2 * TRIES + 1)
-    trials = Trials(
-        shipped, plants, ServingSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN), 5, collector
-    )
-    assert trials.known([PLANTED], lambda _: None) == [PLANTED]
-    assert len(trials.deviations(PLANTED)) == len(plants)
-    path = tmp_path / "profile.json"
-    with_check(profile, layer=1, **BLIND).write(path)
-    verdict = trials.judge(path, [PLANTED], strict=True)
-    [line] = verdict.lines
-    assert (line.samples, verdict.holds) == (3, False)
-    assert line.follows_donor > 0.5

@@ -1,0 +1,174 @@
+"""Trials serve plants that a check misses, add prompts until a family is decided, and compare with two cold runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.calibration.deviations import DeviationCollector
+from validation.calibration.trials import (
+    PLANTED,
+    TRIES,
+    Comparison,
+    Planter,
+    Rule,
+    Trials,
+    Verdict,
+    write_plants,
+)
+from validation.cases import Case, Tokeniser
+from validation.families.catalog import FamilyRequest, write_cases
+from validation.measurement import ServingSettings
+from validation.metrics import evidence
+from validation.models import PROFILE_NAME, shipped_model
+from validation.samples import line_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from validation.embedded_engine import EmbeddedEngines
+    from validation.samples import Sample
+
+MIN_SPAN = 48
+BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
+
+
+@pytest.fixture(scope="module")
+def collector(shipped: EmbeddedEngines) -> DeviationCollector:
+    return DeviationCollector(shipped.runner.model, shipped.facts, MIN_SPAN)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ReuseProfile:
+    return ReuseProfile.read(shipped_model() / PROFILE_NAME)
+
+
+def with_check(profile: ReuseProfile, **fields: object) -> ReuseProfile:
+    return profile.model_copy(update={"check": profile.check.model_copy(update=fields)})
+
+
+def test_the_planter_takes_those_of_which_most_is_kept(
+    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
+) -> None:
+    plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
+    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    half = with_check(profile, threshold=0.8, window_threshold=None)
+    chosen = planter.hardest(plants, half, 8)
+    missed = [planter.missed(plant, half) for plant in chosen]
+    assert missed == sorted(missed, reverse=True)
+    assert missed[0] > 0
+    assert chosen[:3] == planter.hardest(plants, half, 3)
+    [prompt] = planter.deviations_of(chosen[0])
+    kept = prompt.kept(half.terms.check, half.head_tokens)
+    assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
+
+
+def test_what_a_policy_computes_whole_is_not_missed(
+    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
+) -> None:
+    [plant] = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
+    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
+    assert planter.missed(plant, with_check(profile, threshold=0.0)) == 0.0
+    assert planter.missed(plant, with_check(profile, **BLIND)) > 0.0
+    exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
+    assert planter.missed(plant, exact) == 0.0
+
+
+@pytest.fixture
+def trials(shipped: EmbeddedEngines, collector: DeviationCollector) -> Trials:
+    """Prompts of 512 tokens of any family, but three groups of `system_prompt` only."""
+
+    def write(family: str, first: int, count: int) -> list[Case]:
+        asked = FamilyRequest((family,), groups=count, questions=1, tokens=512, seed=5, first=first)
+        if family == PLANTED:
+            return write_plants(shipped, asked, [family], count)
+        cases = write_cases(shipped, asked)
+        return cases[: max(0, 3 - first)] if family == "system_prompt" else cases
+
+    settings = ServingSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN, batch=8)
+    return Trials(shipped, write, settings, 5, collector)
+
+
+def rule(*looks: int, proof: bool = True, margin: float = 0.5) -> Rule:
+    return Rule(looks, margin, 0.95, proof)
+
+
+def written(profile: ReuseProfile, folder: Path, **fields: object) -> Path:
+    path = folder / PROFILE_NAME
+    with_check(profile, **fields).write(path)
+    return path
+
+
+def test_a_candidate_is_served_the_plants_that_it_misses(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
+    assert trials.known([PLANTED], 2, lambda _: None) == [PLANTED]
+    assert len(trials.deviations(PLANTED, TRIES)) == TRIES
+    verdict = trials.judge(written(profile, tmp_path, layer=1, **BLIND), [PLANTED], rule(4, 8, margin=0.1), "")
+    [found] = verdict.comparisons
+    assert (verdict.holds, verdict.inferior) == (False, PLANTED)
+    assert found.line.samples in (4, 8)
+    assert found.line.follows_donor > 0.5
+
+
+def test_prompts_are_added_until_the_loss_is_bounded(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
+    verdict = trials.judge(written(profile, tmp_path), ["header_trap", "reordered"], rule(3, 6, 9, 12, 50), "")
+    assert verdict.holds
+    assert {each.line.family: each.likelihood.groups for each in verdict.comparisons} == {
+        "header_trap": 6,
+        "reordered": 6,
+    }
+    for each in verdict.comparisons:
+        assert each.likelihood.lower >= -0.5
+        assert each.exact_match.difference == 0.0
+        assert abs(each.noise.difference) < 1e-4
+        assert each.line.samples == each.likelihood.samples == 6
+
+
+def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(
+    trials: Trials, profile: ReuseProfile, tmp_path: Path
+) -> None:
+    path = written(profile, tmp_path, layer=1, **BLIND)
+    verdict = trials.judge(path, ["header_trap", "reordered"], rule(8, margin=0.1), "")
+    assert (verdict.inferior, len(verdict.comparisons)) == ("header_trap", 1)
+    assert "fails at header_trap" in verdict.outcome()
+
+
+def test_what_the_budget_leaves_open_is_not_accepted(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
+    verdict = trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01), "")
+    assert (verdict.holds, verdict.inferior, verdict.undecided) == (False, None, ("reordered",))
+    assert "undecided at reordered" in verdict.outcome()
+    assert trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01, proof=False), "").holds
+
+
+def test_prompts_of_which_there_are_few_can_only_rule_out(
+    trials: Trials, profile: ReuseProfile, tmp_path: Path
+) -> None:
+    verdict = trials.judge(written(profile, tmp_path), ["system_prompt"], rule(2, 4, margin=0.01), "")
+    assert verdict.holds
+    assert verdict.comparisons[0].line.samples == 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "holds", "fails"),
+    [
+        pytest.param([0.0] * 420, True, False, id="nothing lost"),
+        pytest.param([0.0] * 300, False, False, id="too few to say"),
+        pytest.param([-1.0] * 20 + [0.0] * 400, False, True, id="one answer of 21 lost"),
+        pytest.param([-0.4, 0.4] * 400, False, False, id="noise alone"),
+    ],
+)
+def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(
+    make_sample: Callable[..., Sample], ours: list[float], holds: bool, fails: bool
+) -> None:
+    sample = make_sample()
+    found = evidence(ours, range(len(ours)))
+    assert found is not None
+    line = line_of("reordered", "verified", [sample], {sample.case_id: sample})
+    comparison = Comparison(line, found, None, found)
+    assert (comparison.holds, comparison.fails) == (holds, fails)
+    lost = evidence([-1.0] * 30, range(30))
+    assert Comparison(line, found, lost, found).fails
+    assert Verdict((comparison,)).holds

@@ -1,0 +1,273 @@
+"""Trials: families of prompts that are served under a candidate, and cold, until each family is decided.
+
+Of the family `planted` a candidate is served the plants that its check misses most. The planter has the model and its
+reuse profile, and computes what the check would see. It wants tokens that are kept and yet deviate: KV close to the
+victim's own changes no answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from semblend_trt.errors import SemBlendError
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.arms import COLD, COLD_OTHERWISE_ARM, VERIFIED, ArmChoices, arms_of
+from validation.cases import groups
+from validation.families.catalog import shortest_prompts, write_cases
+from validation.measurement import BatchServer
+from validation.metrics import evidence
+from validation.models import full_layers_of
+from validation.output import progress
+from validation.samples import MIN_COLD_SCORE, line_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from validation.calibration.deviations import DeviationCollector, PromptDeviations
+    from validation.cases import Case, TokenisedCase
+    from validation.engines import Engines, ServedModel
+    from validation.families.catalog import FamilyRequest
+    from validation.measurement import ServingSettings
+    from validation.metrics import Evidence
+    from validation.samples import Line, Sample
+
+# The planter's family, and how many plants one is chosen from.
+PLANTED = "planted"
+TRIES = 8
+
+
+def write_plants(model: ServedModel, asked: FamilyRequest, names: Iterable[str], plants: int) -> list[Case]:
+    """`plants` prompts of each of the families, as short as possible, so that all that is reused is planted."""
+    short = shortest_prompts(model, asked.form)
+    return write_cases(model, replace(asked, names=tuple(names), groups=plants, questions=1, tokens=short))
+
+
+class Planter:
+    """Ranks plants by what a policy misses; their ids must differ."""
+
+    def __init__(self, collector: DeviationCollector, tokens_of: Callable[[Case], TokenisedCase]) -> None:
+        self._collector, self._tokens_of = collector, tokens_of
+        self._deviations: dict[str, list[PromptDeviations]] = {}
+
+    def hardest(self, plants: Sequence[Case], profile: ReuseProfile, count: int) -> list[Case]:
+        """The `count` plants that the profile's policy misses most."""
+        return sorted(plants, key=lambda plant: -self.missed(plant, profile))[:count]
+
+    def missed(self, plant: Case, profile: ReuseProfile) -> float:
+        """Sum of the deviations of all tokens that the policy keeps, over the layers that it does not compute."""
+        terms, found = profile.terms, self.deviations_of(plant)
+        if terms is None or not found:
+            return 0.0
+        [prompt] = found
+        kept = prompt.kept(terms.check, terms.head_tokens)
+        return float(np.nansum(prompt.values[full_layers_of(profile) :, kept], dtype=np.float64))
+
+    def deviations_of(self, plant: Case) -> list[PromptDeviations]:
+        """Its deviations; empty where there is nothing to check."""
+        if plant.id not in self._deviations:
+            self._deviations[plant.id] = self._collector.collect([plant], self._tokens_of)
+        return self._deviations[plant.id]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One family under a candidate. `likelihood` and `exact_match` compare with the mean of two cold runs, whose own
+    difference is `noise`; exact match is None where many texts are right."""
+
+    line: Line
+    likelihood: Evidence
+    exact_match: Evidence | None
+    noise: Evidence
+
+    @property
+    def holds(self) -> bool:
+        """True when it is shown that no more than the margin is lost. The likelihood decides: near ties, which change
+        answers in a cold run as well, hardly change it."""
+        return self.likelihood.holds and not self.fails
+
+    @property
+    def fails(self) -> bool:
+        """True when it is shown that more than the margin is lost."""
+        return self.likelihood.fails or (self.exact_match is not None and self.exact_match.fails)
+
+    def sentence(self) -> str:
+        """For a report: the likelihood's bounds, and what cold's own runs differ by."""
+        return f"likelihood {self.likelihood.sentence()}; two cold runs {self.noise.difference:+.4f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`comparisons`: of the families that were served. `inferior`: the family at which the candidate failed;
+    `undecided`: those that the budget left open."""
+
+    comparisons: tuple[Comparison, ...]
+    inferior: str | None = None
+    undecided: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return self.inferior is None and not self.undecided
+
+    def outcome(self) -> str:
+        """In words: whether the candidate holds, and the comparison that says least for it."""
+        if not self.comparisons:
+            return "nothing was compared"
+        of_interest = [each for each in self.comparisons if each.line.family in (self.inferior, *self.undecided)]
+        lowest = min(of_interest or self.comparisons, key=lambda each: each.likelihood.lower)
+        undecided = f"undecided at {', '.join(self.undecided)}" if self.undecided else "holds"
+        told = undecided if self.inferior is None else f"fails at {self.inferior}"
+        return f"{told}; {lowest.line.family}: {lowest.sentence()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How long prompts are added: `looks` are the groups of a family after which its answers are compared, ascending.
+
+    With `proof` a family passes when its loss is shown to be within the `margin`; otherwise when it has lost no more
+    than that, as few prompts show little.
+    """
+
+    looks: tuple[int, ...]
+    margin: float
+    confidence: float
+    proof: bool
+
+    def passes(self, comparison: Comparison) -> bool:
+        return comparison.holds if self.proof else comparison.likelihood.difference >= -self.margin
+
+
+class Trials:
+    """Prompts of some families, written as they are needed, and cold's answers to them, which are served once.
+
+    `write(family, first, groups)` writes the groups from `first` on; where it gives fewer, there are no more, and the
+    family passes when what there is has lost no more than the margin. An engine that starts slowly serves all families
+    of a look before the first is judged.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        write: Callable[[str, int, int], Sequence[Case]],
+        settings: ServingSettings,
+        seed: int,
+        collector: DeviationCollector,
+    ) -> None:
+        self._engines, self._write, self._seed = engines, write, seed
+        self._server = BatchServer(engines, [], settings, likelihoods=True)
+        self._planter = Planter(collector, self._server.tokens_of)
+        self._collector = collector
+        self._groups: dict[str, list[list[Case]]] = {}
+        self._ended: set[str] = set()
+        self._cold: dict[str, Sample] = {}
+        self._otherwise: dict[str, Sample] = {}
+
+    def deviations(self, family: str, count: int) -> list[PromptDeviations]:
+        """Deviations of the first prompt of each of the first `count` groups, and of every plant."""
+        cases = self._cases(family, 0, count)
+        if family == PLANTED:
+            return [found for plant in cases for found in self._planter.deviations_of(plant)]
+        return self._collector.collect(cases, self._server.tokens_of)
+
+    def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
+        """The families that the model can answer cold, or that are scored by perplexity; the others show nothing."""
+        asked = {family: self._cases(family, 0, count) for family in families}
+        known = []
+        for family, cases in asked.items():
+            cold = self._server.cold(cases)
+            line = line_of(family, COLD, list(cold.values()), cold, self._seed)
+            is_known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
+            score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
+            tell(f"{family}: {line.samples} prompts{score}" + ("" if is_known else "; the family shows nothing"))
+            known += [family] if is_known else []
+        return known
+
+    def judge(self, path: Path, families: Sequence[str], rule: Rule, title: str) -> Verdict:
+        """Serves the families under policy verified with the profile of `path` until all pass, one fails, or the looks
+        are over; `title` is the progress bar's. Raises SemBlendError when the engine refuses the profile."""
+        profile, layers = ReuseProfile.read(path), self._engines.facts.num_layers
+        choices = ArmChoices(layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
+        [arm] = arms_of([VERIFIED], choices)
+        waiting = list(families)
+        samples: dict[str, list[Sample]] = {family: [] for family in families}
+        found: dict[str, Comparison] = {}
+        with progress(title, rule.looks[-1] * len(families)) as on_step:
+            for before, groups_now in itertools.pairwise((0, *rule.looks)):
+                together = [waiting] if self._engines.starts_slowly else [[family] for family in waiting]
+                for names in together:
+                    cases = [case for name in names for case in self._chosen(name, before, groups_now, profile)]
+                    self._serve_cold(cases)
+                    served = self._server.samples(arm, cases, on_step)
+                    _check_profile_was_used(served)
+                    for name in names:
+                        samples[name] += [sample for sample in served if sample.workload == name]
+                        found[name] = self._compared(name, samples[name], rule)
+                        if found[name].fails:
+                            return Verdict(tuple(found.values()), inferior=name)
+                waiting = [name for name in waiting if not self._passes(name, found[name], rule)]
+                if not waiting:
+                    break
+        return Verdict(tuple(found.values()), undecided=tuple(waiting))
+
+    def _serve_cold(self, cases: Sequence[Case]) -> None:
+        """Both cold runs of the cases that have none yet."""
+        self._cold |= self._server.cold(cases)
+        missing = [case for case in cases if case.id not in self._otherwise]
+        if missing:
+            served = self._server.samples(COLD_OTHERWISE_ARM, missing)
+            self._otherwise |= {sample.case_id: sample for sample in served}
+
+    def _passes(self, family: str, comparison: Comparison, rule: Rule) -> bool:
+        return rule.passes(comparison) or (family in self._ended and replace(rule, proof=False).passes(comparison))
+
+    def _compared(self, family: str, samples: Sequence[Sample], rule: Rule) -> Comparison:
+        cold = {sample.case_id: self._cold[sample.case_id] for sample in samples}
+        clusters = [sample.group for sample in samples]
+
+        def compared(score: Callable[[Sample], float | None], *, is_noise: bool = False) -> Evidence | None:
+            differences = []
+            for sample in samples:
+                first, again = (score(each) for each in (cold[sample.case_id], self._otherwise[sample.case_id]))
+                ours = score(sample)
+                if first is None or again is None or ours is None:
+                    return None
+                differences.append(again - first if is_noise else ours - (first + again) / 2)
+            return evidence(differences, clusters, rule.margin, rule.confidence)
+
+        likelihood = compared(lambda sample: sample.likelihood)
+        noise = compared(lambda sample: sample.likelihood, is_noise=True)
+        assert likelihood is not None
+        assert noise is not None
+        line = line_of(family, VERIFIED, samples, cold, self._seed)
+        return Comparison(line, likelihood, compared(lambda sample: sample.exact_match), noise)
+
+    def _chosen(self, family: str, before: int, groups_now: int, profile: ReuseProfile) -> list[Case]:
+        """The cases of the groups from `before` up to `groups_now`; of the plants there the hardest."""
+        if family != PLANTED:
+            return self._cases(family, before, groups_now)
+        plants = self._cases(family, before * TRIES, groups_now * TRIES)
+        return self._planter.hardest(plants, profile, -(-len(plants) // TRIES))
+
+    def _cases(self, family: str, first: int, end: int) -> list[Case]:
+        """The cases of these groups, as far as there are so many."""
+        written = self._groups.setdefault(family, [])
+        if len(written) < end and family not in self._ended:
+            more = groups(self._write(family, len(written), end - len(written)))
+            self._server.add([*itertools.chain(*more)])
+            written += more
+            if len(written) < end:
+                self._ended.add(family)
+        return [*itertools.chain(*written[first:end])]
+
+
+def _check_profile_was_used(samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        if sample.reason in ("no_profile", "profile_mismatch", "profile_unreadable"):
+            raise SemBlendError(
+                f"Case {sample.case_id}: the engine does not take the profile that is tried ({sample.reason}); what "
+                "differs is in its log."
+            )
