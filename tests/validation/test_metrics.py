@@ -167,12 +167,12 @@ def test_bounds_by_betting_decide_by_what_few_prompts_can_show(values: list[floa
 
 
 def test_bounds_by_betting_may_be_read_after_every_prompt() -> None:
-    """A little more than the margin is lost: of 200 series, read again and again, at most one in twenty holds."""
+    """A little more than the margin is lost: of 100 series, read again and again, at most one in twenty holds."""
     rng, wrong = np.random.default_rng(11), 0
-    for _ in range(200):
+    for _ in range(100):
         values = -(rng.random(1_200) < 0.0101).astype(np.float64)
-        wrong += any(metrics.evidence(values[:end].tolist(), range(end)).holds for end in range(400, 1_201, 80))
-    assert 0 < wrong <= 200 * 0.05
+        wrong += any(metrics.evidence(values[:end].tolist(), range(end)).holds for end in range(400, 1_201, 160))
+    assert 0 < wrong <= 100 * 0.05
 
 
 @settings(max_examples=50)

@@ -92,8 +92,8 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(
     output = tmp_path / "confirmed.json"
     shipped = shipped_model() / PROFILE_NAME
     values = ReuseProfile.read(shipped)
-    made_with = {"groups": 14, "budget": 14, "questions": 1, "tokens": 512, "max_tokens": 8}
-    few = [{"what": "rule", "margin": 0.3}, {"what": "prompts", **made_with}]
+    made_with = {"groups": 8, "budget": 8, "questions": 1, "tokens": 512, "max_tokens": 8}
+    few = [{"what": "rule", "margin": 0.5}, {"what": "prompts", **made_with}]
     few += [{"what": "confirmed", "family": name} for name in ("reordered", "header_trap")]
     profile = tmp_path / "profile.json"
     values.model_copy(update={"figures": few}).write(profile)

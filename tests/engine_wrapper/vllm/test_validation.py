@@ -17,7 +17,7 @@ from validation.vllm_engine import VllmEngines
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHORT = ["--groups", "14", "--budget", "14", "--margin", "0.3", "--tokens", "512", "--max-tokens", "8"]
+SHORT = ["--groups", "8", "--budget", "8", "--margin", "0.5", "--tokens", "512", "--max-tokens", "8"]
 
 
 def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 FAMILIES = "reordered,header_trap"
 # Fourteen groups show that no more than so wide a margin is lost.
-SHORT = ("--groups", "7", "--budget", "14", "--margin", "0.3", "--tokens", "512", "--max-tokens", "8")
+SHORT = ("--groups", "14", "--budget", "28", "--margin", "0.3", "--tokens", "512", "--max-tokens", "8")
 # As the shipped profile's.
 CHECK = ProfileCheck(layer=2, threshold=0.22, max_span_share=0.5, min_saved_share=0.1)
-MADE_WITH = {"groups": 7, "budget": 14, "questions": 1, "tokens": 512, "seed": 3, "max_tokens": 8}
+MADE_WITH = {"groups": 14, "budget": 28, "questions": 1, "tokens": 512, "seed": 3, "max_tokens": 8}
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
 
@@ -40,7 +40,7 @@ def told(profile: ReuseProfile, what: str) -> list[dict[str, Any]]:
 
 
 def calibrate(path: Path, *options: str) -> int:
-    few = ("--screening-groups", "2", "--families", FAMILIES, "--output", str(path))
+    few = ("--screening-groups", "10", "--families", FAMILIES, "--output", str(path))
     return main(["calibrate", *SHORT, *few, *options])
 
 
