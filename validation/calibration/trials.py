@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from validation.arms import Arm
     from validation.calibration.deviations import DeviationCollector, PromptDeviations
     from validation.cases import Case, TokenisedCase
     from validation.engines import Engines, ServedModel
     from validation.families.catalog import FamilyRequest
-    from validation.measurement import ServingSettings
+    from validation.measurement import OnStep, ServingSettings
     from validation.metrics import Evidence
     from validation.samples import Line, Sample
 
@@ -192,7 +193,7 @@ class Trials:
         profile, layers = ReuseProfile.read(path), self._engines.facts.num_layers
         choices = ArmChoices(layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
         [arm] = arms_of([VERIFIED], choices)
-        waiting = list(families)
+        waiting, undecided = list(families), list[str]()
         samples: dict[str, list[Sample]] = {family: [] for family in families}
         found: dict[str, Comparison] = {}
         with progress(title, rule.looks[-1] * len(families)) as on_step:
@@ -200,26 +201,31 @@ class Trials:
                 together = [waiting] if self._engines.starts_slowly else [[family] for family in waiting]
                 for names in together:
                     cases = [case for name in names for case in self._chosen(name, before, groups_now, profile)]
-                    self._serve_cold(cases)
-                    served = self._server.samples(arm, cases, on_step)
-                    _check_profile_was_used(served)
+                    served = self._served(arm, cases, on_step)
                     for name in names:
                         samples[name] += [sample for sample in served if sample.workload == name]
                         found[name] = self._compared(name, samples[name], rule)
                         if found[name].fails:
                             return Verdict(tuple(found.values()), inferior=name)
                 waiting = [name for name in waiting if not self._passes(name, found[name], rule)]
+                undecided += [name for name in waiting if name in self._ended]
+                waiting = [name for name in waiting if name not in self._ended]
                 if not waiting:
                     break
-        return Verdict(tuple(found.values()), undecided=tuple(waiting))
+        return Verdict(tuple(found.values()), undecided=(*undecided, *waiting))
 
-    def _serve_cold(self, cases: Sequence[Case]) -> None:
-        """Both cold runs of the cases that have none yet."""
+    def _served(self, arm: Arm, cases: Sequence[Case], on_step: OnStep) -> list[Sample]:
+        """The cases under the arm, behind both cold runs of those that have none yet."""
+        if not cases:
+            return []  # a user's own have come to their end
         self._cold |= self._server.cold(cases)
         missing = [case for case in cases if case.id not in self._otherwise]
         if missing:
             served = self._server.samples(COLD_OTHERWISE_ARM, missing)
             self._otherwise |= {sample.case_id: sample for sample in served}
+        samples = self._server.samples(arm, cases, on_step)
+        _check_profile_was_used(samples)
+        return samples
 
     def _passes(self, family: str, comparison: Comparison, rule: Rule) -> bool:
         return rule.passes(comparison) or (family in self._ended and replace(rule, proof=False).passes(comparison))
@@ -253,7 +259,7 @@ class Trials:
         return self._planter.hardest(plants, profile, -(-len(plants) // TRIES))
 
     def _cases(self, family: str, first: int, end: int) -> list[Case]:
-        """The cases of these groups, as far as there are so many."""
+        """The cases of these groups, as far as there are any."""
         written = self._groups.setdefault(family, [])
         if len(written) < end and family not in self._ended:
             more = groups(self._write(family, len(written), end - len(written)))

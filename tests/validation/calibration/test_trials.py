@@ -78,16 +78,19 @@ def test_what_a_policy_computes_whole_is_not_missed(
     assert planter.missed(plant, exact) == 0.0
 
 
+FEW = ("system_prompt", "far_header_trap")
+
+
 @pytest.fixture
 def trials(shipped: EmbeddedEngines, collector: DeviationCollector) -> Trials:
-    """Prompts of 512 tokens of any family, but three groups of `system_prompt` only."""
+    """Prompts of 512 tokens of any family, but three groups only of those in FEW."""
 
     def write(family: str, first: int, count: int) -> list[Case]:
         asked = FamilyRequest((family,), groups=count, questions=1, tokens=512, seed=5, first=first)
         if family == PLANTED:
             return write_plants(shipped, asked, [family], count)
         cases = write_cases(shipped, asked)
-        return cases[: max(0, 3 - first)] if family == "system_prompt" else cases
+        return cases[: max(0, 3 - first)] if family in FEW else cases
 
     settings = ServingSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN, batch=8)
     return Trials(shipped, write, settings, 5, collector)
@@ -149,6 +152,10 @@ def test_prompts_of_which_there_are_few_can_only_rule_out(
     verdict = trials.judge(written(profile, tmp_path), ["system_prompt"], rule(2, 4, margin=0.01), "")
     assert verdict.holds
     assert verdict.comparisons[0].line.samples == 3
+    blind = written(profile, tmp_path, layer=1, **BLIND)
+    verdict = trials.judge(blind, ["far_header_trap"], rule(3, 6, 9, margin=0.01), "")
+    assert verdict.comparisons[0].line.samples == 3
+    assert (verdict.holds, verdict.inferior, verdict.undecided) == (False, None, ("far_header_trap",))
 
 
 @pytest.mark.parametrize(
