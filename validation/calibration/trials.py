@@ -146,8 +146,8 @@ class Trials:
     """Prompts of some families, written as they are needed, and cold's answers to them, which are served once.
 
     `write(family, first, groups)` writes the groups from `first` on; where it gives fewer, there are no more, and the
-    family passes when what there is has lost no more than the margin. An engine that starts slowly serves all families
-    of a look before the first is judged.
+    family passes when what there is has lost no more than the margin. At the first look, families are judged one after
+    the other, unless the engine starts slowly.
     """
 
     def __init__(
@@ -198,7 +198,8 @@ class Trials:
         found: dict[str, Comparison] = {}
         with progress(title, rule.looks[-1] * len(families)) as on_step:
             for before, groups_now in itertools.pairwise((0, *rule.looks)):
-                together = [waiting] if self._engines.starts_slowly else [[family] for family in waiting]
+                # What survived the first look is likely to survive the next: engines are started for all at once.
+                together = [waiting] if before or self._engines.starts_slowly else [[family] for family in waiting]
                 for names in together:
                     cases = [case for name in names for case in self._chosen(name, before, groups_now, profile)]
                     served = self._served(arm, cases, on_step)

@@ -116,7 +116,7 @@ def test_own_prompts_need_references_and_donors(
         (["--screening-groups", "0"], "--screening-groups is 0"),
         (["--max-tries", "0"], "--max-tries is 0"),
         (["--margin", "1"], "--margin is 1; it must lie between 0 and 1"),
-        (["--budget", "99"], "--budget is 99; it must be at least 100"),
+        (["--budget", "99"], "--budget is 99; it must be at least 125"),
         (["--seed", "9" * 30], "it must be at most 4294967295"),
         (["--model", ""], "Argument --model: the name is empty"),
         (["--families", "unrelated"], "has neither a harmless family nor a trap"),

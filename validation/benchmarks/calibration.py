@@ -1,0 +1,112 @@
+"""What a calibration owes to its prompts: one model, several seeds, and each profile on the next seed's prompts.
+
+`python -m validation.benchmarks.calibration --name NAME --folder DIR` keeps the profiles in DIR and makes those that are
+not there, so that a run may be spread over several calls. What stands behind `--` goes to every calibration: `-- --model
+M --dtype bfloat16 --device cuda`. With margins or budgets of one's own it is a dry run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.results import Results, parser_of
+from semblend_trt.policy import ReusePolicy
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
+from validation.families.catalog import Kind, family
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SEEDS = 5
+# Seeds of one calibration's confirmations follow its own.
+_APART = 100
+GOAL_SPREAD, GOAL_REUSED = 1.5, 0.8
+_MODEL_OPTIONS = ("--model", "--engine", "--device", "--dtype")
+_OWN_RULE = ("--margin", "--budget", "--groups", "--screening-groups", "--families", "--tokens")
+
+
+def made(folder: Path, seeds: int, given: Sequence[str]) -> list[Path]:
+    """The profiles of `seeds` calibrations; those that are in the folder are taken as they are."""
+    paths = [folder / f"seed-{seed}.json" for seed in range(seeds)]
+    for seed, path in enumerate(paths):
+        if not path.is_file():
+            options = [*given, "--seed", str(_APART * seed), "--output", str(path)]
+            run_calibrate(parse_calibrate(options), f"python -m validation calibrate {' '.join(given)}")
+    return paths
+
+
+def holds_elsewhere(path: Path, seed: int, given: Sequence[str]) -> bool:
+    """Whether the profile holds on prompts of another seed; its file stays as it is."""
+    copy = path.with_suffix(".confirmed")
+    options = ["--profile", str(path), "--output", str(copy), "--seed", str(_APART * seed + 1), *given]
+    return run_confirm(parse_confirm(options), f"python -m validation confirm {' '.join(given)}")
+
+
+def reused_share(profile: ReuseProfile) -> float:
+    """Share of harmless families' tokens that the confirmed policy reused, of those that plans offered."""
+    told = [each for each in profile.figures if isinstance(each, dict) and each.get("what") == "confirmed"]
+    harmless = [each for each in told if family(each["family"]).kind is Kind.HARMLESS]
+    offered = sum(each["offered_tokens"] for each in harmless)
+    return sum(each["reused_tokens"] for each in harmless) / offered if offered else 0.0
+
+
+def add_rows(rows: Results, name: str, profiles: Sequence[ReuseProfile], held: Sequence[bool]) -> None:
+    """The rows of one model and dtype; `held`: whether each profile holds on the next seed's prompts."""
+    chosen = [
+        f"{profile.policy} at layer {profile.check.layer}" if profile.check is not None else profile.policy
+        for profile in profiles
+    ]
+    alike = Counter(chosen).most_common(1)[0]
+    told = f"{len(profiles)} seeds: " + ", ".join(f"{count} {each}" for each, count in Counter(chosen).items())
+    rows.add(f"calibration_alike_{name}", alike[1] / len(chosen), "of seeds", told, 1.0, "higher")
+    shares = [reused_share(profile) for profile in profiles if profile.policy == ReusePolicy.VERIFIED.value]
+    allowed = len(shares) == len(profiles) and min(shares) >= GOAL_REUSED
+    least = min(shares, default=0.0)
+    told = f"verified for {len(shares)} of {len(profiles)} seeds; of harmless tokens at least {least:.3f} reused"
+    rows.add(f"calibration_policy_{name}", float(allowed), "1: allowed", told, 1.0, "higher")
+    thresholds = [profile.check.threshold for profile in profiles if profile.check is not None]
+    if thresholds:
+        told = ", ".join(f"{each:.4g}" for each in sorted(thresholds))
+        spread = max(thresholds) / min(thresholds)
+        rows.add(f"calibration_threshold_spread_{name}", spread, "x", f"thresholds {told}", GOAL_SPREAD)
+    if held:
+        told = f"{sum(held)} of {len(held)} profiles hold on the next seed's prompts"
+        rows.add(f"calibration_confirmed_{name}", sum(held) / len(held), "of profiles", told, 1.0, "higher")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, calibrates, confirms, prints and writes."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--name", required=True, help="of model and dtype, at the end of the rows' names")
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="where the profiles are kept")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="calibrations")
+    parser.add_argument("given", nargs="*", metavar="OPTION", help="options of every calibration")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_dry = options.seeds < SEEDS or any(each in _OWN_RULE for each in options.given)
+    rows = Results(arguments, device, dry=is_dry)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    paths = made(options.folder, options.seeds, options.given)
+    profiles = [ReuseProfile.read(path) for path in paths]
+    places = [
+        each
+        for option, value in zip(options.given[::2], options.given[1::2], strict=False)
+        if option in _MODEL_OPTIONS
+        for each in (option, value)
+    ]
+    held = [
+        holds_elsewhere(path, (seed + 1) % len(paths), places)
+        for seed, (path, profile) in enumerate(zip(paths, profiles, strict=True))
+        if profile.terms is not None
+    ]
+    add_rows(rows, options.name, profiles, held)
+    rows.write(options.json, f"calibration_{options.name}")
+
+
+if __name__ == "__main__":
+    main()
