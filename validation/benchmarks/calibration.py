@@ -1,15 +1,15 @@
 """What a calibration owes to its prompts: one model, several seeds, and each profile on the next seed's prompts.
 
-`python -m validation.benchmarks.calibration --name NAME --folder DIR` keeps the profiles in DIR and makes those that are
-not there, so that a run may be spread over several calls. What stands behind `--` goes to every calibration: `-- --model
-M --dtype bfloat16 --device cuda`. With margins or budgets of one's own it is a dry run.
+`python -m validation.benchmarks.calibration --name NAME --folder DIR` keeps the profiles in DIR and makes those that
+are not there, so that a run may be spread over several calls. What stands behind `--` goes to every calibration, as
+`--model M --dtype bfloat16 --device cuda`. With margins or budgets of one's own it is a dry run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,7 +49,7 @@ def holds_elsewhere(path: Path, seed: int, given: Sequence[str]) -> bool:
 
 def reused_share(profile: ReuseProfile) -> float:
     """Share of harmless families' tokens that the confirmed policy reused, of those that plans offered."""
-    told = [each for each in profile.figures if isinstance(each, dict) and each.get("what") == "confirmed"]
+    told: list[Any] = [each for each in profile.figures if isinstance(each, dict) and each.get("what") == "confirmed"]
     harmless = [each for each in told if family(each["family"]).kind is Kind.HARMLESS]
     offered = sum(each["offered_tokens"] for each in harmless)
     return sum(each["reused_tokens"] for each in harmless) / offered if offered else 0.0
