@@ -12,7 +12,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.cover import Cover, Preference, chain, cover
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, as_token_array
+from semblend_trt.discovery.fingerprint import GUARANTEED_RUN
 from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
@@ -175,14 +175,13 @@ class Planner:
             raise _Refusal("prefix_covers_prompt")
 
     def _find(self, request: LookupRequest) -> list[Run]:
+        # Only fuzzy chunks use runs shorter than a span.
+        shortest = GUARANTEED_RUN if self._settings.fuzzy_chunks else self._settings.min_span_tokens
         try:
-            tokens = as_token_array(request.tokens)
+            runs = self._index.find(request.namespace_key, request.tokens, shortest)
         except ValueError:
             # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
-        # Only fuzzy chunks use runs shorter than a span.
-        shortest = GUARANTEED_RUN if self._settings.fuzzy_chunks else self._settings.min_span_tokens
-        runs = self._index.find(request.namespace_key, tokens, shortest)
         return [run for run in runs if run.donor_id not in request.exclude]
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
