@@ -125,10 +125,11 @@ class PlanLoader:
         num_layers = self._geometry.num_layers
         tokens = sum(move.length for load in distant for move in load.far)
         step = self._reader.layers_at_once(-(-num_layers // LAYER_GROUPS), tokens)
+        placing = [self._reader.placing(load.far, load.target, step) for load in distant]
         for first in range(0, num_layers, step):
             end = min(first + step, num_layers)
-            for load in distant:
-                self._reader.place(load.far, load.target, first, end)
+            for place in placing:
+                place(first, end)
             groups.append((end, self._reader.placed()))
         self._store.host.read_until(groups[-1][1])
         self._readiness.expect(groups)

@@ -17,7 +17,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kernels.rope import RopeRotation
     from semblend_trt.donors.host_tier import HostKv
@@ -80,19 +80,29 @@ class HostReader:
         """How many layers of `tokens` tokens to place together: `most`, or as many as a slot holds."""
         return max(1, min(most, self._staging.capacity // tokens))
 
-    def place(self, moves: Sequence[Move], target: PagedKv, first_layer: int, end_layer: int) -> None:
-        """Queues `moves`, all from ContiguousKv of the host, for the layers given, of which a slot holds a token."""
-        part = target.layers(first_layer, end_layer)
-        for batch in batches(moves, self._staging.capacity // (end_layer - first_layer)):
-            slot = self._staging.next()
-            staged = self._staging.view(slot, end_layer - first_layer, sum(move.length for move in batch))
-            wait(self._copies, [slot.free])
-            with on(self._copies):
-                staged_moves = _staged(batch, staged, first_layer, end_layer)
-            wait(self._moves, [record(self._copies)])
-            with on(self._moves):
-                kv_move(staged_moves, part, self._rotation)
-            slot.free = record(self._moves)
+    def placing(self, moves: Sequence[Move], target: PagedKv, layers: int) -> Callable[[int, int], None]:
+        """A function that queues `moves`, all from ContiguousKv of the host, for the layers from a first one up to an
+        end: at most `layers` at once, of which a slot holds a token."""
+        divided = list(batches(moves, self._staging.capacity // layers))
+        # Laid out once for each slot: to do it for every few layers takes the host longer than the copies.
+        laid: dict[tuple[int, int], LayerMoves] = {}
+
+        def place(first_layer: int, end_layer: int) -> None:
+            for number, batch in enumerate(divided):
+                slot = self._staging.next()
+                staged = self._staging.view(slot, layers, sum(move.length for move in batch))
+                wait(self._copies, [slot.free])
+                with on(self._copies):
+                    staged_moves = _staged(batch, staged, first_layer, end_layer)
+                wait(self._moves, [record(self._copies)])
+                with on(self._moves):
+                    key = (number, id(slot))
+                    if key not in laid:
+                        laid[key] = LayerMoves(staged_moves, target, self._rotation)
+                    laid[key].make(range(end_layer - first_layer), first_layer)
+                slot.free = record(self._moves)
+
+        return place
 
     def placed(self) -> Event | None:
         """An event behind everything that was placed so far."""
@@ -188,15 +198,15 @@ def batches(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
 
 
 def _staged(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> list[Move]:
-    """Queues copies of the given layers of `batch` into `staged`, one move behind the other. Returns the moves that
-    read from there."""
+    """Queues copies of the given layers of `batch` into the first layers of `staged`, one move behind the other.
+    Returns the moves that read from there."""
     moves: list[Move] = []
     column = 0
     for move in batch:
         assert isinstance(move.source, ContiguousKv)  # as every donor of the host is
         source = move.source.layers(first_layer, end_layer)
         rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
-        _copy_rows(rows, staged[:, :, :, column : column + move.length])
+        _copy_rows(rows, staged[: end_layer - first_layer, :, :, column : column + move.length])
         moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=move.shift))
         column += move.length
     return moves

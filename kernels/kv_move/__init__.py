@@ -32,34 +32,35 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     """
     if moves:
         check_moves(moves, target, rotation)
-        _prepared(moves, target, rotation)(range(sizes_of(target)[0]))
+        _prepared(moves, target, rotation)(range(sizes_of(target)[0]), 0)
 
 
 class LayerMoves:
     """The moves of `kv_move`, checked and laid out once; each call of `make` moves some layers."""
 
     def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
-        """`target` has as many layers as one call moves at most, and every source at least as many.
+        """Sources and target may have different numbers of layers.
 
         Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream.
         """
         self._room = sizes_of(target)[0]
-        check_moves([_of_layers(move, range(self._room)) for move in moves], target, rotation)
         self._layers = min((sizes_of(move.source)[0] for move in moves), default=0)
+        common = min(self._room, self._layers)
+        check_moves([_of_layers(move, range(common)) for move in moves], target.layers(0, common), rotation)
         self._make = _prepared(moves, target, rotation)
 
-    def make(self, layers: range) -> None:
-        """Moves the sources' `layers` to the first layers of the target, on the current stream.
+    def make(self, layers: range, first: int = 0) -> None:
+        """Moves the sources' `layers` to the target's layers from `first` on, on the current stream.
 
         Raises ValueError for layers that a source or the target does not have.
         """
-        if layers.start < 0 or layers.stop > self._layers or len(layers) > self._room:
+        if layers.start < 0 or layers.stop > self._layers or first < 0 or first + len(layers) > self._room:
             raise ValueError(
-                f"layers {layers.start}..{layers.stop - 1} cannot be moved: the sources have {self._layers}, the "
-                f"target has {self._room}"
+                f"layers {layers.start}..{layers.stop - 1} cannot be moved to layers from {first} on: the sources have "
+                f"{self._layers}, the target has {self._room}"
             )
         if len(layers):
-            self._make(layers)
+            self._make(layers, first)
 
 
 def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: RopeRotation) -> None:
@@ -74,26 +75,28 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
         LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
 
 
-def _prepared(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> Callable[[range], None]:
-    """A function that makes checked moves of some layers: by one Triton launch, and torch for what that cannot
-    serve."""
+def _prepared(
+    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation
+) -> Callable[[range, int], None]:
+    """A function that makes checked moves of some layers, to the target's from a first one on: by one Triton launch, and
+    torch for what that cannot serve."""
     is_alike = lie_alike(target)
     served: list[Move] = []
     rest: list[Move] = []
     for move in (move for move in moves if move.length):
         is_served = is_alike and lie_alike(move.source) and triton_serves(tensor_of(target), [tensor_of(move.source)])
         (served if is_served else rest).append(move)
-    launch: Callable[[range], None] | None = None
+    launch: Callable[[range, int], None] | None = None
     if served:
         from kernels.kv_move import triton_move
 
         launch = triton_move.prepared(served, target, rotation)
 
-    def make(layers: range) -> None:
+    def make(layers: range, first: int) -> None:
         if launch is not None:
-            launch(layers)
+            launch(layers, first)
         if rest:
-            part = target.layers(0, len(layers))
+            part = target.layers(first, first + len(layers))
             eager.kv_move([_of_layers(move, layers) for move in rest], part, rotation)
 
     return make

@@ -45,11 +45,11 @@ def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
 
 def prepared(
     moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling | None = None
-) -> Callable[[range], None]:
+) -> Callable[[range, int], None]:
     """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
 
     Returns a function that launches the kernel on the current stream of the target's device: it moves some layers of
-    the sources to the target's first layers.
+    the sources to the target's layers from a first one on.
     """
     tiling = tiling or default_tiling(target)
     memory, rows = tensor_of(target), memory_of(target)
@@ -58,7 +58,7 @@ def prepared(
     table = span_table(moves, memory, (rows, rows), 0, rotation, tokens)
     programs = table.num_tiles * kv_factor * triton.cdiv(kv_heads, tiling.heads)
 
-    def run(layers: range) -> None:
+    def run(layers: range, first: int) -> None:
         launch(
             move_kernel,
             (programs * len(layers),),
@@ -69,6 +69,7 @@ def prepared(
             table.factors_at,
             table.num_tiles,
             layers.start,
+            first,
             len(layers),
             kv_factor,
             kv_heads,
@@ -97,14 +98,17 @@ def _as_element(values, ELEMENT: tl.constexpr):
     return values.to(ELEMENT)
 
 
-@triton.jit(do_not_specialize=["tiles_at", "factors_at", "num_tiles", "first_layer", "layers", "kinds", "heads"])
+@triton.jit(
+    do_not_specialize=["tiles_at", "factors_at", "num_tiles", "from_layer", "to_layer", "layers", "kinds", "heads"]
+)
 def move_kernel(
     base,
     table,
     tiles_at,
     factors_at,
     num_tiles,
-    first_layer,
+    from_layer,
+    to_layer,
     layers,
     kinds,
     heads,
@@ -132,8 +136,8 @@ def move_kernel(
     layer = group // (kinds * head_groups)
     kind = group // head_groups % kinds
     first_head = group % head_groups * HEADS
-    from_index = (first_layer + layer) * kinds + kind
-    to_index = layer * kinds + kind
+    from_index = (from_layer + layer) * kinds + kind
+    to_index = (to_layer + layer) * kinds + kind
     span, first_token = span_of_tile(table, tiles_at, tile)
     tokens = first_token + tl.arange(0, TOKENS)
     live = tokens < tl.load(span + 8)

@@ -298,21 +298,27 @@ def staged(dtype: torch.dtype, device: str, layers: int) -> ContiguousKv:
     return ContiguousKv(torch.full((layers, 2, 3, TOKENS, 8), math.nan, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("layers", [range(4, 6), range(-1, 1), range(3)])
-def test_layers_that_are_not_there_are_refused_before_anything_is_written(layers: range, device: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "first"), [(range(4, 6), 0), (range(-1, 1), 0), (range(3), 0), (range(2), 1), (range(1), -1)]
+)
+def test_layers_that_are_not_there_are_refused_before_anything_is_written(
+    layers: range, first: int, device: str
+) -> None:
     target = staged(torch.float32, device, 2)
     some = LayerMoves([Move(on(donor_of(DEEP, 13, 2), device), 0, 0, 4)], target, ROTATION)
-    told = f"layers {layers.start}..{layers.stop - 1} cannot be moved: the sources have 5"
+    told = f"layers {layers.start}..{layers.stop - 1} cannot be moved to layers from {first} on: the sources have 5"
     with pytest.raises(ValueError, match=told):
-        some.make(layers)
+        some.make(layers, first)
     assert target.tensor.isnan().all()
 
 
-def test_a_source_of_fewer_layers_than_go_at_once_is_refused() -> None:
-    donor = donor_of(DEEP, 13, 2)
+def test_a_source_of_fewer_layers_moves_those_that_it_has() -> None:
+    donor, target = donor_of(DEEP, 13, 2), staged(torch.float32, "cpu", 3)
     for source in (donor.layers(0, 2), paged(donor).layers(0, 2)):
-        with pytest.raises(ValueError, match="layers"):
-            LayerMoves([Move(source, 0, 0, 4)], staged(torch.float32, "cpu", 3), ROTATION)
+        some = LayerMoves([Move(source, 0, 0, 4)], target, ROTATION)
+        with pytest.raises(ValueError, match="the sources have 2"):
+            some.make(range(3))
+        assert target.tensor.isnan().all()
 
 
 def test_no_moves_and_no_layers_write_nothing(device: str) -> None:

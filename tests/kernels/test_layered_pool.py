@@ -147,6 +147,12 @@ def test_some_layers_at_a_time(layout: str, device: str) -> None:
         target = in_blocks(parts).layers(first, end)
         LayerMoves([Move(on(donor, device), 2, 5, 11)], target, ROTATION).make(range(first, end))
     assert_same(content(parts), content(whole))
+    again, slot = layered(layout, device), nan(2, 2, HEADS, 17, DIM, device=device)
+    scatter = LayerMoves([Move(ContiguousKv(slot), 2, 5, 11)], in_blocks(again), ROTATION)
+    for first, end in ((2, 3), (0, 2)):
+        slot[: end - first] = on(donor, device).tensor[first:end]
+        scatter.make(range(end - first), first)
+    assert_same(content(again), content(whole))
     staged = nan(2, 2, HEADS, 11, DIM, device=device)
     gather = LayerMoves([Move(in_blocks(parts), 5, 0, 11, turn=-3)], ContiguousKv(staged), ROTATION)
     for layers in (range(2), range(1, 3), range(2, 3)):

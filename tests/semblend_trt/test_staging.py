@@ -52,9 +52,9 @@ def test_staged_spans_are_those_of_one_plain_move(capacity, layers, slots, data)
     moves = [Move(donors[donor], *place) for donor, *place in chosen]
     expected, target = empty_target(), empty_target()
     kv_move(moves, expected, ROTATION)
-    reader = HostReader(CPU, ROTATION, staging(max(capacity, layers), slots))
+    place = HostReader(CPU, ROTATION, staging(max(capacity, layers), slots)).placing(moves, target, layers)
     for first in range(0, 5, layers):
-        reader.place(moves, target, first, min(first + layers, 5))
+        place(first, min(first + layers, 5))
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
 
 
