@@ -117,17 +117,19 @@ def span_table(
     target_position: int,
     rotation: RopeRotation,
     tile_tokens: int,
+    target_layers: int = 0,
 ) -> SpanTable:
     """Lays out and uploads the table of the moves that have a length; all of them were checked.
 
     `base`: the tensor from which addresses count. `targets`: two records that the kernel chooses between; their first
-    row stands at position `target_position`. On CUDA the upload is queued on the current stream of `base`'s device and
-    the host does not wait for it.
+    row stands at position `target_position`, and they have `target_layers`, if those are more than the sources'. On
+    CUDA the upload is queued on the current stream of `base`'s device and the host does not wait for it.
     """
     held = {id(move.source): move.source for move in moves}
     sources = {key: memory_of(source) for key, source in held.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
     layers, kinds = max(sizes_of(source)[:2] for source in held.values())
+    layers = max(layers, target_layers)
     lengths = np.array([move.length for move in moves], np.int64)
     tiles = -(-lengths // tile_tokens)
     shifts = sorted({move.shift for move in moves} - {0})

@@ -86,7 +86,7 @@ def kernel_ms(moves: Sequence[Move], target: PagedKv | ContiguousKv, tiling: Til
     from kernels.kv_move import triton_move
 
     run = triton_move.prepared(moves, target, ROTATION, tiling)
-    return time_ms(lambda: run(range(sizes_of(target)[0])))
+    return time_ms(lambda: run(range(sizes_of(target)[0]), 0))
 
 
 def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -78,8 +78,8 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
 def _prepared(
     moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation
 ) -> Callable[[range, int], None]:
-    """A function that makes checked moves of some layers, to the target's from a first one on: by one Triton launch, and
-    torch for what that cannot serve."""
+    """A function that makes checked moves of some layers, to the target's from a first one on: by one Triton launch,
+    and torch for what that cannot serve."""
     is_alike = lie_alike(target)
     served: list[Move] = []
     rest: list[Move] = []

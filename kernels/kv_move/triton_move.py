@@ -53,24 +53,24 @@ def prepared(
     """
     tiling = tiling or default_tiling(target)
     memory, rows = tensor_of(target), memory_of(target)
-    _, kv_factor, kv_heads, head_dim = sizes_of(target)
+    layers, kv_factor, kv_heads, head_dim = sizes_of(target)
     tokens = tiling.tokens(head_dim, memory.dtype)
-    table = span_table(moves, memory, (rows, rows), 0, rotation, tokens)
+    table = span_table(moves, memory, (rows, rows), 0, rotation, tokens, layers)
     programs = table.num_tiles * kv_factor * triton.cdiv(kv_heads, tiling.heads)
 
-    def run(layers: range, first: int) -> None:
+    def run(moved: range, first: int) -> None:
         launch(
             move_kernel,
-            (programs * len(layers),),
+            (programs * len(moved),),
             memory,
             memory,
             table.words,
             table.tiles_at,
             table.factors_at,
             table.num_tiles,
-            layers.start,
+            moved.start,
             first,
-            len(layers),
+            len(moved),
             kv_factor,
             kv_heads,
             **constants(table, memory.dtype, head_dim, rotation),

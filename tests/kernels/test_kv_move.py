@@ -144,7 +144,7 @@ def test_tilings(heads: int, tokens_first: bool, tile_bytes: int, triton_device:
     actual, expected = on(target_of(geometry), triton_device), target_of(geometry)
     placed = [replace(move, source=on(move.source, triton_device)) for move in moves]
     tiling = Tiling(tile_bytes, heads=heads, tokens_first=tokens_first)
-    triton_move.prepared(placed, actual, ROTATION, tiling)(range(2))
+    triton_move.prepared(placed, actual, ROTATION, tiling)(range(2), 0)
     naive.kv_move(moves, expected, ROTATION)
     assert_same(actual.pool, expected.pool)
 

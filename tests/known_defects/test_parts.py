@@ -32,7 +32,7 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch: pytest.MonkeyPatch, spans
     blocks = -(-spans * (tokens + 5) // 16)
     target = PagedKv(torch.zeros(blocks, 28, 2, geometry.row_elements), torch.arange(blocks), geometry)
     moves = [Move(donor, 0, number * (tokens + 5), tokens, turn=37) for number in range(spans)]
-    triton_move.prepared(moves, target, RopeRotation(tuple(0.1**power for power in range(8)), 16))(range(28))
+    triton_move.prepared(moves, target, RopeRotation(tuple(0.1**power for power in range(8)), 16))(range(28), 0)
     assert len(launches) == 1
     assert launches[0] > 0
 

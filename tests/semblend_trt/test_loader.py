@@ -191,7 +191,7 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
         calls.append(arguments)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(reader, "place", fails)
+    monkeypatch.setattr(reader, "placing", lambda *_: fails)
     other = plan(PlanSpan("near", 0, 0, 4), request_id=5, blocks=(12,))
     failed = loader(store, empty_pool(), reader).load([MIXED, other])
     assert [plan.request_id for plan, _ in failed] == [1, 5]
