@@ -20,9 +20,9 @@ SHORT += ("--margin", "0.5", "--tokens", "512", "--max-tokens", "8")
 
 
 def test_a_dry_run_makes_profiles_once_and_holds_each_on_other_prompts(tmp_path: Path) -> None:
-    asked = ["--name", "shipped", "--folder", str(tmp_path / "made"), "--seeds", "2", "--json", str(tmp_path)]
+    asked = ["--name", "shipped", "--folder", str(tmp_path / "made"), "--seeds", "2", "--json", str(tmp_path / "rows")]
     main([*asked, "--", *SHORT])
-    rows = {row.name: row for row in read_rows(tmp_path)["calibration_shipped"]}
+    rows = {row.name: row for row in read_rows(tmp_path / "rows")["calibration_shipped"]}
     assert {name: row.goal for name, row in rows.items()} == dict.fromkeys(
         [f"calibration_{each}_shipped" for each in ("alike", "policy", "threshold_spread", "confirmed")]
     )
@@ -48,7 +48,7 @@ def test_rows_tell_other_layers_wider_thresholds_and_what_does_not_hold(profile:
     assert found["calibration_alike_m"].value == 0.75
     assert found["calibration_threshold_spread_m"].value == pytest.approx(2.0)
     assert (found["calibration_confirmed_m"].value, found["calibration_confirmed_m"].holds) == (0.5, False)
-    assert (found["calibration_policy_m"].value, reused_share(profile) > 0.9) == (1.0, True)
+    assert (found["calibration_policy_m"].value, 0.8 < reused_share(profile) < 1.0) == (1.0, True)
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
     rows = Results(dry=False, is_shown=False)
     add_rows(rows, "m", [exact, exact], [])
