@@ -145,12 +145,18 @@ def non_inferiority(
     if not differences:
         return None
     # A resample's mean needs the sum and the number of each group's values only.
+    sums, counts = _by_group(differences, groups)
+    lower = -math.inf if len(sums) < 2 else _lower_bound(sums, counts, seed, resamples)
+    return NonInferiority(float(np.mean(differences)), lower, len(differences), len(sums))
+
+
+def _by_group(
+    differences: Sequence[float], groups: Sequence[Hashable]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The sum and the number of each group's values."""
     index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     members = [index[group] for group in groups]
-    sums = np.bincount(members, weights=differences).astype(np.float64)
-    counts = np.bincount(members).astype(np.float64)
-    lower = -math.inf if len(index) < 2 else _lower_bound(sums, counts, seed, resamples)
-    return NonInferiority(float(np.mean(differences)), lower, len(differences), len(index))
+    return np.bincount(members, weights=differences).astype(np.float64), np.bincount(members).astype(np.float64)
 
 
 def _lower_bound(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], seed: int, resamples: int) -> float:
@@ -219,15 +225,14 @@ def evidence(
     """
     if not differences:
         return None
-    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    members = [index[group] for group in groups]
-    means = np.bincount(members, weights=differences) / np.bincount(members)
+    sums, counts = _by_group(differences, groups)
+    means = sums / counts
     return Evidence(
         difference=float(means.mean()),
         lower=_betting_bound(means, confidence),
         upper=-_betting_bound(-means, confidence),
         samples=len(differences),
-        groups=len(index),
+        groups=len(means),
         margin=margin,
         confidence=confidence,
     )

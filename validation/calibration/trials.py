@@ -138,8 +138,9 @@ class Rule:
     confidence: float
     proof: bool
 
-    def passes(self, comparison: Comparison) -> bool:
-        return comparison.holds if self.proof else comparison.likelihood.difference >= -self.margin
+    def passes(self, comparison: Comparison, *, is_all: bool = False) -> bool:
+        """`is_all`: the family has no more prompts, so that no proof can be asked for."""
+        return comparison.holds if self.proof and not is_all else comparison.likelihood.difference >= -self.margin
 
 
 class Trials:
@@ -208,7 +209,7 @@ class Trials:
                         found[name] = self._compared(name, samples[name], rule)
                         if found[name].fails:
                             return Verdict(tuple(found.values()), inferior=name)
-                waiting = [name for name in waiting if not self._passes(name, found[name], rule)]
+                waiting = [name for name in waiting if not rule.passes(found[name], is_all=name in self._ended)]
                 undecided += [name for name in waiting if name in self._ended]
                 waiting = [name for name in waiting if name not in self._ended]
                 if not waiting:
@@ -227,9 +228,6 @@ class Trials:
         samples = self._server.samples(arm, cases, on_step)
         _check_profile_was_used(samples)
         return samples
-
-    def _passes(self, family: str, comparison: Comparison, rule: Rule) -> bool:
-        return rule.passes(comparison) or (family in self._ended and replace(rule, proof=False).passes(comparison))
 
     def _compared(self, family: str, samples: Sequence[Sample], rule: Rule) -> Comparison:
         cold = {sample.case_id: self._cold[sample.case_id] for sample in samples}

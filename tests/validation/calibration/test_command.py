@@ -177,7 +177,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made: 
         pytest.param(
             {"policy": "position_fix", "check": None, "head_tokens": 0},
             (),
-            "not shown to be as good as cold, and",
+            "not shown to be as good as cold, and the profile stays as it is: fails at header_trap",
             id="no check",
         ),
         pytest.param(
