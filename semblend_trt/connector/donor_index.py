@@ -139,6 +139,10 @@ class DonorIndex:
         device_bytes = stats.device_blocks_used * self._block_size * self._bytes_per_token
         return HeldDonors(stats.ready + stats.resting, stats.used_bytes, device_bytes, stats.disk_bytes_used)
 
+    def holds(self, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
+        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier."""
+        return self._donor_of_text.get(_digest(namespace_key, tokens)) in self._index
+
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def intend(self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int) -> SaveIntent | None:
