@@ -108,7 +108,7 @@ class StreamOptions(BaseModel):
 class KvTransferParams(BaseModel):
     """What a request asks of the connector."""
 
-    exact_only: bool = Field(False, alias=EXACT_ONLY)
+    exact_only: Annotated[bool, Field(alias=EXACT_ONLY)] = False
 
 
 class CompletionBody(BaseModel):
