@@ -35,6 +35,8 @@ class ReusePolicy(str, Enum):
     CACHEBLEND = "cacheblend"
 
 
+# The entry of a request's `kv_transfer_params` by which nothing is reused for it that differs from a cold run.
+EXACT_ONLY = "semblend.exact_only"
 # The layer whose deviation CacheBlend chooses by.
 CACHEBLEND_LAYER = 1
 

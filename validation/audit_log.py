@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import SemBlendError
@@ -51,11 +51,30 @@ class AuditCounts:
         )
 
 
+@dataclass(slots=True)
+class AuditFile:
+    """The events of an audit file in order, as far as they were read; none when the file was never written."""
+
+    path: Path
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _read_bytes: int = 0
+
+    def read(self) -> None:
+        """Adds the events whose lines are whole by now."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._read_bytes)
+            lines, newline, _ = file.read().rpartition(b"\n")
+        self.events += [json.loads(line) for line in lines.splitlines() if line]
+        self._read_bytes += len(lines) + len(newline)
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of an audit file in order; none when the file was never written."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The events of an audit file that is written no more."""
+    audit = AuditFile(path)
+    audit.read()
+    return audit.events
 
 
 def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, Any]]:

@@ -84,6 +84,13 @@ def find_donors(llm: LLM) -> None:
         llm.generate([[1]], ONE_TOKEN)
 
 
+class _ArmLLM(LLM):
+    def settle(self) -> None:
+        super().settle()
+        if self.connector_scheduler is not None:
+            self.connector_scheduler._audit.flush()
+
+
 class EmbeddedEngines:
     """Embedded engines that share the weights of `runner`."""
 
@@ -111,7 +118,7 @@ class EmbeddedEngines:
         connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
         chunks = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
         with environment(connector_variables(arm, settings, str(audit_path))):
-            return LLM(
+            return _ArmLLM(
                 model=settings.model,
                 runner=self.runner.share(),
                 max_batch_size=settings.batch_size,

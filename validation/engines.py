@@ -12,7 +12,7 @@ from unittest import mock
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.audit_log import read_events
+from validation.audit_log import AuditFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +40,10 @@ class EngineSettings:
     min_span: int
     batch_size: int = 8
 
+    def holds(self, needed: EngineSettings) -> bool:
+        """Whether an engine with these settings has the room that is needed."""
+        return self.pool_tokens >= needed.pool_tokens and self.host_bytes >= needed.host_bytes
+
 
 class ServedModel(Protocol):
     """A model as the writing and scoring of cases sees it."""
@@ -64,7 +68,7 @@ class ArmEngine(Protocol):
         ...
 
     def settle(self) -> None:
-        """Waits until what was served can be found as a donor."""
+        """Waits until what was served can be found as a donor, and, if engines start quickly, is in the audit log."""
         ...
 
     def shutdown(self) -> None:
@@ -105,17 +109,16 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> 
 
 
 @contextmanager
-def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tuple[ArmEngine, list[dict[str, Any]]]]:
-    """The arm's engine, and the list that its audit events are added to when the engine has ended."""
-    events: list[dict[str, Any]] = []
+def opened(engines: Engines, arm: Arm, settings: EngineSettings) -> Iterator[tuple[ArmEngine, AuditFile]]:
+    """The arm's engine, and its audit file, which is read to its end when the engine has ended."""
     with tempfile.TemporaryDirectory(prefix="validation-") as folder:
-        audit_path = Path(folder) / "audit.jsonl"
-        engine = engines.open(arm, settings, audit_path)
+        audit = AuditFile(Path(folder) / "audit.jsonl")
+        engine = engines.open(arm, settings, audit.path)
         try:
-            yield engine, events
+            yield engine, audit
         finally:
             engine.shutdown()
-        events += read_events(audit_path)
+        audit.read()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,13 +116,13 @@ def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: Engi
         return_generation_logits=True,
     )
     outputs: list[Any] = []
-    with opened(engines, arm, settings) as (engine, events):
+    with opened(engines, arm, settings) as (engine, audit):
         engine.generate([donor], SamplingParams(max_tokens=1))
         for _ in range(2):
             engine.settle()
             outputs += engine.generate([tokens], forced)
-    if arm.full_layers and not any(event["event"] == "materialized" for event in events):
-        ended = {event["request_id"]: event["reason"] for event in ended_requests(events)}
+    if arm.full_layers and not any(event["event"] == "materialized" for event in audit.events):
+        ended = {event["request_id"]: event["reason"] for event in ended_requests(audit.events)}
         reason = ended.get(outputs[0].request_id) or "the engine's log says why"
         raise SemBlendError(f"The engine executes no plan ({reason}), so that nothing can be said of reuse in it.")
     return [output.outputs[0].generation_logits for output in outputs]

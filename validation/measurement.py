@@ -63,8 +63,8 @@ class _CaseServer:
     @contextmanager
     def _served(self, arm: Arm, settings: EngineSettings) -> Iterator[ArmServer]:
         """Opens the arm's engine; its audit log is read at the end."""
-        with opened(self._engines, arm, settings) as (engine, events):
-            yield ArmServer(arm, engine, self._tokeniser, events)
+        with opened(self._engines, arm, settings) as (engine, audit):
+            yield ArmServer(arm, engine, self._tokeniser, audit)
 
 
 class BatchServer(_CaseServer):
@@ -80,9 +80,20 @@ class BatchServer(_CaseServer):
         self._likelihoods = likelihoods
         self._cold: dict[str, Answer] = {}
         self._scored: dict[str, tuple[int, ...]] = {}
+        self._kept: _KeptEngine | None = None
 
     def tokens_of(self, case: Case) -> TokenisedCase:
         return self._tokens[case.id]
+
+    @contextmanager
+    def keeping(self, arm: Arm) -> Iterator[None]:
+        """Meanwhile one engine serves all that is asked under `arm`, if engines start quickly."""
+        with ExitStack() as stack:
+            self._kept = None if self._engines.starts_slowly else _KeptEngine(arm, stack)
+            try:
+                yield
+            finally:
+                self._kept = None
 
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
         """The answers to all cases, or to `cases`, compared with cold's; a case is served cold once.
@@ -106,13 +117,13 @@ class BatchServer(_CaseServer):
     ) -> dict[str, Answer]:
         """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
 
-        One engine serves them all. Raises SemBlendError.
+        One engine serves them all, and ends with them unless it is kept. Raises SemBlendError.
         """
         order = groups(self._cases if cases is None else cases)
         # A second cold run has other batches, so that it shows what batching alone changes.
         order = order[::-1] if arm.name == COLD_AGAIN else order
         found: dict[str, Answer] = {}
-        with self._served(arm, self._engine_settings(order)) as server:
+        with self._running(arm, order) as server:
             for first in range(0, len(order), self._settings.batch):
                 for case_id, answer in self._chunk(server, order[first : first + self._settings.batch]):
                     found[case_id] = answer.with_first_row()
@@ -123,6 +134,22 @@ class BatchServer(_CaseServer):
             name: replace(each, ttft_s=None, reuse=reuse.get(each.request_id, each.reuse))
             for name, each in found.items()
         }
+
+    @contextmanager
+    def _running(self, arm: Arm, order: Sequence[list[Case]]) -> Iterator[ArmServer]:
+        """The arm's server, whose audit file is read behind what it serves within."""
+        kept, needed = self._kept, self._engine_settings(order)
+        if kept is None or kept.arm != arm:
+            with self._served(arm, needed) as server:
+                yield server
+            return
+        if kept.server is None or kept.settings is None or not kept.settings.holds(needed):
+            kept.stack.close()
+            # With room for every case that is known by now, it need not be opened again for the next ones.
+            kept.settings = self._engine_settings(groups(self._cases))
+            kept.server = kept.stack.enter_context(self._served(arm, kept.settings))
+        yield kept.server
+        kept.server.audit.read()
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         """Each case's id and answer."""
@@ -186,6 +213,16 @@ class BatchServer(_CaseServer):
             min_span=settings.min_span,
             batch_size=settings.batch,
         )
+
+
+@dataclass(slots=True)
+class _KeptEngine:
+    """An arm's engine that stays open over calls, until `stack` is closed."""
+
+    arm: Arm
+    stack: ExitStack
+    settings: EngineSettings | None = None
+    server: ArmServer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +298,7 @@ class Measurement(_CaseServer):
         for server, requests in zip(servers, warm_up, strict=True):
             name = server.arm.name
             found.reuse[name] = server.reuse(max(by_arm[name].request_id for by_arm in found.answers.values()))
-            about = [event for event in server.events if not concerns(event, requests)]
+            about = [event for event in server.audit.events if not concerns(event, requests)]
             found.events += [{**event, "arm": name, "repeat": repeat} for event in about]
 
     def _engine_settings(self) -> EngineSettings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.sampling import SamplingParams
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from validation.arms import Arm
+    from validation.audit_log import AuditFile
     from validation.cases import Tokeniser
     from validation.engines import ArmEngine
 
@@ -88,7 +89,7 @@ class ArmServer:
     arm: Arm
     engine: ArmEngine
     tokeniser: Tokeniser
-    events: list[dict[str, Any]] = field(default_factory=list)
+    audit: AuditFile
 
     def serve_donors(self, donors: Sequence[list[int]], salt: str | None = None) -> list[int]:
         """Serves all donors together, where the arm serves any; the numbers of their requests."""
@@ -111,13 +112,15 @@ class ArmServer:
         return [self._answer(output, target) for output, target in zip(outputs, forced, strict=True)]
 
     def reuse(self, asked: int = 0) -> dict[int, Reuse]:
-        """The reuse of each request by its number, once the engine has ended; empty without a connector.
+        """The reuse of each request by its number, as far as the audit file was read; empty without a connector.
 
         Raises SemBlendError when the audit log tells of fewer than `asked` requests.
         """
         if self.arm.variables is None:
             return {}
-        return {number: Reuse.of(event) for number, event in enumerate(ended_requests(self.events, asked), start=1)}
+        return {
+            number: Reuse.of(event) for number, event in enumerate(ended_requests(self.audit.events, asked), start=1)
+        }
 
     def _answer(self, output: Any, forced: tuple[int, ...] | None) -> Answer:
         [completion] = output.outputs

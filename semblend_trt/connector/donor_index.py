@@ -148,6 +148,10 @@ class DonorIndex:
         donors, approximate = stats.ready + stats.resting, len(self._generations)
         return HeldDonors(donors, stats.used_bytes, device_bytes, stats.disk_bytes_used, approximate)
 
+    def holds(self, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
+        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier."""
+        return self._donor_of_text.get(_digest(namespace_key, tokens)) in self._index
+
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def intend(

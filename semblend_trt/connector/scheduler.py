@@ -169,6 +169,18 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
+    def holds(self, request: Any) -> bool:
+        """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
+        self.take_events()
+        if self._standing_refusal() is not None:
+            return False
+        serving = self._serve()
+        try:
+            namespace = serving.namespace.for_request(cache_salt_of(request), serving.adapters.of(request))
+        except (IneligibleRequest, NamespaceError):
+            return False
+        return serving.donor_index.holds(namespace.key, tokens_of(request, int(request.prompt_len)))
+
     @property
     def donor_index(self) -> DonorIndex | None:
         """The donors, once the worker has registered the caches: block size and KV dtype are part of a namespace."""
@@ -235,6 +247,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 publication_guard=self._runtime.publication_guard,
                 profile=match.profile,
                 profile_refusal=match.refusal,
+                exact_only=getattr(request, "exact_only", False),
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found

@@ -56,7 +56,8 @@ class LookupRequest:
     """One prompt to plan: `tokens` int32 [prompt], of which `num_computed_tokens` are the engine's own exact prefix.
 
     `publication_guard` says that approximate KV is kept out of the engine's reuse tree. `profile` holds for the
-    request's namespace; where there is none, `profile_refusal` says why. Donors in `exclude` are not used.
+    request's namespace; where there is none, `profile_refusal` says why. Donors in `exclude` are not used. With
+    `exact_only` nothing is placed that differs from a cold run.
     """
 
     request_id: int
@@ -69,6 +70,7 @@ class LookupRequest:
     exclude: frozenset[str] = frozenset()
     profile: ReuseProfile | None = None
     profile_refusal: str = "no_profile"
+    exact_only: bool = False
 
     def excluding(self, donor_ids: frozenset[str]) -> LookupRequest:
         """The same request without these donors as well."""
@@ -124,9 +126,9 @@ class Planner:
     than a span), invalid_tokens, lookup_timeout (the lookup took longer than the setting allows), no_donor_match,
     hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
     strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
-    only runs that are not exact were found: not_exact (policy exact, or a profile that justifies no more), no_profile,
-    profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
-    stock engine), no_publication_guard (approximate KV could be published).
+    only runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
+    exact KV), no_profile, profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper,
+    boundary_needs_wrapper (each on a stock engine), no_publication_guard (approximate KV could be published).
     """
 
     def __init__(
@@ -190,6 +192,8 @@ class Planner:
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
         """How runs that are not exact are executed; None and a reason where none may be placed."""
+        if request.exact_only:
+            return None, "not_exact"
         terms = self._terms
         if self._policy is ReusePolicy.VERIFIED:
             if request.mode is EngineMode.STOCK:

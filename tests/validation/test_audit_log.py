@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from validation.audit_log import AuditCounts, concerns, read_events
+from validation.audit_log import AuditCounts, AuditFile, concerns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,14 @@ def test_events_of_a_request_include_its_donor() -> None:
     assert about == [EVENTS[1], EVENTS[3], EVENTS[5]]
 
 
-def test_a_log_that_was_never_written_has_no_events(tmp_path: Path) -> None:
-    assert read_events(tmp_path / "missing.jsonl") == []
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
-    assert read_events(tmp_path / "log.jsonl") == EVENTS
+def test_a_log_is_read_as_it_grows_and_only_in_whole_lines(tmp_path: Path) -> None:
+    audit = AuditFile(tmp_path / "log.jsonl")
+    audit.read()
+    assert audit.events == []
+    lines = [json.dumps(event) + "\n" for event in EVENTS]
+    audit.path.write_text(lines[0] + lines[1][:9])
+    audit.read()
+    assert audit.events == EVENTS[:1]
+    audit.path.write_text("".join(lines))
+    audit.read()
+    assert audit.events == EVENTS

@@ -53,8 +53,8 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(
 ) -> None:
     cases = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
-    events = audit_log.read_events
-    monkeypatch.setattr("validation.engines.read_events", lambda path: events(path)[:-8])
+    ended = audit_log.ended_requests
+    monkeypatch.setattr("validation.serving.ended_requests", lambda events, asked: ended(events[:-8], asked))
     with pytest.raises(SemBlendError, match="audit log tells the end of"):
         BatchServer(shipped, cases, SETTINGS).answers(arm)
 

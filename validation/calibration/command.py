@@ -193,9 +193,9 @@ def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNames
     """
     [arm] = arms_of([WRAPPER_WITHOUT_PLAN], ArmChoices(engines.facts.num_layers, boundary=1))
     asked = EngineSettings(settings.model, 2 * _PROBE_TOKENS, 1 << 20, settings.min_span)
-    with opened(engines, arm, asked) as (engine, events):
+    with opened(engines, arm, asked) as (engine, audit):
         engine.generate([[0] * _PROBE_TOKENS], SamplingParams(max_tokens=1))
-    told = {event["event"]: event for event in events}
+    told = {event["event"]: event for event in audit.events}
     compared = told.get("profile_compared")
     if compared is None:
         refusal = told.get("scheduler_initialized", {}).get("refusal")

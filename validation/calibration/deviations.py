@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_wrapper.sequence_work import choose
 from kernels.deviation import Move, deviation
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"
+# Without cuDNN's attention, which compiles for each length of a text: tens of milliseconds on a card.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,8 @@ class DeviationCollector:
     def _computed(self, text: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer, [kv_heads, tokens, head_dim], from a cold run without a head."""
         token_ids = torch.tensor([list(text)], device=self._model.device)
-        cache = self._model.base_model(token_ids, use_cache=True).past_key_values
+        with sdpa_kernel(_ATTENTION):
+            cache = self._model.base_model(token_ids, use_cache=True).past_key_values
         # Transformers 4.53 keeps its caches in two lists, later ones in layers.
         layers = getattr(cache, "layers", None)
         found = (

@@ -147,8 +147,8 @@ class Trials:
     """Prompts of some families, written as they are needed, and cold's answers to them, which are served once.
 
     `write(family, first, groups)` writes the groups from `first` on; where it gives fewer, there are no more, and the
-    family passes when what there is has lost no more than the margin. At the first look, families are judged one after
-    the other, unless the engine starts slowly.
+    family passes when what there is has lost no more than the margin. Families are judged one after the other, unless
+    the engine starts slowly.
     """
 
     def __init__(
@@ -197,13 +197,13 @@ class Trials:
         waiting, undecided = list(families), list[str]()
         samples: dict[str, list[Sample]] = {family: [] for family in families}
         found: dict[str, Comparison] = {}
-        with progress(title, rule.looks[-1] * len(families)) as on_step:
+        with self._server.keeping(arm), progress(title, rule.looks[-1] * len(families)) as on_step:
             for before, groups_now in itertools.pairwise((0, *rule.looks)):
-                # What survived the first look is likely to survive the next: engines are started for all at once.
-                together = [waiting] if before or self._engines.starts_slowly else [[family] for family in waiting]
+                chosen = {name: self._chosen(name, before, groups_now, profile) for name in waiting}
+                self._serve_cold([*itertools.chain(*chosen.values())])
+                together = [waiting] if self._engines.starts_slowly else [[family] for family in waiting]
                 for names in together:
-                    cases = [case for name in names for case in self._chosen(name, before, groups_now, profile)]
-                    served = self._served(arm, cases, on_step)
+                    served = self._served(arm, [case for name in names for case in chosen[name]], on_step)
                     for name in names:
                         samples[name] += [sample for sample in served if sample.workload == name]
                         found[name] = self._compared(name, samples[name], rule)
@@ -216,15 +216,17 @@ class Trials:
                     break
         return Verdict(tuple(found.values()), undecided=(*undecided, *waiting))
 
-    def _served(self, arm: Arm, cases: Sequence[Case], on_step: OnStep) -> list[Sample]:
-        """The cases under the arm, behind both cold runs of those that have none yet."""
-        if not cases:
-            return []  # a user's own have come to their end
-        self._cold |= self._server.cold(cases)
+    def _serve_cold(self, cases: Sequence[Case]) -> None:
+        """Both cold runs of the cases that have none yet."""
         missing = [case for case in cases if case.id not in self._otherwise]
         if missing:
+            self._cold |= self._server.cold(missing)
             served = self._server.samples(COLD_OTHERWISE_ARM, missing)
             self._otherwise |= {sample.case_id: sample for sample in served}
+
+    def _served(self, arm: Arm, cases: Sequence[Case], on_step: OnStep) -> list[Sample]:
+        if not cases:
+            return []  # a user's own have come to their end
         samples = self._server.samples(arm, cases, on_step)
         _check_profile_was_used(samples)
         return samples

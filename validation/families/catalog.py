@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,8 @@ class FamilyRequest:
 
 def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     """All cases, family by family. Raises ConfigurationError for what cannot be written."""
-    form, count = form_for(model.tokenizer, asked.form), partial(count_tokens, model)
+    # Every group measures the same openings.
+    form, count = form_for(model.tokenizer, asked.form), cache(partial(count_tokens, model))
     if asked.tokens > model.facts.max_positions:
         raise ConfigurationError(
             f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."

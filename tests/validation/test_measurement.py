@@ -1,0 +1,64 @@
+"""Cases in batches: what an engine that is kept over calls answers, and that it is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from validation.arms import POSITION_FIX, ArmChoices, arms_of
+from validation.embedded_engine import EmbeddedEngines
+from validation.families.catalog import FamilyRequest, write_cases
+from validation.measurement import BatchServer, ServingSettings
+from validation.models import shipped_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_wrapper.embedded.llm import LLM
+    from validation.arms import Arm
+    from validation.engines import EngineSettings
+
+[MOVED] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
+
+
+class Counted(EmbeddedEngines):
+    """Engines that tell which arms they were opened for."""
+
+    def __init__(self, engines: EmbeddedEngines) -> None:
+        super().__init__(engines.runner)
+        self.arms: list[str] = []
+
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
+        self.arms.append(arm.name)
+        return super().open(arm, settings, audit_path)
+
+
+@pytest.fixture
+def engines(shipped: EmbeddedEngines) -> Counted:
+    return Counted(shipped)
+
+
+def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines: Counted) -> None:
+    short, long = (
+        write_cases(engines, FamilyRequest((name,), groups=2, questions=2, tokens=tokens))
+        for name, tokens in (("reordered", 512), ("header_trap", 768))
+    )
+    server = BatchServer(engines, short, ServingSettings(str(shipped_model()), max_tokens=4, batch=2))
+    alone = server.answers(MOVED)
+    with server.keeping(MOVED):
+        kept = server.answers(MOVED)
+        assert server.answers(MOVED, short[:2])
+        server.cold(short[:1])
+        # There is no room for these: a larger engine takes its place.
+        server.add(long)
+        longer = server.answers(MOVED, long)
+        assert server.answers(MOVED, short).keys() == alone.keys()
+    assert engines.arms == [MOVED.name, MOVED.name, "cold", MOVED.name]
+    assert {name: (each.tokens, each.reuse) for name, each in kept.items()} == {
+        name: (each.tokens, each.reuse) for name, each in alone.items()
+    }
+    assert any(each.reuse.reused for each in kept.values())
+    assert all(each.reuse.outcome for each in longer.values())
+    server.answers(MOVED, short[:1])
+    assert engines.arms[-2:] == [MOVED.name, MOVED.name]
