@@ -149,8 +149,10 @@ class DonorIndex:
         return HeldDonors(donors, stats.used_bytes, device_bytes, stats.disk_bytes_used, approximate)
 
     def holds(self, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
-        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier."""
-        return self._donor_of_text.get(_digest(namespace_key, tokens)) in self._index
+        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier, as a cold run would
+        compute it."""
+        donor_id = self._donor_of_text.get(_digest(namespace_key, tokens))
+        return donor_id in self._index and donor_id not in self._generations
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class _Header:
     def sealed(self, form: KvForm, key: bytes) -> tuple[bytes, str]:
         """All bytes before the KV, more than are set aside for them where the names are too long; and their seal."""
         end = self.tokens * form.token_bytes
-        about = {
+        about: dict[str, Any] = {
             "format": FORMAT,
             "key": _key_name(key),
             "donor_id": self.donor_id,

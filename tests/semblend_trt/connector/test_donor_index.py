@@ -203,7 +203,9 @@ def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     keep_approximate(index, "first", tokens, 1)
     assert index.offload.take_commands().drops == ["second"]
     keep_approximate(index, "elsewhere", tokens, 1, "other")
+    assert not index.holds("namespace", tokens)
     keep(index, "exact", tokens)
+    assert index.holds("namespace", tokens)
     assert index.offload.take_commands().drops == ["first"]
     assert [index.catalog.tier(each) for each in ("second", "first", "exact")] == [None, None, Tier.HOST]
     assert index.catalog.tier("elsewhere") is Tier.HOST
