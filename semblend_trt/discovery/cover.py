@@ -35,7 +35,7 @@ class Preference:
 
     def weight(self, piece: Run) -> int:
         """The piece's length; from a donor of generation g the part of it by g + 1."""
-        return piece.length // (1 + self.generations.get(piece.donor_id, 0))
+        return piece.length // (1 + self.generations.get(piece.donor_id, 0)) if self.generations else piece.length
 
     def is_aligned(self, piece: Run) -> bool:
         """Whether the piece's tokens have the same offsets in their blocks in donor and prompt."""

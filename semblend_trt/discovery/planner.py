@@ -18,7 +18,7 @@ from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, S
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -210,8 +210,10 @@ class Planner:
     def _select(self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str) -> _Selection:
         """Raises _Refusal with the rule that leaves no span."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
-        generation, most = self._generations.get, 0 if terms is None else terms.generations
-        runs = [run for run in runs if generation(run.donor_id, 0) <= most]
+        generation = self._generations.get
+        if self._generations:
+            most = 0 if terms is None else terms.generations
+            runs = [run for run in runs if generation(run.donor_id, 0) <= most]
         usable = [run for run in runs if min(run.target_end, end) - max(run.target_start, begin) >= min_span]
         chunks: list[FuzzyChunk] = []
         alone = usable
@@ -219,7 +221,7 @@ class Planner:
             chunks, alone = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
         if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
-        first = exact_run([run for run in usable if not generation(run.donor_id, 0)], begin, end, self._is_near)
+        first = exact_run(usable, begin, end, self._is_near, self._generations)
         chosen, used = [] if first is None else [first], list[dict[str, Any]]()
         preference, found = Preference(self._is_near, request.block_size, self._generations), None
         # Exact KV comes before a longer shifted run: it costs no quality and may be published.
@@ -318,13 +320,19 @@ def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[
 
 
 def exact_run(
-    runs: Sequence[Run], begin: int, end: int, is_near: Callable[[str], bool] = lambda _donor_id: False
+    runs: Sequence[Run],
+    begin: int,
+    end: int,
+    is_near: Callable[[str], bool] = lambda _donor_id: False,
+    approximate: Collection[str] = (),
 ) -> Run | None:
     """The longest run that starts at position 0 of donor and prompt, cut to [begin, end); None when there is none.
 
-    Of equally long ones a near donor's is taken.
+    Of equally long ones a near donor's is taken, and none of an `approximate` donor.
     """
-    from_start = [run for run in runs if run.donor_start == 0 and run.target_start == 0]
+    from_start = [
+        run for run in runs if run.donor_start == 0 and run.target_start == 0 and run.donor_id not in approximate
+    ]
     best = min(
         from_start, key=lambda run: (-min(run.target_end, end), not is_near(run.donor_id), run.donor_id), default=None
     )

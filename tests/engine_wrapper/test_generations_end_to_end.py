@@ -95,6 +95,14 @@ def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
     assert max(event["generation"] for event in plans) == min(allowed, max(kept, default=0))
 
 
+@pytest.mark.parametrize("contract", ["1.1", "1.2", "1.3rc", "main"])
+def test_every_version_of_the_contract_keeps_them(cold: LLM, verified: Callable[..., LLM], contract: str) -> None:
+    llm = verified(3, contract=contract)
+    outputs = [serve(llm, prompt) for prompt in PROMPTS]
+    assert generations_of(llm) == [1, 2, 3]
+    assert [token_ids(output) for output in outputs] == [token_ids(serve(cold, prompt)) for prompt in PROMPTS]
+
+
 def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(
     cold: LLM, verified: Callable[..., LLM]
 ) -> None:
