@@ -1,4 +1,4 @@
-"""How every command ends, what it shows of text from outside, and the type of an argument that is a name."""
+"""How every command ends, what it shows of text from outside, and the types of arguments: a name, a count."""
 
 from __future__ import annotations
 
@@ -69,3 +69,11 @@ def named(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
     return text
+
+
+def count(text: str) -> int:
+    """A number for an argument parser. Raises ArgumentTypeError for one below 1."""
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")

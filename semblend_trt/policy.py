@@ -35,17 +35,23 @@ class ReusePolicy(str, Enum):
     CACHEBLEND = "cacheblend"
 
 
+# The entry of a request's `kv_transfer_params` by which nothing is reused for it that differs from a cold run.
+EXACT_ONLY = "semblend.exact_only"
 # The layer whose deviation CacheBlend chooses by.
 CACHEBLEND_LAYER = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseTerms:
-    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides."""
+    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides.
+
+    Donors up to the generation `generations` are used, and kept.
+    """
 
     boundary: int = 0
     check: SpanCheck | None = None
     head_tokens: int = 0
+    generations: int = 0
 
     @property
     def wrapper_reason(self) -> str | None:

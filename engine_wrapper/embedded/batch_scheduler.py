@@ -2,7 +2,7 @@
 
 V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT, first come, first served. A request enters only if
 its prompt and answer fit into the free blocks, so no running request is ever paused. A prompt's blocks are allocated at
-once, and the connector's whole offer is taken.
+once, and the connector's whole offer is taken. A request enters only while none with a lower priority number runs.
 
 V2 (MAX_UTILIZATION) lets a request enter once its first chunk fits, allocates chunk by chunk, takes the part of an
 offer that fits, and pauses the youngest requests when running ones find no block.
@@ -10,7 +10,9 @@ offer that fits, and pauses the youngest requests when running ones find no bloc
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.request import LlmRequestState
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.request import LlmRequest
 
 _PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRESS)
+
+
+def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = False) -> None:
+    """Adds a request behind those of its priority, or with `first` in front of them."""
+    find = bisect_left if first else bisect_right
+    waiting.insert(find(waiting, request.priority, key=attrgetter("priority")), request)
 
 
 @dataclass(slots=True)
@@ -53,8 +61,8 @@ class ScheduledBatch:
 class BatchScheduler:
     """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
 
-    Requests move from `waiting` to `active`, which is by id and oldest first. `pause`, which only V2 has, takes a
-    request's blocks away and puts it back into `waiting`.
+    Requests move from `waiting`, which `line_up` keeps in order, to `active`, which is by id and oldest first. `pause`,
+    which only V2 has, takes a request's blocks away and puts it back into `waiting`.
     """
 
     def __init__(
@@ -105,6 +113,8 @@ class BatchScheduler:
     def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
         """Admits the next waiting request with its cached prefix; False when it has to wait."""
         request, blocks = self._waiting[0], self._blocks
+        if any(running.priority < request.priority for running in self._active.values()):
+            return False
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
         chunk = self._chunk(request.prompt_len - matched, matched, budget)
@@ -173,7 +183,7 @@ class BatchScheduler:
             self._blocks.release(request.request_id)
             del self._active[request.request_id]
             request.state = LlmRequestState.QUEUED
-            self._waiting.appendleft(request)
+            line_up(self._waiting, request, first=True)
 
     def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
         """Allocates the request's next rows, pausing younger requests for it; else it waits or is paused itself."""

@@ -153,7 +153,7 @@ class KvCacheConnectorManager:
         if request_id in self._asked:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
-        handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
+        handed = self._handed(request)
         answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
         if not (isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]):
             raise ConnectorContractError(
@@ -295,12 +295,20 @@ class KvCacheConnectorManager:
         """The connector's report on a request's reuse, on every rank; None where it offers none."""
         return self._on_leader(lambda: getattr(self.scheduler, "reuse_of", lambda _: None)(request_id))
 
+    def holds(self, request: LlmRequest) -> bool:
+        """Whether the connector says, on every rank, that a donor of exactly the request's prompt is held."""
+        return bool(self._on_leader(lambda: getattr(self.scheduler, "holds", lambda _: False)(self._handed(request))))
+
     def close(self) -> None:
         """Closes scheduler and worker where they can be closed."""
         for part in (self.scheduler, self.worker):
             getattr(part, "close", lambda: None)()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _handed(self, request: LlmRequest) -> Any:
+        """The request as the connector's query sees it."""
+        return request if self._num_groups else BoundRequest(request, self.version.request_attributes)
 
     def _on_leader(self, call: Callable[[], Any]) -> Any:
         """Runs `call` on rank 0 and returns its result on every rank. Its error is raised on every rank: a rank that

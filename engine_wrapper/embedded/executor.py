@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from engine_wrapper.embedded.batch_scheduler import BatchScheduler
+from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
 from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks
@@ -114,7 +114,8 @@ class Executor:
             self._check_alive()
             for request in requests:
                 self._check_fits(request)
-            self._waiting += requests
+            for request in requests:
+                line_up(self._waiting, request)
 
     def abort(self, request: LlmRequest) -> bool:
         """Ends an unfinished request; False when it has finished already.
@@ -390,7 +391,7 @@ class Executor:
         request.pause()
         if self.connector is not None:
             self.connector.forget(request.request_id)
-        self._waiting.appendleft(request)
+        line_up(self._waiting, request, first=True)
 
     def _fail(self, error: BaseException) -> None:
         self.failure = f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from engine_wrapper.embedded.request import (
     token_ids_of,
 )
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 
 if TYPE_CHECKING:
@@ -43,9 +43,22 @@ __all__ = [
     "LlmArgs",
     "RequestOutput",
     "SamplingParams",
+    "WarmReport",
 ]
 
 IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
+WARM_PRIORITY = 1  # of documents that are prefilled ahead; requests have 0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport:
+    """What became of `documents` that were prefilled ahead. `tokens` were computed; `already_held` documents were held
+    as donors before. `failed`: why a document is no donor, by its index."""
+
+    documents: int
+    tokens: int
+    already_held: int
+    failed: dict[int, str]
 
 
 class _Hold:
@@ -213,18 +226,65 @@ class LLM:
         streaming: bool = True,
         cache_salt: str | None = None,
         lora_request: str | None = None,
+        *,
+        priority: int = 0,
+        exact_only: bool = False,
     ) -> RequestStream:
         """Enqueues a prompt and returns an iterator over its partial outputs, one for every new token.
 
         Without `streaming` the iterator gives the final output only. Taking an output runs all requests, not only this
-        one. An iterator that is closed or dropped before its end aborts its request.
+        one. An iterator that is closed or dropped before its end aborts its request. The request waits while one with a
+        lower `priority` waits or runs. With `exact_only` it reuses nothing that differs from a cold run's KV.
         """
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
-        request = self._request(prompt, sampling_params or SamplingParams(), salt, lora_request)
+        params = sampling_params or SamplingParams()
+        request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only)
         # Made first: if an interrupt comes in between, the stream is dropped and ends the request.
         stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])
         return stream
+
+    def warm_documents(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        cache_salt: str | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> WarmReport:
+        """Prefills documents (text or token ids) as donors, so that the first prompt that holds one can reuse it.
+
+        A document begins only while no other request waits or runs. One that a donor holds is not computed again, and
+        one that cannot be a donor is told in the report. `on_step` hears how many documents are done. Ctrl-C ends the
+        running document; those before it stay donors. Raises ConfigurationError for an engine without a connector.
+        """
+        connector = self.executor.connector
+        if connector is None:
+            raise ConfigurationError(
+                "this engine keeps no donors; give a kv_connector_config to prefill documents ahead"
+            )
+        documents, failed = as_prompts(texts), dict[int, str]()
+        tokens = already_held = 0
+        for index, document in enumerate(documents):
+            try:
+                request = self._document(document, cache_salt)
+                if connector.holds(request):
+                    already_held += 1
+                else:
+                    tokens += self._prefill(request)
+                if request.error is not None:
+                    failed[index] = request.error
+            except (ConfigurationError, CapacityError) as error:
+                failed[index] = str(error)
+            if on_step is not None:
+                on_step(index + 1)
+        for index, document in enumerate(documents):
+            if index in failed or connector.holds(request := self._document(document, cache_salt)):
+                continue
+            failed[index] = (
+                f"its {request.prompt_len} tokens are not held as a donor; see SEMBLEND_MIN_DONOR_TOKENS, which is the "
+                "least, SEMBLEND_HOST_BYTES, which is the room, and the log"
+            )
+        return WarmReport(len(documents), tokens, already_held, failed)
 
     def warm_up(self, prompt_lengths: Sequence[int]) -> None:
         """Prepares the card for prompts of about these lengths, in a third of a second for each bucket, and for the
@@ -267,7 +327,14 @@ class LLM:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None,
+        lora_request: str | None,
+        priority: int = 0,
+        *,
+        exact_only: bool = False,
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:
@@ -288,7 +355,24 @@ class LLM:
             lora_task_id=self._lora_task_id(lora_request),
             lora_path=lora_request,
             arrival_time=arrival_time,
+            priority=priority,
+            exact_only=exact_only,
         )
+
+    def _document(self, prompt: Prompt, cache_salt: str | None) -> LlmRequest:
+        """A request that prefills a document when nothing else runs."""
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        return self._request(prompt, params, cache_salt, None, WARM_PRIORITY, exact_only=True)
+
+    def _prefill(self, request: LlmRequest) -> int:
+        """Runs a request until its KV is kept; returns how many tokens of its prompt were computed."""
+        try:
+            self._enqueue([request])
+            self.run_until(lambda: request.is_finished)
+        finally:
+            self.forget(request)
+        self.settle()  # a donor that is being saved cannot make room for the next one
+        return request.prompt_len - request.prepopulated_prompt_len
 
     def _lora_task_id(self, lora_request: str | None) -> int | None:
         adapters = self.llm_args.lora_config or {}

@@ -3,7 +3,8 @@
 `python -m engine_wrapper.embedded.server --model FOLDER --port 8001 --worker-id 1` serves /v1/completions,
 /v1/chat/completions (where the tokenizer has a template), /v1/models, /health and /metrics. Requests that come together
 run together; a request whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart. Only
-trusted clients may set it, so by default the server listens on this machine only.
+trusted clients may set it, so by default the server listens on this machine only. A request with a `priority` above 0
+waits while one with a lower number waits or runs.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from semblend_trt.fleet.router.serving import (
     refusing,
     serve,
 )
+from semblend_trt.policy import EXACT_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -103,6 +105,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class KvTransferParams(BaseModel):
+    """What a request asks of the connector."""
+
+    exact_only: Annotated[bool, Field(alias=EXACT_ONLY)] = False
+
+
 class CompletionBody(BaseModel):
     """The supported fields of completion and chat requests; None is the default, which clients send as null."""
 
@@ -121,6 +129,8 @@ class CompletionBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -129,6 +139,10 @@ class CompletionBody(BaseModel):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def is_exact_only(self) -> bool:
+        return self.kv_transfer_params is not None and self.kv_transfer_params.exact_only
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """The sampling parameters; the API's default temperature is 1. Raises RequestRefusedError."""
@@ -182,9 +196,10 @@ class EngineThread:
         return self._llm.executor.failure
 
     async def outputs(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str | None, *, streaming: bool, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request: its partial outputs when `streaming`, and the final one. Closing it early aborts it.
+        `options` are those of `LLM.generate_async`.
 
         Raises ConfigurationError or CapacityError when the engine can never take it, and RequestRefusedError when too
         many run or the engine has stopped.
@@ -195,7 +210,8 @@ class EngineThread:
         self.running += 1
         stream: RequestStream | None = None
         try:
-            stream = await self._call(self._llm.generate_async, token_ids, params, streaming, cache_salt)
+            begin = partial(self._llm.generate_async, token_ids, params, streaming, cache_salt, **options)
+            stream = await self._call(begin)
             while True:
                 for output in await self._call(self._advance, stream):
                     yield output
@@ -378,7 +394,8 @@ class Worker:
         form = AnswerForm(self.name, is_chat)
         # Stop texts are searched for behind each token.
         streaming = bool(fields.stream or fields.stop_texts)
-        answers = self._engine.outputs(token_ids, params, fields.cache_salt, streaming=streaming)
+        options = {"priority": fields.priority or 0, "exact_only": fields.is_exact_only}
+        answers = self._engine.outputs(token_ids, params, fields.cache_salt, streaming=streaming, **options)
         try:
             async with aclosing(answers) as outputs:
                 if fields.stream:

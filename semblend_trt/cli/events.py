@@ -16,7 +16,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.command_line import printable
+from semblend_trt.command_line import count, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})"
         )
-        action.add_argument("--limit", type=_count, help="stop after this many messages")
+        action.add_argument("--limit", type=count, help="stop after this many messages")
         action.add_argument("--json", action="store_true", help="print JSON")
         if name != "tail":
             action.add_argument("--no-resync", action="store_true", help="do not ask the workers for all donors anew")
@@ -217,13 +217,6 @@ def _seconds(text: str) -> float:
         if 0 < float(text) <= MAX_SECONDS:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to {MAX_SECONDS}")
-
-
-def _count(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if int(text) >= 1:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
 
 
 def _say(line: str) -> None:

@@ -205,11 +205,11 @@ MAIN = replace(
     allows_v2=True,
 )
 # What the embedded engine does when no version is asked for: main, which tells parts of blocks as 1.3 does, tells every
-# end as 1.1 does, and hands over prompts as arrays, which are faster to read.
+# end as 1.1 does, hands over prompts as arrays, which are faster to read, and tells which requests are to be exact.
 EMBEDDED = replace(
     MAIN,
     name="embedded",
-    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array"},
+    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array", "exact_only"},
     floors_local_match=False,
     tells_cut_short=True,
     survives_failed_forward=False,

@@ -24,6 +24,7 @@ from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
     TrackedRequest,
+    donor_generation,
     fit_to_blocks,
     report_of,
     savable_tokens,
@@ -168,6 +169,18 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     # -- our own ---------------------------------------------------------------------------------------------------
 
+    def holds(self, request: Any) -> bool:
+        """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
+        self.take_events()
+        if self._standing_refusal() is not None:
+            return False
+        serving = self._serve()
+        try:
+            namespace = serving.namespace.for_request(cache_salt_of(request), serving.adapters.of(request))
+        except (IneligibleRequest, NamespaceError):
+            return False
+        return serving.donor_index.holds(namespace.key, tokens_of(request, int(request.prompt_len)))
+
     @property
     def donor_index(self) -> DonorIndex | None:
         """The donors, once the worker has registered the caches: block size and KV dtype are part of a namespace."""
@@ -234,12 +247,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 publication_guard=self._runtime.publication_guard,
                 profile=match.profile,
                 profile_refusal=match.refusal,
+                exact_only=getattr(request, "exact_only", False),
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
         donor_id = f"{self._generation}-{request_id}"
         try:
-            tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens)
+            generations = 0 if match.profile is None else match.profile.generations
+            tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens, generations)
             if tracked.intent is not None:
                 self._neighbourhood.intended(donor_id, namespace, salt)
             self._neighbourhood.look_up(
@@ -295,7 +310,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             saved = self._runtime.saved.popleft()
             if self.donor_index is not None:
                 self.donor_index.saved(saved)
-            self._audit.saved(saved)
+            self._audit.saved(saved, 0 if self.donor_index is None else self.donor_index.generation(saved.donor_id))
         while self._runtime.evidence:
             evidence = self._runtime.evidence.popleft()
             if (checked := self._requests.get(evidence.request_id)) is not None:
@@ -369,7 +384,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if tracked.intent is not None and serving is not None and not tracked.forward_failed:
             count = savable_tokens(tracked, block_ids, serving.pool.geometry.block_size)
             tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-            saving = serving.donor_index.begin_save(tracked.intent, tracked.namespace_key, tokens, tracked.block_ids)
+            saving = serving.donor_index.begin_save(
+                tracked.intent, tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
+            )
         if not saving:
             self._let_go(tracked)
         return saving

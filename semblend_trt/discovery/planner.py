@@ -18,7 +18,7 @@ from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, S
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -56,7 +56,8 @@ class LookupRequest:
     """One prompt to plan: `tokens` int32 [prompt], of which `num_computed_tokens` are the engine's own exact prefix.
 
     `publication_guard` says that approximate KV is kept out of the engine's reuse tree. `profile` holds for the
-    request's namespace; where there is none, `profile_refusal` says why. Donors in `exclude` are not used.
+    request's namespace; where there is none, `profile_refusal` says why. Donors in `exclude` are not used. With
+    `exact_only` nothing is placed that differs from a cold run.
     """
 
     request_id: int
@@ -69,6 +70,7 @@ class LookupRequest:
     exclude: frozenset[str] = frozenset()
     profile: ReuseProfile | None = None
     profile_refusal: str = "no_profile"
+    exact_only: bool = False
 
     def excluding(self, donor_ids: frozenset[str]) -> LookupRequest:
         """The same request without these donors as well."""
@@ -115,16 +117,18 @@ class _Refusal(Exception):  # noqa: N818 - an answer, not an error
 class Planner:
     """Plans one prompt at a time under one policy. Thread safe: it has no state between calls.
 
-    `is_near` says whether a donor's KV is on the GPU; of equally good donors such a one is taken.
+    `is_near` says whether a donor's KV is on the GPU; of equally good donors such a one is taken. `generations` holds
+    the generations above 0 of donors, which may change between calls: such a donor is never exact, and is used only up
+    to the generation that the request's profile allows.
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
     than a span), invalid_tokens, lookup_timeout (the lookup took longer than the setting allows), no_donor_match,
     hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
     strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
-    only runs that are not exact were found: not_exact (policy exact, or a profile that justifies no more), no_profile,
-    profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
-    stock engine), no_publication_guard (approximate KV could be published).
+    only runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
+    exact KV), no_profile, profile_mismatch, profile_unreadable, check_needs_wrapper, head_needs_wrapper,
+    boundary_needs_wrapper (each on a stock engine), no_publication_guard (approximate KV could be published).
     """
 
     def __init__(
@@ -134,9 +138,11 @@ class Planner:
         policy: ReusePolicy,
         num_layers: int,
         is_near: Callable[[str], bool] = lambda _donor_id: False,
+        generations: Mapping[str, int] | None = None,
     ) -> None:
         self._index = index
         self._is_near = is_near
+        self._generations: Mapping[str, int] = {} if generations is None else generations
         self._settings = settings
         self._policy = policy
         self._num_layers = num_layers
@@ -186,6 +192,8 @@ class Planner:
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
         """How runs that are not exact are executed; None and a reason where none may be placed."""
+        if request.exact_only:
+            return None, "not_exact"
         terms = self._terms
         if self._policy is ReusePolicy.VERIFIED:
             if request.mode is EngineMode.STOCK:
@@ -202,6 +210,8 @@ class Planner:
     def _select(self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str) -> _Selection:
         """Raises _Refusal with the rule that leaves no span."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
+        generation, most = self._generations.get, 0 if terms is None else terms.generations
+        runs = [run for run in runs if generation(run.donor_id, 0) <= most]
         usable = [run for run in runs if min(run.target_end, end) - max(run.target_start, begin) >= min_span]
         chunks: list[FuzzyChunk] = []
         alone = usable
@@ -209,9 +219,9 @@ class Planner:
             chunks, alone = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
         if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
-        first = exact_run(usable, begin, end, self._is_near)
+        first = exact_run([run for run in usable if not generation(run.donor_id, 0)], begin, end, self._is_near)
         chosen, used = [] if first is None else [first], list[dict[str, Any]]()
-        preference, found = Preference(self._is_near, request.block_size), None
+        preference, found = Preference(self._is_near, request.block_size, self._generations), None
         # Exact KV comes before a longer shifted run: it costs no quality and may be published.
         position = begin if first is None else first.target_end
         strict = self._settings.strict_prefix_boundary
@@ -222,14 +232,14 @@ class Planner:
             refusal = "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
             pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
-            longest = nlargest(MAX_PIECES, alone + pieces, key=lambda run: run.length)
-            found = cover(longest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
+            heaviest = nlargest(MAX_PIECES, alone + pieces, key=preference.weight)
+            found = cover(heaviest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
             chosen += found.pieces
             chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
             raise _Refusal(refusal)
-        spans = [PlanSpan(*run, exact=run is first) for run in chosen]
+        spans = [PlanSpan(*run, exact=run is first, generation=generation(run.donor_id, 0)) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
         return _Selection(spans, used, cover=found)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.batch_scheduler import BatchScheduler
+from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.llm_args import KvCacheConfig, LlmArgs
 from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
@@ -15,9 +15,9 @@ from engine_wrapper.embedded.sampling import SamplingParams
 BLOCK = 4
 
 
-def request(request_id, prompt_len, max_new_tokens=2):
+def request(request_id, prompt_len, max_new_tokens=2, priority=0):
     prompt = [request_id * 1000 + position for position in range(prompt_len)]
-    return LlmRequest(request_id, prompt, SamplingParams(), max_new_tokens=max_new_tokens)
+    return LlmRequest(request_id, prompt, SamplingParams(), max_new_tokens=max_new_tokens, priority=priority)
 
 
 class Engine:
@@ -90,6 +90,20 @@ def test_generation_has_its_rows_before_any_prompt_and_stands_behind_it():
     engine.step()
     engine.waiting.append(request(3, 20))
     assert engine.step() == [(3, 0, 4), (1, 3, 1), (2, 3, 1)]
+
+
+def test_what_has_a_higher_number_waits_for_all_that_has_a_lower_one():
+    engine = Engine((3, 1))
+    for request_id, priority in ((2, 1), (3, 1), (4, 0)):
+        line_up(engine.waiting, request(request_id, 3, 2, priority))
+    assert [engine.step() for _ in range(2)] == [[(1, 0, 3), (4, 0, 3)], [(4, 3, 1)]]
+    engine.waiting.popleft()
+    assert engine.step() == [(3, 0, 3)]
+    line_up(engine.waiting, request(5, 3, 1))
+    line_up(engine.waiting, request(2, 3, 1, 1), first=True)
+    assert [each.request_id for each in engine.waiting] == [5, 2]
+    assert engine.step() == [(5, 0, 3), (3, 3, 1)]
+    assert engine.step() == [(2, 0, 3)]
 
 
 def test_a_cached_prefix_costs_no_budget():

@@ -195,6 +195,39 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
     assert "semblend_requests_total" in metrics
 
 
+def test_a_request_of_lower_priority_waits_and_one_that_is_to_be_exact_becomes_a_donor(make_worker, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    llm, worker = make_worker(kv_connector_config=CONNECTOR)
+    waiting = {"max_tokens": 1, "priority": 1, "kv_transfer_params": {"semblend.exact_only": True}}
+
+    async def ask(client):
+        ended = []
+
+        async def complete(name, prompt, **fields):
+            status, answer = await answer_of(client, "/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
+            assert status == 200
+            ended.append(name)
+            return answer["usage"]["prompt_tokens_details"]["reused_tokens"]
+
+        streamed = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        async with client.post("/v1/completions", json=streamed) as response:
+            await response.content.readany()  # it runs from now on
+            documents = [complete("first", DOCUMENT, **waiting), complete("version", "The " + DOCUMENT, **waiting)]
+            tasks = [asyncio.ensure_future(each) for each in documents]
+            while (await (await client.get("/health")).json())["running"] < 3:
+                await asyncio.sleep(0)
+            await complete("request", "b", max_tokens=3)
+            await response.read()
+        assert await asyncio.gather(*tasks) == [0, 0]
+        while llm.connector_scheduler.donor_index.held().donors < 2:
+            await asyncio.sleep(0)
+        return ended
+
+    assert asked(worker, ask)[0] == "request"
+    refused = asked(worker, lambda client: answer_of(client, "/v1/completions", {"prompt": "a", "priority": -1}))
+    assert (refused[0], refused[1]["error"]["code"]) == (400, "bad_field")
+
+
 def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
     assert main(["--model", str(tmp_path / "nothing\x1b[2J"), "--port", "0"]) == 2
     told = capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,201 @@
+"""Documents that were sent ahead are reused by the first request; a second run goes on where the first one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import urllib.request
+from contextlib import contextmanager
+from queue import Queue
+
+import pytest
+from aiohttp import web
+
+from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
+from engine_wrapper.embedded.server import Worker
+from semblend_trt.cli.main import main
+from semblend_trt.cli.warm import STATE_NAME, Warming
+from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
+from tests.pages import ROOT
+
+# One token a byte.
+PAGE = (ROOT / "validation/assets/excerpt.txt").read_text(encoding="ascii", errors="ignore")
+PAGES = [PAGE[start : start + 300] for start in (0, 300, 600)]
+
+
+@contextmanager
+def listening_app(app):
+    """The address of an application that a thread serves."""
+    told = Queue()
+
+    async def serve():
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        async with listening(app, "127.0.0.1", 0, Connections(ServerBounds())) as address:
+            told.put((address, lambda: loop.call_soon_threadsafe(ended.set)))
+            await ended.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    address, end = told.get(timeout=60)
+    try:
+        yield address
+    finally:
+        end()
+        thread.join()
+
+
+@pytest.fixture
+def llm(tiny_qwen2_path, monkeypatch):
+    for name, value in {"POLICY": "position_fix", "LOOKUP_DEADLINE_MS": "10000"}.items():
+        monkeypatch.setenv(f"SEMBLEND_{name}", value)
+    return LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, kv_connector_config=KvCacheConnectorConfig.ours())
+
+
+@pytest.fixture
+def url(llm):
+    """A worker of the name tiny."""
+    worker = Worker(llm, "tiny")
+    with listening_app(worker.app()) as address:
+        yield address
+    worker.close()
+
+
+@pytest.fixture
+def pages(tmp_path):
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for path, page in zip(paths, PAGES, strict=True):
+        path.write_text(page)
+    return paths
+
+
+def warm(url, *words):
+    return main(["warm", "--url", url, *map(str, words)])
+
+
+def reused(url, prompt, **fields):
+    body = json.dumps({"prompt": prompt, "max_tokens": 1, **fields}).encode()
+    with urllib.request.urlopen(f"{url}/v1/completions", body, timeout=60) as response:
+        return json.load(response)["usage"]["prompt_tokens_details"]["reused_tokens"]
+
+
+def test_the_first_request_reuses_a_document_behind_other_text(llm, url, pages, capsys):
+    assert warm(url, *pages, "--priority", 1, "--concurrency", 2) == 0
+    assert capsys.readouterr().out == "3 documents sent (900 tokens), 0 sent before, 0 failed\n"
+    while llm.connector_scheduler.donor_index.held().donors < 3:  # the worker goes on saving while nothing runs
+        pass
+    for page in PAGES:
+        assert reused(url, f"Read this: {page} What is it?") == len(page)
+    assert reused(url, f"Look at this: {PAGE[:300]}!", cache_salt="another") == 0
+
+
+def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch, capsys):
+    begin = Warming._begin
+
+    def interrupted(warming, document, threads):
+        if warming.sent == 1:
+            raise KeyboardInterrupt
+        begin(warming, document, threads)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Warming, "_begin", interrupted)
+        assert warm(url, *pages) == 130
+    assert capsys.readouterr() == (
+        "1 document sent (300 tokens), 0 sent before, 0 failed\n",
+        "semblend-trt: interrupted\n",
+    )
+    assert warm(url, *pages) == 0
+    assert capsys.readouterr().out.startswith("2 documents sent (600 tokens), 1 sent before")
+    assert warm(url, *pages) == 0
+    assert capsys.readouterr().out.startswith("0 documents sent (0 tokens), 3 sent before")
+    pages[0].write_text(PAGE[:400])
+    assert warm(url, *pages) == 0
+    assert capsys.readouterr().out.startswith("1 document sent (400 tokens), 2 sent before")
+    for other in (["--salt", "a"], ["--state", pages[0].with_name("other.json")]):
+        assert warm(url, *pages, *other) == 0
+        assert capsys.readouterr().out.startswith("3 documents sent")
+    assert len(json.loads(pages[0].with_name(STATE_NAME).read_text())["warmed"]) == 7
+
+
+def test_what_cannot_be_read_or_held_is_named_and_the_rest_goes_on(url, tmp_path, capsys):
+    lines, binary, missing = tmp_path / "all.jsonl", tmp_path / "binary", tmp_path / "missing"
+    good = json.dumps({"text": PAGE[:100]})
+    long = json.dumps({"text": PAGE[:600]})
+    lines.write_text(f'{good}\n{{"text": \n\n["{PAGE[:5]}"]\n{{"text": " "}}\n{long}\n{good}\n{{"text": "\\ud800"}}')
+    binary.write_bytes(b"abc\xff")
+    assert warm(url, lines, binary, missing) == 0
+    out, err = capsys.readouterr()
+    assert out == "1 document sent (100 tokens), 1 sent before, 7 failed\n"
+    told = {line.removeprefix(f"{tmp_path}/").partition(": ")[::2] for line in err.splitlines()}
+    assert {place for place, _ in told} == {*(f"all.jsonl:{number}" for number in (2, 4, 5, 6, 8)), "binary", "missing"}
+    sentences = dict(told)
+    assert sentences["all.jsonl:2"] == 'the line is not JSON; give {"text": "..."}'
+    assert sentences["all.jsonl:4"] == 'the line has no text; give {"text": "..."}'
+    assert sentences["all.jsonl:5"] == "the document is empty; give it text, or leave it out"
+    assert "600 tokens with 1 new ones exceeds max_seq_len 512" in sentences["all.jsonl:6"]
+    assert "lone surrogate" in sentences["all.jsonl:8"]
+    assert sentences["binary"] == "byte 0xff at 3 is not UTF-8; write the document in UTF-8"
+    assert sentences["missing"] == "it cannot be read (No such file or directory); name another file"
+    assert warm(url, binary, missing) == 2
+    assert capsys.readouterr().out.startswith("0 documents sent (0 tokens), 0 sent before, 2 failed")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "other"], "cannot be used (404: this worker serves the model tiny alone)"),
+        (["--state", "{page}"], "is no state of this command; name another with --state"),
+        (["--state", "/dev/null/state"], "cannot be written"),
+        (["--api-key", "\n1"], "the API key has characters that no header takes"),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 is out of reach (Connection refused)"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_two(url, pages, words, told, capsys):
+    assert warm(url, pages[0], *(word.format(page=pages[1]) for word in words)) == 2
+    assert told in capsys.readouterr().err
+    assert pages[1].read_text() == PAGES[1]
+
+
+@pytest.mark.parametrize(
+    "words", [["--url", "file:///etc"], ["--url", "http://[1"], ["--url", "http://a:b@c"], ["--concurrency", "0"]]
+)
+def test_bad_usage_is_named(words, pages, capsys):
+    with pytest.raises(SystemExit) as ended:
+        warm("http://127.0.0.1:1", pages[0], *words)
+    assert ended.value.code == 2
+    assert f"argument {words[0]}" in capsys.readouterr().err
+
+
+def test_a_busy_server_is_asked_again_with_the_same_fields(pages, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    asked = []
+
+    async def complete(request):
+        asked.append((request.headers["Authorization"], await request.json()))
+        if len(asked) < 3:
+            return web.json_response({}, status=429, headers={"Retry-After": "0"})
+        return web.json_response({"usage": {"prompt_tokens": 9}})
+
+    app = web.Application()
+    app.router.add_post("/at/v1/completions", complete)
+    with listening_app(app) as address:
+        words = ["--model", "m", "--salt", "s", "--priority", 3]
+        assert warm(f"{address}/at/v1", pages[0], *words) == 0
+    assert capsys.readouterr().out.startswith("1 document sent (9 tokens)")
+    fields = {"model": "m", "max_tokens": 1, "temperature": 0, "cache_salt": "s", "priority": 3, "prompt": PAGES[0]}
+    fields["kv_transfer_params"] = {"semblend.exact_only": True}
+    assert asked == [("Bearer of the environment", fields)] * 3
+
+
+def test_an_interrupt_ends_requests_that_are_under_way(pages):
+    main_thread = threading.get_ident()
+
+    async def complete(request):
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        await asyncio.Event().wait()
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    with listening_app(app) as address:
+        assert warm(address, *pages, "--model", "m", "--concurrency", 2) == 130
