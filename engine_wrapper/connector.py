@@ -44,20 +44,19 @@ def attach_to_embedded(runtime: Runtime) -> None:
 
 
 class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
-    """The stock scheduler. On TensorRT-LLM it saves no request that holds approximate KV.
-
-    TensorRT-LLM holds the blocks of a saved request through the reuse tree only, and the guard keeps approximate KV out
-    of that tree.
+    """The stock scheduler. Outside the embedded engine it saves no exact part of a request that holds approximate KV:
+    such a request becomes a donor as a whole, with its generation, or not at all.
     """
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """As the stock scheduler's."""
         tracked = self._requests.get(int(request.request_id))
-        plan = None if tracked is None else tracked.plan
-        if tracked is not None and self._runtime.engine is None and plan is not None and not plan.is_exact:
-            self._cancel_intent(tracked)
-            tracked.intent = None
+        if tracked is not None and tracked.plan is not None and tracked.intent is not None:
+            is_part = not tracked.plan.is_exact and not tracked.intent.generation
+            if is_part and self._runtime.engine is None:
+                self._cancel_intent(tracked)
+                tracked.intent = None
         return super().request_finished(request, cache_block_ids)
 
 

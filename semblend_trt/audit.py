@@ -230,6 +230,7 @@ class AuditEvents(AuditLog):
             computed_position=data.computed_position,
             num_scheduled_tokens=data.num_scheduled_tokens,
             spans=[[span.donor_id, span.donor_start, span.target_start, span.length] for span in plan.spans],
+            generation=max((span.generation for span in plan.spans), default=0),
         )
 
     def materialized(self, plan: SemanticKvPlan) -> None:
@@ -253,8 +254,14 @@ class AuditEvents(AuditLog):
             **report.figures,
         )
 
-    def saved(self, donor: SavedDonor) -> None:
-        self.event("donor_registered", donor_id=donor.donor_id, token_count=donor.tokens, error=donor.error)
+    def saved(self, donor: SavedDonor, generation: int) -> None:
+        self.event(
+            "donor_registered",
+            donor_id=donor.donor_id,
+            token_count=donor.tokens,
+            error=donor.error,
+            generation=generation,
+        )
 
     def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
         """Told by the neighbours' thread, when it has got to the request."""

@@ -80,12 +80,16 @@ _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1
 
 @dataclass(frozen=True, slots=True)
 class HeldDonors:
-    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved."""
+    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved.
+
+    `approximate` donors were built from approximate KV, or will be when their save ends.
+    """
 
     donors: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
     disk_bytes: int = 0
+    approximate: int = 0
 
 
 class Metrics:
@@ -247,6 +251,11 @@ def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
     yield GaugeMetricFamily("semblend_donors", "Donors held.", value=sum(each.donors for each in held))
+    yield GaugeMetricFamily(
+        "semblend_approximate_donors",
+        "Donors built from approximate KV, held or being saved.",
+        value=sum(each.approximate for each in held),
+    )
     tiers = GaugeMetricFamily("semblend_donor_bytes", "Memory that donors take.", labels=["tier"])
     tiers.add_metric(["host"], sum(each.host_bytes for each in held))
     tiers.add_metric(["device"], sum(each.device_bytes for each in held))

@@ -83,7 +83,7 @@ class PlanSpan:
     """`length` tokens of `donor_id`, equal to the prompt's, moved from `donor_start` to `target_start`.
 
     `exact` says that the donor's text equals the prompt's from position 0 to the end of the span, so that its KV is
-    what a cold run would produce.
+    what a cold run would produce. `generation` is the donor's: how often its KV was built from approximate KV.
     """
 
     donor_id: str
@@ -91,10 +91,13 @@ class PlanSpan:
     target_start: int
     length: int
     exact: bool = False
+    generation: int = 0
 
     def __post_init__(self) -> None:
-        if self.length < 1 or self.donor_start < 0 or self.target_start < 0:
-            raise PlanError("span_range", f"{self}: starts must be >= 0 and the length >= 1")
+        if self.length < 1 or self.donor_start < 0 or self.target_start < 0 or self.generation < 0:
+            raise PlanError("span_range", f"{self}: starts and generation must be >= 0 and the length >= 1")
+        if self.exact and self.generation:
+            raise PlanError("exact_span_approximate", f"{self}: KV built from approximate KV is never exact")
         if self.exact and self.donor_start != self.target_start:
             raise PlanError("exact_span_shifted", f"{self}: KV that moves is never exact")
 
@@ -202,6 +205,12 @@ class SemanticKvPlan:
         return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
 
     @property
+    def generation(self) -> int:
+        """Of the request's own KV as a donor: 0 where a cold run would produce it, else one more than the largest among
+        its spans that are not exact."""
+        return 0 if self.is_exact else 1 + max((span.generation for span in self.spans if not span.exact), default=0)
+
+    @property
     def holes(self) -> tuple[range, ...]:
         """Ranges below `prefix_end` that no span covers: the wrapper computes them."""
         if self.kind is PlanKind.DISCOVERY_ONLY:
@@ -255,6 +264,10 @@ def _of_spans(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
 def _of_kind(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     if plan.kind is PlanKind.EXACT_PREFIX and not all(span.exact for span in plan.spans):
         yield "exact_prefix_with_approximate_span", "an exact_prefix plan may only hold exact spans"
+    if plan.kind is PlanKind.REQUEST_LOCAL and plan.execution.check is None:
+        unchecked = [span for span in plan.spans if span.generation]
+        if unchecked:
+            yield "generation_unchecked", f"{unchecked[0]} is placed unchecked; its donor's KV is approximate"
     if plan.kind is PlanKind.DISCOVERY_ONLY and plan.matched_tokens:
         yield "discovery_promises_tokens", f"{plan.matched_tokens} tokens are promised by a plan that moves none"
     if plan.execution.mode is EngineMode.STOCK and plan.matched_tokens and plan.holes:

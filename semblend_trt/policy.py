@@ -43,11 +43,15 @@ CACHEBLEND_LAYER = 1
 
 @dataclass(frozen=True, slots=True)
 class ReuseTerms:
-    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides."""
+    """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides.
+
+    Donors up to the generation `generations` are used, and kept.
+    """
 
     boundary: int = 0
     check: SpanCheck | None = None
     head_tokens: int = 0
+    generations: int = 0
 
     @property
     def wrapper_reason(self) -> str | None:

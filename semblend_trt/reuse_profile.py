@@ -39,6 +39,7 @@ MAX_BYTES = 1 << 20
 MAX_THRESHOLD = 1.0
 _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
+_MAX_GENERATIONS = 64
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 
 # Field of the profile: what the sentences call it.
@@ -93,7 +94,9 @@ class ReuseProfile(_Part):
     """The cheapest `policy` that a calibration found as good as cold, with its `check` or `boundary`.
 
     Policy verified needs a check. It may have a boundary, and `head_tokens`: so many first tokens of every run are
-    always computed. Policy boundary needs a boundary of at least 1. Policies exact and position_fix have none of these.
+    always computed. Up to `generations` times KV computed behind checked KV may be built on: it becomes a donor of
+    that generation, which is always checked. Policy boundary needs a boundary of at least 1. Policies exact and
+    position_fix have none of these.
     `engines` are engines with their cache layouts, as a namespace names them, each once. `figures` holds the
     measurements, in any form. Build one with `made_for`.
     """
@@ -107,6 +110,7 @@ class ReuseProfile(_Part):
     check: ProfileCheck | None = None
     boundary: Annotated[int, Field(ge=0, le=_MAX_LAYERS)] = 0
     head_tokens: Annotated[int, Field(ge=0, le=_MAX_HEAD_TOKENS)] = 0
+    generations: Annotated[int, Field(ge=0, le=_MAX_GENERATIONS)] = 0
     figures: list[JsonValue] = Field(default_factory=list)
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}")]
     versions: dict[str, str] = Field(default_factory=dict)
@@ -142,8 +146,9 @@ class ReuseProfile(_Part):
             raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
         if (self.policy == "verified") != (self.check is not None):
             raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
-        if self.head_tokens and self.policy != "verified":
-            raise ValueError(f"policy {self.policy} has head_tokens {self.head_tokens}; only verified may have some")
+        for name in ("head_tokens", "generations"):
+            if getattr(self, name) and self.policy != "verified":
+                raise ValueError(f"policy {self.policy} has {name} {getattr(self, name)}; only verified may have some")
         if self.policy == "boundary" and not self.boundary:
             raise ValueError(f"policy boundary has boundary 0; allowed is 1..{layers}")
         if self.policy in ("exact", "position_fix") and self.boundary:
@@ -160,6 +165,7 @@ class ReuseProfile(_Part):
         check: ProfileCheck | None = None,
         boundary: int = 0,
         head_tokens: int = 0,
+        generations: int = 0,
         figures: list[JsonValue] | None = None,
         versions: Mapping[str, str] | None = None,
         command: str = "",
@@ -187,6 +193,7 @@ class ReuseProfile(_Part):
                 check=check,
                 boundary=boundary,
                 head_tokens=head_tokens,
+                generations=generations,
                 figures=figures or [],
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                 versions=dict(versions or {}),
@@ -244,7 +251,7 @@ class ReuseProfile(_Part):
         if self.policy == "exact":
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
-        return ReuseTerms(boundary=self.boundary, check=check, head_tokens=self.head_tokens)
+        return ReuseTerms(self.boundary, check, self.head_tokens, self.generations)
 
 
 def _bound_fields(namespace: CacheNamespace) -> dict[str, JsonValue]:

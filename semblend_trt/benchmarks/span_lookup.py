@@ -27,6 +27,8 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from semblend_trt.discovery.fingerprint import TokenArray
@@ -99,7 +101,7 @@ def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
     for number, (donor_id, donor) in enumerate(corpus.donors(sizes.donors, seed=2)):
         if number == SMALL:
             small = lookup_times(index, prompts, sizes.rounds)
-        adds.append(seconds(index.add, SPACE, donor_id, donor))
+        adds.append(seconds(changed, index, index.add, SPACE, donor_id, donor))
         tokens += len(donor)
     say(f"{len(index):,} donors, {tokens:,} tokens; {corpus.source}; {sizes.prompts} prompts")
     add_lookups(rows, lookup_times(index, prompts, sizes.rounds), small, f"{tokens} tokens of {corpus.source}", sizes)
@@ -181,11 +183,17 @@ def add_planning(rows: Results, index: SpanIndex, prompts: list[TokenArray], siz
 def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
     """Adding and removing donors of 8k tokens when the index is full."""
     donors = corpus.crowded_prompts(sizes.changes, DOCUMENT_DONOR_TOKENS, seed=4)
-    added = [seconds(index.add, SPACE, f"change-{number}", each) for number, each in enumerate(donors)]
-    removed = [seconds(index.remove, f"change-{number}") for number in range(len(donors))]
+    added = [seconds(changed, index, index.add, SPACE, f"change-{number}", each) for number, each in enumerate(donors)]
+    removed = [seconds(changed, index, index.remove, f"change-{number}") for number in range(len(donors))]
     for name, times in (("donor_add_ms", added), ("donor_remove_ms", removed)):
         against = f"median of {len(times)} donors of {DOCUMENT_DONOR_TOKENS} tokens; slowest {max(times) * 1e3:.3f} ms"
         rows.add(name, statistics.median(times) * 1e3, "ms", against, goal=1.0)
+
+
+def changed(index: SpanIndex, change: Callable[..., object], *arguments: object) -> None:
+    """Makes a change and waits until the index has done it."""
+    change(*arguments)
+    index.wait()
 
 
 def add_growing(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes, prompts: list[TokenArray]) -> None:

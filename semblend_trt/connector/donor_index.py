@@ -78,7 +78,11 @@ class DonorIndex:
         every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for it."""
         self._settings, self._publisher, self._kinds = settings, publisher, kinds
         self._index = SpanIndex()
-        self._planner = Planner(self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near)
+        # Of donors built from approximate KV, also while they are being saved; all others are of generation 0.
+        self._generations: dict[str, int] = {}
+        self._planner = Planner(
+            self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near, self._generations
+        )
         self._block_size = pool.geometry.block_size
         self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)
         capacities = Capacities(
@@ -133,32 +137,47 @@ class DonorIndex:
                 planned = replace(planned, outcome_reason="donor_on_disk")
         return planned, leases
 
+    def generation(self, donor_id: str) -> int:
+        """How often the donor's KV was built from approximate KV; 0 for what a cold run would produce."""
+        return self._generations.get(donor_id, 0)
+
     def held(self) -> HeldDonors:
         """What the catalog holds at this moment; any thread may ask."""
         stats = self.catalog.stats()
         device_bytes = stats.device_blocks_used * self._block_size * self._bytes_per_token
-        return HeldDonors(stats.ready + stats.resting, stats.used_bytes, device_bytes, stats.disk_bytes_used)
+        donors, approximate = stats.ready + stats.resting, len(self._generations)
+        return HeldDonors(donors, stats.used_bytes, device_bytes, stats.disk_bytes_used, approximate)
 
     def holds(self, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
-        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier."""
-        return self._donor_of_text.get(_digest(namespace_key, tokens)) in self._index
+        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier, as a cold run would
+        compute it."""
+        donor_id = self._donor_of_text.get(_digest(namespace_key, tokens))
+        return donor_id in self._index and donor_id not in self._generations
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def intend(self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int) -> SaveIntent | None:
-        """Reserves room for the request's exact part, so that no save can exceed a budget later.
+    def intend(
+        self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int, generations: int = 0
+    ) -> SaveIntent | None:
+        """Reserves room for what the request may leave as a donor, so that no save can exceed a budget later.
 
-        Returns no intent when the part is too short, already held, or does not fit.
+        That is all of it where its generation is within `generations` and it computes text that no donor of its plan
+        holds; else its exact part. Returns no intent when that is too short, held already in a donor of the same or a
+        lower generation, or does not fit.
         """
-        plan = tracked.plan
+        plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + max_new_tokens
         if plan is not None and plan.matched_tokens and not plan.is_exact:
-            limit = min(limit, plan.exact_token_count)
+            longest = max(map(len, (*plan.holes, range(plan.prefix_end, plan.prompt_length))))
+            if plan.generation <= generations and longest >= self._settings.min_donor_tokens:
+                generation = plan.generation
+            else:
+                limit = min(limit, plan.exact_token_count)
         if limit < self._settings.min_donor_tokens:
             return None
         text = _digest(tracked.namespace_key, tracked.prompt[:limit])
         held = self._donor_of_text.get(text)
-        if held is not None:
+        if held is not None and self.generation(held) <= generation:
             self.catalog.touch(held)
             return None
         try:
@@ -167,19 +186,27 @@ class DonorIndex:
             logger.info("request %d does not become a donor: %s", tracked.request_id, error)
             return None
         self.offload.make_room(moves)
-        self._donor_of_text[text], self._text_of_donor[donor_id] = donor_id, text
-        return SaveIntent(tracked.request_id, donor_id, limit, moves.tier, donor_id in moves.written)
+        self._donor_of_text.setdefault(text, donor_id)
+        self._name(donor_id, text, generation)
+        return SaveIntent(tracked.request_id, donor_id, limit, moves.tier, donor_id in moves.written, generation)
 
     def begin_save(
-        self, intent: SaveIntent, namespace_key: str, tokens: npt.NDArray[np.int32], block_ids: Iterable[int] = ()
+        self,
+        intent: SaveIntent,
+        namespace_key: str,
+        tokens: npt.NDArray[np.int32],
+        block_ids: Iterable[int] = (),
+        generation: int | None = 0,
     ) -> bool:
         """Waits for the worker's answer on `tokens` (int32 [n], the donor's whole text, in the engine's blocks
-        `block_ids`). Returns False when they are too few to be saved."""
-        if len(tokens) < self._settings.min_donor_tokens:
+        `block_ids`). Returns False when they are too few to be saved, or no `generation` says what they are."""
+        if len(tokens) < self._settings.min_donor_tokens or generation is None:
             self.cancel(intent)
             return False
+        text = self._text_of_donor[intent.donor_id]
+        self._name(intent.donor_id, text, generation)
         self._saving[intent.donor_id] = _Saving(namespace_key, tokens, frozenset(block_ids))
-        self.offload.add_text(intent.donor_id, DonorText(namespace_key, tokens, self._text_of_donor[intent.donor_id]))
+        self.offload.add_text(intent.donor_id, DonorText(namespace_key, tokens, text, generation))
         return True
 
     def copied_into(self, block_id: int) -> None:
@@ -205,7 +232,11 @@ class DonorIndex:
         tokens = entry.tokens[: saved.tokens]
         tier = self.catalog.commit(saved.donor_id, len(tokens))
         self._add(entry.namespace_key, saved.donor_id, tokens)
-        self._publisher.held(saved.donor_id, tokens, tier.value)
+        if self.generation(saved.donor_id):
+            self._publisher.gone(saved.donor_id)  # events cannot say that a donor is approximate
+        else:
+            self._publisher.held(saved.donor_id, tokens, tier.value)
+        self._keep_lowest(saved.donor_id)
 
     def cancel(self, intent: SaveIntent) -> None:
         """Gives back the reservation of a request that does not become a donor."""
@@ -232,10 +263,11 @@ class DonorIndex:
 
     def remember(self, donor_id: str, text: DonorText) -> None:
         """Makes a donor whose file was found known to look-ups and to the fleet; its text is not kept a second time."""
+        self._name(donor_id, text.digest, text.generation)
         self._add(text.namespace_key, donor_id, text.tokens)
-        self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
-        if self._donor_of_text.setdefault(text.digest, donor_id) == donor_id:
-            self._text_of_donor[donor_id] = text.digest
+        if not text.generation:
+            self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
+        self._keep_lowest(donor_id)
 
     def moved(self, donor_id: str, tier: Tier) -> None:
         """Tells the fleet where the donor is held now."""
@@ -246,11 +278,27 @@ class DonorIndex:
         self._publisher.gone(donor_id)
         self._index.remove(donor_id)
         self.offload.remove_text(donor_id)
+        self._generations.pop(donor_id, None)
         text = self._text_of_donor.pop(donor_id, None)
-        if text is not None:
-            self._donor_of_text.pop(text, None)
+        if text is not None and self._donor_of_text.get(text) == donor_id:
+            del self._donor_of_text[text]
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _name(self, donor_id: str, text: bytes, generation: int) -> None:
+        self._text_of_donor[donor_id] = text
+        if generation:
+            self._generations[donor_id] = generation
+        else:
+            self._generations.pop(donor_id, None)
+
+    def _keep_lowest(self, donor_id: str) -> None:
+        """Of a donor that is held now and another one of the same text, drops that of the higher generation."""
+        text = self._text_of_donor[donor_id]
+        best, other = sorted((self._donor_of_text.setdefault(text, donor_id), donor_id), key=self.generation)
+        self._donor_of_text[text] = best
+        if self.generation(other) > self.generation(best):
+            self.lost({other})
 
     def _add(self, namespace_key: str, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
         self._index.add(namespace_key, donor_id, tokens)

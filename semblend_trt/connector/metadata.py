@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class SaveIntent:
     """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id` in `tier`.
 
-    With `is_written` the donor then gets a file on disk as well.
+    With `is_written` the donor then gets a file on disk as well. `generation` is above 0 where these tokens' KV will be
+    built from approximate KV.
     """
 
     request_id: int
@@ -30,6 +31,7 @@ class SaveIntent:
     max_tokens: int
     tier: Tier = Tier.HOST
     is_written: bool = False
+    generation: int = 0
 
 
 class RequestProgress(NamedTuple):

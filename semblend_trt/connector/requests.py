@@ -269,6 +269,18 @@ def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size
     return tokens
 
 
+def donor_generation(tracked: TrackedRequest) -> int | None:
+    """The generation of the donor that an ended request leaves; None where it must leave none.
+
+    KV behind moved KV is kept only if the check of its plan has left evidence. A dropped plan's KV was computed anew.
+    """
+    if tracked.intent is None or not tracked.intent.generation:
+        return 0
+    if tracked.load_failed or tracked.evidence is None:
+        return None
+    return 0 if tracked.evidence.is_dropped else tracked.intent.generation
+
+
 def _unapplied_tokens(tracked: TrackedRequest, data: Any) -> int:
     """The tokens of an offer that the engine asked for and did not apply, as main does under V1 with block reuse off.
     It takes them for a load all the same: its position lies in front of the computed tokens."""

@@ -24,6 +24,7 @@ from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
     TrackedRequest,
+    donor_generation,
     fit_to_blocks,
     report_of,
     savable_tokens,
@@ -252,7 +253,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
         donor_id = f"{self._generation}-{request_id}"
         try:
-            tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens)
+            generations = 0 if match.profile is None else match.profile.generations
+            tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens, generations)
             if tracked.intent is not None:
                 self._neighbourhood.intended(donor_id, namespace, salt)
             self._neighbourhood.look_up(
@@ -308,7 +310,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             saved = self._runtime.saved.popleft()
             if self.donor_index is not None:
                 self.donor_index.saved(saved)
-            self._audit.saved(saved)
+            self._audit.saved(saved, 0 if self.donor_index is None else self.donor_index.generation(saved.donor_id))
         while self._runtime.evidence:
             evidence = self._runtime.evidence.popleft()
             if (checked := self._requests.get(evidence.request_id)) is not None:
@@ -382,7 +384,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if tracked.intent is not None and serving is not None and not tracked.forward_failed:
             count = savable_tokens(tracked, block_ids, serving.pool.geometry.block_size)
             tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-            saving = serving.donor_index.begin_save(tracked.intent, tracked.namespace_key, tokens, tracked.block_ids)
+            saving = serving.donor_index.begin_save(
+                tracked.intent, tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
+            )
         if not saving:
             self._let_go(tracked)
         return saving

@@ -8,28 +8,34 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypeAlias
 
 from semblend_trt.discovery.span_index import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-_Tie: TypeAlias = tuple[bool, bool, bool, int, str, int, int]
-_Entry: TypeAlias = tuple[int, int, str, int]
+_Tie: TypeAlias = tuple[int, bool, bool, bool, int, str, int, int]
+_Entry: TypeAlias = tuple[int, int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Which of several pieces of equal length is taken.
+    """Which of several pieces is taken: the one of most `weight`, and which of several of equal weight.
 
-    Preferred are, in this order: near donors (`is_near`: the KV is on the GPU), donors in use already, shifts by whole
-    blocks of `block_size` tokens, the donor that offers most tokens, and the lowest donor id.
+    Preferred are, in this order: donors of a low generation (`generations` holds those above 0), near donors
+    (`is_near`: the KV is on the GPU), donors in use already, shifts by whole blocks of `block_size` tokens, the donor
+    that offers most tokens, and the lowest donor id.
     """
 
     is_near: Callable[[str], bool] = lambda _donor_id: False
     block_size: int = 1
+    generations: Mapping[str, int] = field(default_factory=dict)
+
+    def weight(self, piece: Run) -> int:
+        """The piece's length; from a donor of generation g the part of it by g + 1."""
+        return piece.length // (1 + self.generations.get(piece.donor_id, 0)) if self.generations else piece.length
 
     def is_aligned(self, piece: Run) -> bool:
         """Whether the piece's tokens have the same offsets in their blocks in donor and prompt."""
@@ -41,8 +47,8 @@ class Cover:
     """Disjoint `pieces` of runs, sorted by position, and counts of how they were chosen.
 
     `considered` pieces were long enough. Pieces chosen earlier covered some of them (`covered`) and cut others (`cut`);
-    `dropped_short` counts parts left by a cut that were too short. `ties` counts choices between equally long pieces,
-    `near` and `aligned` the chosen pieces from near donors and with aligned blocks.
+    `dropped_short` counts parts left by a cut that were too short. `ties` counts choices between pieces of equal
+    weight, `near` and `aligned` the chosen pieces from near donors and with aligned blocks.
     """
 
     pieces: tuple[Run, ...] = ()
@@ -74,23 +80,24 @@ def cover(
 ) -> Cover:
     """Covers prompt positions [begin, end) with disjoint pieces of `runs`, each of at least `min_span` tokens.
 
-    The longest piece is taken first; the free parts of pieces that it cuts are considered again. `preference` decides
-    between equally long pieces, and `used_donors` are in use already. The order of `runs` does not matter.
+    The piece of most weight is taken first, which is the longest one where all donors are of one generation; the free
+    parts of pieces that it cuts are considered again. `preference` says what a piece weighs and decides between equal
+    ones, and `used_donors` are in use already. The order of `runs` does not matter.
     """
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
     offered: Counter[str] = Counter()
     for piece in pieces:
         offered[piece.donor_id] += piece.length
-    waiting = [_entry(piece) for piece in pieces]
+    waiting = [_entry(piece, preference) for piece in pieces]
     heapq.heapify(waiting)
     taken = set(used_donors)
     chosen: list[Run] = []
     counts: Counter[str] = Counter()
     while waiting:
-        equally_long = _pop_longest(waiting)
-        counts["ties"] += len(equally_long) > 1
-        for piece in sorted(equally_long, key=lambda piece: _tie(piece, taken, offered, preference)):
+        equals = _pop_heaviest(waiting)
+        counts["ties"] += len(equals) > 1
+        for piece in sorted(equals, key=lambda piece: _tie(piece, taken, offered, preference)):
             free = _free_parts(piece, chosen)
             if free == [piece]:
                 insort(chosen, piece, key=lambda run: run.target_start)
@@ -99,7 +106,7 @@ def cover(
             counts["cut" if free else "covered"] += 1
             for part in free:
                 if part.length >= min_span:
-                    heapq.heappush(waiting, _entry(part))
+                    heapq.heappush(waiting, _entry(part, preference))
                 else:
                     counts["dropped_short"] += 1
     return Cover(
@@ -115,7 +122,8 @@ def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: 
     """Covers prompt positions from `begin` on without a hole, up to `end` or as far as the runs reach.
 
     Each piece starts where the last one ended and has at least `min_span` tokens. Of the runs that hold this position,
-    the one that reaches furthest is taken; of equally far ones a near donor's, then the last piece's donor's.
+    the one that reaches furthest is taken; of equally far ones that of the lowest generation, then a near donor's, then
+    the last piece's donor's.
     """
     preference = preference or Preference()
     later = sorted(runs, key=lambda run: run.target_start, reverse=True)
@@ -132,19 +140,21 @@ def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: 
         ties = []
         while reaching and -reaching[0][0] == furthest:
             _, donor_id, shift = heapq.heappop(reaching)
-            ties.append((not preference.is_near(donor_id), donor_id != donor, donor_id, position + shift))
+            generation = preference.generations.get(donor_id, 0)
+            ties.append((generation, not preference.is_near(donor_id), donor_id != donor, donor_id, position + shift))
         *_, donor, donor_start = min(ties)
         chosen.append(Run(donor, donor_start, position, furthest - position))
         position = furthest
 
 
-def _entry(piece: Run) -> _Entry:
-    return (-piece.length, piece.target_start, piece.donor_id, piece.donor_start)
+def _entry(piece: Run, preference: Preference) -> _Entry:
+    return (-preference.weight(piece), piece.target_start, piece.donor_id, piece.donor_start, piece.length)
 
 
 def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: Preference) -> _Tie:
     # The donor id comes before positions, so that one donor's pieces are taken together.
     return (
+        preference.generations.get(piece.donor_id, 0),
         not preference.is_near(piece.donor_id),
         piece.donor_id not in taken,
         not preference.is_aligned(piece),
@@ -155,13 +165,13 @@ def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: 
     )
 
 
-def _pop_longest(waiting: list[_Entry]) -> list[Run]:
-    """Takes all pieces of the greatest length from the heap."""
-    longest = waiting[0][0]
+def _pop_heaviest(waiting: list[_Entry]) -> list[Run]:
+    """Takes all pieces of the greatest weight from the heap."""
+    heaviest = waiting[0][0]
     pieces = []
-    while waiting and waiting[0][0] == longest:
-        negative_length, target_start, donor_id, donor_start = heapq.heappop(waiting)
-        pieces.append(Run(donor_id, donor_start, target_start, -negative_length))
+    while waiting and waiting[0][0] == heaviest:
+        _, target_start, donor_id, donor_start, length = heapq.heappop(waiting)
+        pieces.append(Run(donor_id, donor_start, target_start, length))
     return pieces
 
 

@@ -18,7 +18,7 @@ from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, S
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -117,7 +117,9 @@ class _Refusal(Exception):  # noqa: N818 - an answer, not an error
 class Planner:
     """Plans one prompt at a time under one policy. Thread safe: it has no state between calls.
 
-    `is_near` says whether a donor's KV is on the GPU; of equally good donors such a one is taken.
+    `is_near` says whether a donor's KV is on the GPU; of equally good donors such a one is taken. `generations` holds
+    the generations above 0 of donors, which may change between calls: such a donor is never exact, and is used only up
+    to the generation that the request's profile allows.
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
@@ -136,9 +138,11 @@ class Planner:
         policy: ReusePolicy,
         num_layers: int,
         is_near: Callable[[str], bool] = lambda _donor_id: False,
+        generations: Mapping[str, int] | None = None,
     ) -> None:
         self._index = index
         self._is_near = is_near
+        self._generations: Mapping[str, int] = {} if generations is None else generations
         self._settings = settings
         self._policy = policy
         self._num_layers = num_layers
@@ -206,6 +210,10 @@ class Planner:
     def _select(self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str) -> _Selection:
         """Raises _Refusal with the rule that leaves no span."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
+        generation = self._generations.get
+        if self._generations:
+            most = 0 if terms is None else terms.generations
+            runs = [run for run in runs if generation(run.donor_id, 0) <= most]
         usable = [run for run in runs if min(run.target_end, end) - max(run.target_start, begin) >= min_span]
         chunks: list[FuzzyChunk] = []
         alone = usable
@@ -213,9 +221,9 @@ class Planner:
             chunks, alone = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
         if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
             raise _Refusal("no_donor_match")
-        first = exact_run(usable, begin, end, self._is_near)
+        first = exact_run(usable, begin, end, self._is_near, self._generations)
         chosen, used = [] if first is None else [first], list[dict[str, Any]]()
-        preference, found = Preference(self._is_near, request.block_size), None
+        preference, found = Preference(self._is_near, request.block_size, self._generations), None
         # Exact KV comes before a longer shifted run: it costs no quality and may be published.
         position = begin if first is None else first.target_end
         strict = self._settings.strict_prefix_boundary
@@ -226,14 +234,14 @@ class Planner:
             refusal = "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
             pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
-            longest = nlargest(MAX_PIECES, alone + pieces, key=lambda run: run.length)
-            found = cover(longest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
+            heaviest = nlargest(MAX_PIECES, alone + pieces, key=preference.weight)
+            found = cover(heaviest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
             chosen += found.pieces
             chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
             raise _Refusal(refusal)
-        spans = [PlanSpan(*run, exact=run is first) for run in chosen]
+        spans = [PlanSpan(*run, exact=run is first, generation=generation(run.donor_id, 0)) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
         return _Selection(spans, used, cover=found)
@@ -312,13 +320,19 @@ def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[
 
 
 def exact_run(
-    runs: Sequence[Run], begin: int, end: int, is_near: Callable[[str], bool] = lambda _donor_id: False
+    runs: Sequence[Run],
+    begin: int,
+    end: int,
+    is_near: Callable[[str], bool] = lambda _donor_id: False,
+    approximate: Collection[str] = (),
 ) -> Run | None:
     """The longest run that starts at position 0 of donor and prompt, cut to [begin, end); None when there is none.
 
-    Of equally long ones a near donor's is taken.
+    Of equally long ones a near donor's is taken, and none of an `approximate` donor.
     """
-    from_start = [run for run in runs if run.donor_start == 0 and run.target_start == 0]
+    from_start = [
+        run for run in runs if run.donor_start == 0 and run.target_start == 0 and run.donor_id not in approximate
+    ]
     best = min(
         from_start, key=lambda run: (-min(run.target_end, end), not is_near(run.donor_id), run.donor_id), default=None
     )

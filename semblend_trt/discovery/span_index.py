@@ -5,22 +5,31 @@ Anchors (fingerprint.py) nominate places; only a comparison of tokens makes a ru
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
+import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from semblend_trt.background import Background
 from semblend_trt.discovery.anchor_table import AnchorTable
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
+from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from semblend_trt.discovery.anchor_table import Keys, Pages
     from semblend_trt.discovery.fingerprint import HashArray, Positions, TokenArray
+
+logger = logging.getLogger(__name__)
 
 _ALL_BITS = (1 << 64) - 1
 # A diagonal is a donor's number << 32 plus the distance from a position in the prompt to that in the donor.
@@ -87,28 +96,34 @@ class ScanWork:
 
 @dataclass(slots=True)
 class _Namespace:
-    """A namespace of `donors` donors. Its keys are its anchors' hashes times `factor`.
+    """The namespace `key`, of `donors` donors. Its keys are its anchors' hashes times `factor`.
 
     The factor is odd and random, so that texts cannot be chosen to give equal keys (Dietzfelbinger et al., "A Reliable
     Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997).
     """
 
+    key: str
     factor: np.uint64
     donors: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Donor:
+    """`pages`: of its anchors' places, None until these are entered."""
+
     donor_id: str
-    namespace_key: str
+    space: _Namespace
     tokens: TokenArray
     number: int
-    pages: Pages
+    pages: Pages | None = None
 
 
 class SpanIndex:
     """Donors by their tokens. Thread safe: a lock is held while anchors are entered or looked up, never while tokens
     are compared.
+
+    Anchors are entered and taken out by a thread of the index, one donor after the other, while the caller goes on:
+    they take a millisecond, which an engine's step would wait for. A lookup waits for the donor under way.
 
     `hash_mask` selects the bits of a gram's hash that are used. Tests force collisions with it; results are right with
     any mask.
@@ -123,45 +138,49 @@ class SpanIndex:
         self._by_number: list[_Donor | None] = []
         self._free_numbers: list[int] = []
         self._namespaces: dict[str, _Namespace] = {}
+        # One donor is added or removed at a time.
+        self._changes = threading.Lock()
+        self._background = Background("semblend-index")
+        weakref.finalize(self, self._background.close, 0.0)
+        self._is_idle = threading.Event()
+        self._is_idle.set()
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
         """Adds a donor with these `tokens` (integers [n]; copied).
 
-        Raises ValueError when the id is taken or a token id is bad, CapacityError when the index is full.
+        In a full index it is not found. Raises ValueError when the id is taken or a token id is bad.
         """
         held = as_token_array(tokens).copy()
-        anchors = fingerprint(held, self._bounds.max_repeats)
-        with self._lock:
+        with self._changes:
+            self.wait()
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
-            space = self._namespaces.get(namespace_key) or _Namespace(np.uint64(secrets.randbits(64) | 1))
-            number = self._free_numbers[-1] if self._free_numbers else len(self._by_number)
-            pages = self._table.add(number, self._keys(anchors.hashes, space), anchors.positions)
-            donor = self._donors[donor_id] = _Donor(donor_id, namespace_key, held, number, pages)
-            if self._free_numbers:
-                self._by_number[self._free_numbers.pop()] = donor
-            else:
-                self._by_number.append(donor)
-            self._namespaces[namespace_key] = space
-            space.donors += 1
+            with self._lock:
+                space = self._namespaces.get(namespace_key)
+                if space is None:
+                    space = _Namespace(namespace_key, np.uint64(secrets.randbits(64) | 1))
+                    self._namespaces[namespace_key] = space
+                space.donors += 1
+                if not self._free_numbers:
+                    self._free_numbers.append(len(self._by_number))
+                    self._by_number.append(None)
+                number = self._free_numbers.pop()
+                donor = self._donors[donor_id] = self._by_number[number] = _Donor(donor_id, space, held, number)
+            self._begin(self._enter, donor)
 
     def remove(self, donor_id: str) -> bool:
         """Removes a donor; False when it is not indexed."""
-        donor = self._donors.get(donor_id)
-        if donor is None:
-            return False
-        hashes = fingerprint(donor.tokens, self._bounds.max_repeats).hashes
-        with self._lock:
-            if self._donors.get(donor_id) is not donor:
+        with self._changes:
+            self.wait()
+            if donor_id not in self._donors:
                 return False
-            space = self._namespaces[donor.namespace_key]
-            self._table.remove(donor.pages, self._keys(hashes, space))
-            self._by_number[donor.number] = None
-            self._free_numbers.append(donor.number)
-            del self._donors[donor_id]
-            space.donors -= 1
-            if not space.donors:
-                del self._namespaces[donor.namespace_key]
+            with self._lock:
+                donor = self._donors.pop(donor_id)
+                self._by_number[donor.number] = None
+                donor.space.donors -= 1
+                if not donor.space.donors:
+                    del self._namespaces[donor.space.key]
+            self._begin(self._take_out, donor)
         return True
 
     def find(self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN) -> list[Run]:
@@ -180,6 +199,7 @@ class SpanIndex:
         prompt, shortest, bounds = as_token_array(tokens), max(shortest, GUARANTEED_RUN), self._bounds
         if namespace_key not in self._namespaces:
             return [], ScanWork()
+        self.wait()
         anchors = fingerprint(prompt, bounds.max_repeats, shortest)
         nominations, places = self._nominate(namespace_key, anchors)
         runs, extensions, compared = [], 0, 0
@@ -202,14 +222,41 @@ class SpanIndex:
 
     def used_bytes(self) -> int:
         """Memory of tokens and anchors in bytes, without donor ids and Python objects."""
+        self.wait()
         with self._lock:
-            return self._table.nbytes + sum(each.tokens.nbytes + each.pages.nbytes for each in self._donors.values())
+            pages = sum(each.pages.nbytes for each in self._donors.values() if each.pages is not None)
+            return self._table.nbytes + pages + sum(each.tokens.nbytes for each in self._donors.values())
+
+    def wait(self) -> None:
+        """Waits until the change under way is done."""
+        self._is_idle.wait()
 
     def __len__(self) -> int:
         return len(self._donors)
 
     def __contains__(self, donor_id: object) -> bool:
         return donor_id in self._donors
+
+    def _begin(self, change: Callable[[_Donor], None], donor: _Donor) -> None:
+        self._is_idle.clear()
+        self._background.submit(partial(change, donor))
+        self._background.submit(self._is_idle.set)
+
+    def _enter(self, donor: _Donor) -> None:
+        anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
+        with self._lock:
+            try:
+                keys = self._keys(anchors.hashes, donor.space)
+                donor.pages = self._table.add(donor.number, keys, anchors.positions)
+            except CapacityError as error:
+                logger.warning("donor %s is not found by look-ups: %s", donor.donor_id, error)
+
+    def _take_out(self, donor: _Donor) -> None:
+        anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
+        with self._lock:
+            if donor.pages is not None:
+                self._table.remove(donor.pages, self._keys(anchors.hashes, donor.space))
+            self._free_numbers.append(donor.number)
 
     def _keys(self, hashes: HashArray, space: _Namespace) -> Keys:
         keys: Keys = (hashes & self._mask) * space.factor
@@ -242,7 +289,7 @@ class SpanIndex:
                 first = order[begin]
                 donor = self._by_number[numbers[first]]
                 # Another namespace's anchor may have the same key.
-                if donor is not None and donor.namespace_key == namespace_key:
+                if donor is not None and donor.space is space:
                     nominations.append((donor, int(places[first] - targets[first]), targets[order[begin:end]]))
             return nominations, len(which)
 

@@ -46,11 +46,13 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DonorText:
-    """`tokens`: int32 [n]; `digest` names the prompt that it was made from, so that the same one is not kept twice."""
+    """`tokens`: int32 [n]; `digest` names the prompt that it was made from, so that the same one is not kept twice;
+    `generation` is above 0 where the KV was built from approximate KV."""
 
     namespace_key: str
     tokens: npt.NDArray[np.int32]
     digest: bytes
+    generation: int = 0
 
 
 FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
@@ -112,11 +114,12 @@ class _Header:
     digest: str
     tokens: int
     digests: str
+    generation: int
 
     def sealed(self, form: KvForm, key: bytes) -> tuple[bytes, str]:
         """All bytes before the KV, more than are set aside for them where the names are too long; and their seal."""
         end = self.tokens * form.token_bytes
-        about = {
+        about: dict[str, Any] = {
             "format": FORMAT,
             "key": _key_name(key),
             "donor_id": self.donor_id,
@@ -124,6 +127,8 @@ class _Header:
             "digest": self.digest,
             "digests": self.digests,
         }
+        if self.generation:  # a version that does not know of generations then refuses the file
+            about["generation"] = self.generation
         header = {
             "__metadata__": about,
             "kv": {"dtype": _DTYPES[form.dtype], "shape": form.in_file(self.tokens), "data_offsets": [0, end]},
@@ -147,7 +152,10 @@ def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, for
     token_bytes = _token_bytes(text.tokens)
     _write_all(descriptor, token_bytes, end)
     digests.append(hashlib.sha256(token_bytes).hexdigest())
-    header, seal = _Header(donor_id, text.namespace_key, text.digest.hex(), tokens, " ".join(digests)).sealed(form, key)
+    named = _Header(
+        donor_id, text.namespace_key, text.digest.hex(), tokens, " ".join(digests), generation=text.generation
+    )
+    header, seal = named.sealed(form, key)
     if len(header) > form.header_bytes:
         raise OSError(
             f"donor {donor_id:.140}: its header has {len(header)} bytes; {form.header_bytes} are set aside for it"
@@ -164,7 +172,8 @@ def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText
     token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
     if hashlib.sha256(_token_bytes(token_ids)).hexdigest() != header.digests.split()[-1]:
         raise DonorFileError("corrupt", "the file does not hold the tokens that were written")
-    return header.donor_id, DonorText(header.namespace_key, token_ids, bytes.fromhex(header.digest)), seal
+    text = DonorText(header.namespace_key, token_ids, bytes.fromhex(header.digest), header.generation)
+    return header.donor_id, text, seal
 
 
 def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) -> None:
@@ -252,7 +261,8 @@ def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
     found, needed = (said["kv"]["dtype"], said["kv"]["shape"]), (_DTYPES[form.dtype], form.in_file(tokens))
     if found != needed:
         raise DonorFileError("other_geometry", f"the file holds KV of {found!s:.140}; {needed!s:.140} is needed")
-    return _Header(about["donor_id"], about["namespace_key"], about["digest"], tokens, about["digests"])
+    generation = about.get("generation", 0)
+    return _Header(about["donor_id"], about["namespace_key"], about["digest"], tokens, about["digests"], generation)
 
 
 def _header_bytes(num_layers: int) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -128,7 +128,7 @@ class DiskTransfers:
                 self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
                 return
             with self._host.reading(donor_id) as kv:
-                text = DonorText(text.namespace_key, text.tokens[: kv.capacity], text.digest)
+                text = replace(text, tokens=text.tokens[: kv.capacity])
                 self._disk.write(donor_id, text, kv)
         except Exception as error:
             logger.warning("donor %s gets no file: %s", donor_id, error)

@@ -135,6 +135,37 @@ def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
     assert len(held_in(service.worker.store)) == held + 1
 
 
+@pytest.mark.parametrize("generations", [0, 1])
+def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_allows_it(
+    tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generations: int
+) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "verified")
+    monkeypatch.setenv("SEMBLEND_MIN_REUSE_RATIO", "0.1")
+    monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
+    service = Service(tiny_qwen2_path)
+    assert service.scheduler is not None
+    namespace, geometry = service.scheduler.namespace, service.manager.geometry
+    assert namespace is not None
+    service.close()
+    check = ProfileCheck(layer=1, threshold=1.0)
+    made = ReuseProfile.made_for(namespace, geometry, policy="verified", check=check, generations=generations)
+    made.write(tmp_path / "profile.json")
+    service = Service(tiny_qwen2_path)
+    first, second = text(1, 90), text(2, 80)
+    service.serve(LlmRequest(1, [*text(3, 10), *first, *text(4, 5)]))
+    published, held = set(service.manager.impl.tree), len(held_in(service.worker.store))
+    service.serve(LlmRequest(2, [*text(5, 21), *first, *text(6, 4), *second, *text(7, 9)]))
+    assert service.report(2).reused_tokens > 0
+    assert len(held_in(service.worker.store)) == held + generations
+    service.serve(LlmRequest(3, [*text(8, 30), *second, *text(9, 9)]))
+    assert (service.report(3).offered_tokens > 0) == (generations > 0)
+    assert service.report(3).checked_tokens == service.report(3).offered_tokens
+    if generations:  # a request of which nothing is reused is computed cold, and published
+        assert service.manager.impl.tree == published
+    assert sorted(service.manager.impl.free) == list(range(96))
+    service.close()
+
+
 def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
     tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,9 @@ BROKEN: list[tuple[str, Any]] = [
     ("span_range", lambda: PlanSpan("d", 0, 0, 0)),
     ("span_range", lambda: PlanSpan("d", -1, 0, 1)),
     ("span_range", lambda: PlanSpan("d", 0, -1, 1)),
+    ("span_range", lambda: PlanSpan("d", 0, 0, 1, generation=-1)),
+    ("exact_span_approximate", lambda: PlanSpan("d", 0, 0, 1, exact=True, generation=1)),
+    ("generation_unchecked", lambda: plan(spans=(PlanSpan("d", 30, 10, 10, generation=1),))),
     ("exact_span_shifted", lambda: PlanSpan("d", 0, 1, 1, exact=True)),
     ("boundary_outside_model", lambda: execution(recompute_boundary_layer=NUM_LAYERS + 1)),
     ("boundary_outside_model", lambda: execution(recompute_boundary_layer=-1)),
@@ -112,6 +115,15 @@ def test_exact_spans_do_not_limit_what_is_exact() -> None:
     exact = plan(kind=PlanKind.EXACT_PREFIX, spans=spans[:1])
     assert exact.exact_token_count == exact.prompt_length
     assert exact.is_exact
+
+
+def test_a_generation_is_one_more_than_that_of_the_approximate_spans() -> None:
+    checked = execution(check=SpanCheck(1, 0.1))
+    exact, third = PlanSpan("d", 8, 8, 4, exact=True), PlanSpan("f", 0, 16, 4, generation=2)
+    assert plan().generation == 1
+    assert plan(spans=(exact, PlanSpan("e", 0, 12, 4), third), execution=checked).generation == 3
+    assert plan(kind=PlanKind.EXACT_PREFIX, spans=(exact,)).generation == 0
+    assert plan(kind=PlanKind.DISCOVERY_ONLY, spans=(third,), matched_tokens=0).generation == 0
 
 
 def test_stock_engine_takes_spans_that_continue_the_prefix() -> None:

@@ -212,6 +212,7 @@ def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
         ({"policy": "position_fix", "check": None}, ReuseTerms()),
         ({"policy": ReusePolicy.BOUNDARY, "check": None, "boundary": 12}, ReuseTerms(boundary=12)),
         ({}, ReuseTerms(check=SPAN_CHECK)),
+        ({"generations": 3}, ReuseTerms(check=SPAN_CHECK, generations=3)),
         (
             {"head_tokens": 8},
             ReuseTerms(
@@ -230,6 +231,9 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
         ({"check": None}, "verified, and only it, has one"),
         ({"policy": "position_fix", "check": None, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
         ({"head_tokens": -1}, "head_tokens"),
+        ({"policy": "position_fix", "check": None, "generations": 1}, "generations 1; only verified may have some"),
+        ({"generations": -1}, "generations"),
+        ({"generations": 65}, "generations"),
         ({"policy": "boundary", "check": None}, r"boundary 0; allowed is 1\.\.12"),
         ({"policy": "boundary", "check": None, "boundary": 13}, r"boundary 13 is outside 0\.\.12"),
         ({"policy": "position_fix"}, "verified, and only it, has one"),
@@ -261,7 +265,14 @@ CHECKS = st.builds(
     ProfileCheck, layer=st.integers(1, 11), threshold=SHARES, max_span_share=SHARES, min_saved_share=SHARES
 )
 EXECUTIONS = st.one_of(
-    st.fixed_dictionaries({"policy": st.just("verified"), "check": CHECKS, "boundary": st.integers(0, 12)}),
+    st.fixed_dictionaries(
+        {
+            "policy": st.just("verified"),
+            "check": CHECKS,
+            "boundary": st.integers(0, 12),
+            "generations": st.integers(0, 64),
+        }
+    ),
     st.fixed_dictionaries({"policy": st.just("boundary"), "boundary": st.integers(1, 12)}),
     st.fixed_dictionaries({"policy": st.sampled_from(["exact", "position_fix"])}),
 )
@@ -302,6 +313,13 @@ def test_it_reads_back_as_written(
     link.symlink_to(path)
     made.write(link)
     assert link.is_symlink()
+
+
+def test_a_profile_without_the_field_allows_no_generations(tmp_path: Path) -> None:
+    values = profile(generations=3).model_dump(mode="json")
+    del values["generations"]
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    assert ReuseProfile.read(tmp_path / "profile.json") == profile()
 
 
 @pytest.mark.parametrize(

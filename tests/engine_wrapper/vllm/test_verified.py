@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from semblend_trt.reuse_profile import ReuseProfile
+from validation.documents import stock_list
 from validation.families.catalog import write_family
-from validation.prompts import form_for
+from validation.prompts import INSTRUCTIONS, form_for, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +68,25 @@ def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> N
     assert cached > 0
     evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
     assert sum(each.reused_tokens for each in evidence) > 0.25 * GROUPS * TOKENS
+    assert not served.runtime.faults
+
+
+@pytest.mark.parametrize("generations", [0, 1])
+def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
+    engine: Callable[..., Served], profile: Path, tmp_path: Path, generations: int
+) -> None:
+    path = tmp_path / "profile.json"
+    ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
+    served = engine("boundary", {"policy": "verified", "profile": str(path)})
+    lists = [stock_list(random.Random(seed), rows=14) for seed in range(5)]
+    encode, found = served.llm.get_tokenizer().encode, []
+    for number, shown in enumerate([(0, 1, 2), (2, 1, 3), (1, 3, 4)]):
+        texts, question = [lists[each].text for each in shown], lists[shown[-1]].questions[3]
+        found.append(served.ask(encode(render(INSTRUCTIONS[number], texts, question.text), add_special_tokens=False)))
+        served.settle()
+        assert served.llm.get_tokenizer().decode(found[-1].tokens).startswith(question.answer)
+    assert [answered.cached > 100 for answered in found] == [False, True, generations > 0]
+    assert sorted(served.scheduler.donor_index._generations.values()) == [1] * generations
     assert not served.runtime.faults
 
 

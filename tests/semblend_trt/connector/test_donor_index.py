@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from semblend_trt.donors.donor_file import DonorText, file_bytes
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.fleet.announcer import DonorPublisher
-from semblend_trt.plan import EngineMode
+from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
+from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.runtime import PoolFacts, SavedDonor
+from tests.semblend_trt.discovery.planning import profile
+from tests.semblend_trt.plans import plan_of
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
@@ -71,7 +75,21 @@ def keep(index, donor_id, tokens, key="namespace"):
     return intent
 
 
-def plan(index, tokens, key="namespace"):
+def behind_moved_kv(tokens, generation, moved=8, key="namespace"):
+    """A request that would be a donor of this generation: its first `moved` tokens are moved KV, the rest is new."""
+    span = PlanSpan("other", 30, 0, moved, generation=generation - 1)
+    request = tracked(1, tokens, key)
+    request.plan = replace(plan_of(span, prompt=len(tokens), check=SpanCheck(1, 0.1)), prompt_token_ids=tokens)
+    return request
+
+
+def keep_approximate(index, donor_id, tokens, generation, key="namespace"):
+    intent = index.intend(donor_id, behind_moved_kv(tokens, generation, key=key), 0, 3)
+    assert index.begin_save(intent, key, tokens, (), intent.generation)
+    index.saved(SavedDonor(donor_id, len(tokens)))
+
+
+def plan(index, tokens, key="namespace", profile=None):
     """What is planned for a prompt with `tokens` in its middle, and the leases."""
     return index.plan(
         LookupRequest(
@@ -82,13 +100,14 @@ def plan(index, tokens, key="namespace"):
             block_size=16,
             mode=EngineMode.WRAPPER,
             publication_guard=True,
+            profile=profile,
         )
     )
 
 
-def reused(index, tokens, key="namespace"):
+def reused(index, tokens, key="namespace", profile=None):
     """Tokens that a look-up reuses; its leases are given back."""
-    planned, leases = plan(index, tokens, key)
+    planned, leases = plan(index, tokens, key, profile)
     for lease in leases:
         lease.release()
     return 0 if planned.plan is None else planned.plan.reused_tokens
@@ -136,6 +155,83 @@ def test_same_text_is_kept_once():
     keep(index, "donor", tokens)
     assert index.intend("again", tracked(2, tokens), 0) is None
     assert index.intend("other-tenant", tracked(3, tokens, "other"), 0) is not None
+
+
+def test_a_request_is_kept_whole_up_to_the_generation_that_is_allowed_and_else_its_exact_part():
+    index, tokens = index_of(host_tokens=2000), text(9, 300)
+    kept = [index.intend(f"{each}", behind_moved_kv(text(each, 300), each), 0, 2) for each in (1, 2, 3)]
+    assert [None if intent is None else intent.generation for intent in kept] == [1, 2, None]
+    request = behind_moved_kv(tokens, 1)
+    span = replace(request.plan.spans[0], target_start=100)
+    request.plan = replace(request.plan, spans=(span,), matched_tokens=108)
+    for donor_id, allowed, expected in (("a", 0, (100, 0)), ("b", 1, (300, 1))):
+        intent = index.intend(donor_id, request, 0, allowed)
+        assert (intent.max_tokens, intent.generation) == expected
+    # Where donors hold all but few of its tokens, a copy would bring nothing new.
+    assert index.intend("c", behind_moved_kv(tokens, 1, moved=280), 0, 3) is None
+
+
+def test_without_a_generation_nothing_is_saved():
+    index, tokens = index_of(), text(1, 200)
+    intent = index.intend("donor", behind_moved_kv(tokens, 1), 0, 1)
+    assert not index.begin_save(intent, "namespace", tokens, (), None)
+    assert (index.catalog.stats().saving, index.generation("donor")) == (0, 0)
+
+
+def test_a_dropped_plan_leaves_an_exact_donor():
+    index, tokens = index_of(), text(1, 200)
+    index.begin_save(index.intend("donor", behind_moved_kv(tokens, 1), 0, 1), "namespace", tokens, (), 0)
+    index.saved(SavedDonor("donor", 200))
+    assert (index.generation("donor"), reused(index, tokens)) == (0, 200)
+
+
+def test_an_approximate_donor_is_found_in_its_namespace_as_the_profile_allows():
+    index, tokens = index_of(policy="verified"), text(1, 200)
+    keep_approximate(index, "donor", tokens, 2)
+    for allowed, expected in ((0, 0), (1, 0), (2, 200), (3, 200)):
+        made = profile("verified", check=ProfileCheck(layer=1, threshold=0.1), generations=allowed)
+        assert reused(index, tokens, profile=made) == expected
+        assert reused(index, tokens, "other", made) == 0
+    assert reused(index, tokens) == reused(index_of(), tokens) == 0
+    assert index.held().approximate == 1
+
+
+def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
+    index, tokens = index_of(), text(1, 200)
+    keep_approximate(index, "second", tokens, 2)
+    assert index.intend("again", behind_moved_kv(tokens, 2), 0, 3) is None
+    keep_approximate(index, "first", tokens, 1)
+    assert index.offload.take_commands().drops == ["second"]
+    keep_approximate(index, "elsewhere", tokens, 1, "other")
+    assert not index.holds("namespace", tokens)
+    keep(index, "exact", tokens)
+    assert index.holds("namespace", tokens)
+    assert index.offload.take_commands().drops == ["first"]
+    assert [index.catalog.tier(each) for each in ("second", "first", "exact")] == [None, None, Tier.HOST]
+    assert index.catalog.tier("elsewhere") is Tier.HOST
+    assert index.intend("again", behind_moved_kv(tokens, 1), 0, 3) is None
+    assert reused(index, tokens) == 200
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail"])
+def test_until_an_exact_copy_is_held_the_approximate_donor_stays(end):
+    index, tokens = index_of(policy="verified"), text(1, 200)
+    keep_approximate(index, "approximate", tokens, 1)
+    if end == "cancel":
+        index.cancel(index.intend("exact", tracked(1, tokens), 0))
+    else:
+        begin(index, "exact", tokens)
+        index.saved(SavedDonor("exact", 0, "no memory"))
+    made = profile("verified", check=ProfileCheck(layer=1, threshold=0.1), generations=1)
+    planned, (lease,) = plan(index, tokens, profile=made)
+    assert [span.donor_id for span in planned.plan.spans] == ["approximate"]
+    # It is read, so it stays beside the exact one, which is taken from now on.
+    keep(index, "exact", tokens)
+    assert index.catalog.tier("approximate") is Tier.HOST
+    lease.release()
+    planned, _ = plan(index, tokens, profile=made)
+    assert [span.donor_id for span in planned.plan.spans] == ["exact"]
+    assert index.intend("again", tracked(1, tokens), 0) is None
 
 
 def test_short_requests_do_not_become_donors():
@@ -232,6 +328,20 @@ class Tiers:
 
     def tiers(self, *donor_ids):
         return [self.index.catalog.tier(donor_id) for donor_id in donor_ids]
+
+
+@pytest.mark.parametrize("order", [(0, 2), (2, 0), (1, 2), (2, 1)])
+def test_of_two_files_of_one_text_the_lowest_generation_stays(order):
+    tiers = Tiers()
+    for generation in order:
+        held = DonorText("namespace", text(1), b"text", generation)
+        tiers.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, f"of-{generation}", None, held))
+    tiers.index.take_events(deque())
+    low, high = (f"of-{generation}" for generation in sorted(order))
+    assert tiers.tiers(low, high) == [Tier.DISK, None]
+    assert tiers.index.offload.take_commands().drops == [high]
+    assert [call for call in tiers.told if call[0] == "found"] == [("found", "of-0", "disk")] * (0 in order)
+    assert tiers.index.generation(low) == min(order)
 
 
 def test_the_displaced_of_the_card_move_down_and_get_a_file():
@@ -381,26 +491,29 @@ def test_every_event_is_counted_even_of_donors_that_are_not_known():
 
 
 class DonorIndexMachine(RuleBasedStateMachine):
-    """Random intents, saves, failures, cancels and leases against what must always hold."""
+    """Random intents of all generations, saves, failures, cancels and leases against what must always hold."""
 
     def __init__(self):
         super().__init__()
         self.index = index_of(host_tokens=600)
         self.open, self.leases, self.serial = [], [], 0
 
-    @rule(seed=st.integers(0, 6), length=st.integers(64, 250))
-    def intend(self, seed, length):
+    @rule(seed=st.integers(0, 6), length=st.integers(64, 250), generation=st.integers(0, 3))
+    def intend(self, seed, length, generation):
         self.serial += 1
         tokens = text(seed, length)
-        intent = self.index.intend(f"donor-{self.serial}", tracked(self.serial, tokens), 0)
+        request = behind_moved_kv(tokens, generation) if generation else tracked(self.serial, tokens)
+        intent = self.index.intend(f"donor-{self.serial}", request, 0, 2)
         if intent is not None:
+            assert intent.generation == generation <= 2
             self.open.append((intent, tokens))
 
-    @rule(fails=st.booleans())
-    def save(self, fails):
+    @rule(fails=st.booleans(), is_dropped=st.booleans())
+    def save(self, fails, is_dropped):
         if self.open:
             intent, tokens = self.open.pop(0)
-            assert self.index.begin_save(intent, "namespace", tokens)
+            generation = 0 if is_dropped else intent.generation
+            assert self.index.begin_save(intent, "namespace", tokens, (), generation)
             self.index.saved(SavedDonor(intent.donor_id, 0 if fails else len(tokens), "injected" if fails else None))
 
     @rule()
@@ -414,6 +527,7 @@ class DonorIndexMachine(RuleBasedStateMachine):
         self.leases.extend(leases)
         if planned.plan is not None:
             assert {lease.donor_id for lease in leases} == {span.donor_id for span in planned.plan.spans}
+            assert all(self.index.generation(lease.donor_id) == 0 for lease in leases)  # no profile allows others
 
     @rule()
     def release(self):
@@ -426,6 +540,17 @@ class DonorIndexMachine(RuleBasedStateMachine):
         assert stats.used_bytes <= 600 * TOKEN_BYTES
         assert stats.leases == len(self.leases)
         assert stats.saving == len(self.open)
+
+    @invariant()
+    def generations_are_of_donors_and_a_text_is_named_by_its_lowest(self):
+        index = self.index
+        named = set(index._index._donors) | {intent.donor_id for intent, _ in self.open}
+        assert set(index._generations) <= set(index._text_of_donor) == named
+        assert all(index._text_of_donor[donor_id] == text for text, donor_id in index._donor_of_text.items())
+        for text in {index._text_of_donor[donor_id] for donor_id in index._index._donors}:
+            of_text = [each for each in index._index._donors if index._text_of_donor[each] == text]
+            best = index._donor_of_text.get(text)
+            assert best is None or index.generation(best) <= min(map(index.generation, of_text))
 
     def teardown(self):
         self.release()

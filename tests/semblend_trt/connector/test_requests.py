@@ -17,6 +17,7 @@ from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
     TrackedRequest,
+    donor_generation,
     fit_to_blocks,
     outcome_of,
     report_of,
@@ -131,6 +132,26 @@ def savable(matched=0):
             mode=EngineMode.STOCK,
         )
     return tracked(7, PROMPT, plan=plan, intent=SaveIntent(7, "donor", PROMPT + 20))
+
+
+EVIDENCE = CheckEvidence(7, 60, 60, 50, 10, 0.1, is_dropped=False)
+
+
+@pytest.mark.parametrize(
+    ("generation", "evidence", "load_failed", "expected"),
+    [
+        (0, None, False, 0),
+        (2, EVIDENCE, False, 2),
+        (2, replace(EVIDENCE, is_dropped=True), False, 0),
+        (2, None, False, None),
+        (2, EVIDENCE, True, None),
+    ],
+)
+def test_behind_moved_kv_only_what_was_checked_becomes_a_donor(generation, evidence, load_failed, expected):
+    request = savable()
+    request.intent = replace(request.intent, generation=generation)
+    request.evidence, request.load_failed = evidence, load_failed
+    assert donor_generation(request) == expected
 
 
 def told(request, position, scheduled, blocks=(), *, is_first=False):

@@ -18,13 +18,18 @@ NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
 
 
-def planner(donors: dict[str, np.ndarray], policy: str = "position_fix", **overrides: object) -> Planner:
+def planner(
+    donors: dict[str, np.ndarray],
+    policy: str = "position_fix",
+    generations: dict[str, int] | None = None,
+    **overrides: object,
+) -> Planner:
     index = SpanIndex()
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
     # Tests share their processors; only those of the deadline itself may meet it.
     values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))  # type: ignore[arg-type]
-    return Planner(index, values, values.policy, NUM_LAYERS)
+    return Planner(index, values, values.policy, NUM_LAYERS, generations=generations)
 
 
 def request(

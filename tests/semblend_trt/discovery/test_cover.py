@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -181,6 +182,14 @@ def test_a_longer_run_wins_over_any_preference() -> None:
     assert found == Cover((Run("far", 1, 0, 100),), considered=2, covered=1)
 
 
+@pytest.mark.parametrize(("length", "taken"), [(100, "exact"), (199, "exact"), (200, "exact"), (202, "later")])
+def test_a_run_of_a_later_generation_has_to_be_so_many_times_longer(length: int, taken: str) -> None:
+    runs = [Run("exact", 7, 0, 100), Run("later", 0, 0, length)]
+    pieces = cover(runs, 0, 1000, 32, {"later"}, Preference({"later"}.__contains__, 1, {"later": 1})).pieces
+    assert pieces[0].donor_id == taken
+    assert sum(piece.length for piece in pieces) == (length if length - 100 >= 32 else 100)
+
+
 def test_near_and_aligned_pieces_are_counted() -> None:
     runs = [Run("near", 0, 0, 100), Run("near", 101, 200, 100), Run("far", 32, 400, 100)]
     found = cover(runs, 0, 1000, 32, preference=Preference({"near"}.__contains__, 16))
@@ -214,6 +223,12 @@ def test_a_chain_stays_with_its_donor_when_others_reach_as_far() -> None:
     runs = [Run("z", 0, 0, 100), Run("a", 0, 50, 150), Run("z", 500, 50, 150)]
     assert chain(runs, 0, 1000, 64) == [Run("z", 0, 0, 100), Run("z", 550, 100, 100)]
     assert chain(runs, 60, 1000, 64) == [Run("a", 10, 60, 140)]
+
+
+def test_a_chain_goes_on_with_the_lowest_generation_when_others_reach_as_far() -> None:
+    runs = [Run("a", 0, 0, 100), Run("b", 0, 0, 100)]
+    later_a = Preference({"a"}.__contains__, generations={"a": 1})
+    assert chain(runs, 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
 
 
 def test_a_chain_goes_on_with_a_near_donor_when_others_reach_as_far() -> None:

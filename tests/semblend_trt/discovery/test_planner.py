@@ -196,6 +196,38 @@ def test_verified_without_a_profile_that_justifies_more_is_exact(made: ReuseProf
         assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
 
 
+GENERATIONS = profile("verified", check=CHECK, generations=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "generation", "used"),
+    [("verified", 0, True), ("verified", 2, True), ("verified", 3, False)]
+    + [(policy, 1, False) for policy in ("exact", "position_fix", "boundary", "epic", "cacheblend")],
+)
+def test_approximate_donors_are_used_by_verified_alone_up_to_the_generation_that_its_profile_allows(
+    policy: str, generation: int, used: bool
+) -> None:
+    for donor in (PROMPT[:600], SHIFTED):
+        asked = planner({"a": donor}, policy, {"a": generation} if generation else {}, recompute_boundary_layer=2)
+        planned = asked.plan(request(profile=GENERATIONS))
+        assert planned.runs_found == 1
+        if not used:
+            assert_refused(planned, "no_donor_match")
+            continue
+        (span,) = plan_of(planned).spans
+        assert (span.exact, span.generation) == (donor is not SHIFTED and not generation, generation)
+        assert plan_of(planned).is_checked != span.exact
+
+
+def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
+    longer = np.concatenate([DOCUMENT, OTHER[:40]])
+    prompt = np.concatenate([text(7, 50), longer, text(8, 50)])
+    donors = {"a": SHIFTED[109:509], "b": np.concatenate([text(6, 9), longer]), "c": PROMPT[100:]}
+    for generations, taken in (({"b": 1, "c": 2}, "a"), ({"a": 2, "b": 1, "c": 2}, "b"), ({"a": 2, "c": 1}, "b")):
+        asked = planner(donors, "verified", generations, min_reuse_ratio=0)
+        assert plan_of(asked.plan(request(prompt, profile=GENERATIONS))).spans[0].donor_id == taken
+
+
 def test_a_profile_is_read_by_policy_verified_only() -> None:
     asked = planner({"a": SHIFTED}, "exact")
     assert_refused(asked.plan(request(profile=profile("position_fix"))), "not_exact")
@@ -397,6 +429,7 @@ FIRST, SECOND = PlanSpan("a", 0, 0, 100, exact=True), PlanSpan("b", 7, 100, 70)
 def test_the_exact_run_is_the_longest_from_both_starts() -> None:
     runs = [Run("a", 0, 0, 90), Run("b", 0, 0, 120), Run("c", 0, 0, 120), Run("d", 5, 0, 300), Run("e", 0, 5, 300)]
     assert exact_run(runs, 30, 110) == Run("b", 30, 30, 80)
+    assert exact_run(runs, 30, 110, approximate={"b", "c"}) == Run("a", 30, 30, 60)
     assert exact_run(runs[3:], 0, 400) is None
     assert exact_run(runs, 120, 400) is None
 
@@ -422,7 +455,9 @@ def test_a_strict_plan_ends_where_a_block_ends(min_span: int, expected: list[Pla
 @given(
     seed=st.integers(0, 2**32 - 1),
     policy=st.sampled_from(["exact", "verified", "position_fix", "boundary", "epic", "cacheblend"]),
-    made=st.sampled_from([None, profile("verified", check=CHECK), profile("boundary", boundary=1)]),
+    made=st.sampled_from(
+        [None, profile("boundary", boundary=1), *(profile("verified", check=CHECK, generations=g) for g in (0, 1, 3))]
+    ),
     mode=st.sampled_from([STOCK, WRAPPER]),
     guard=st.booleans(),
     discovery_only=st.booleans(),
@@ -451,10 +486,12 @@ def test_every_plan_moves_equal_tokens_only(
         return np.concatenate(chosen)[int(rng.integers(0, 15)) if rng.integers(0, 2) else 0 :]
 
     donors = {f"donor-{i}": shuffled() for i in range(3)}
+    generations = {donor_id: int(rng.integers(1, 4)) for donor_id in donors if rng.integers(0, 2)}
     prompt = shuffled()
     asked = planner(
         donors,
         policy,
+        generations,
         recompute_boundary_layer=3,
         min_span_tokens=int(rng.integers(1, 80)),
         min_reuse_ratio=float(rng.uniform(0, 0.4)),
@@ -468,6 +505,12 @@ def test_every_plan_moves_equal_tokens_only(
     assert (planned.plan is None) == (planned.outcome_reason is not None)
     if planned.plan is not None:
         check_plan(planned.plan, donors, prompt, computed)
+        allowed = 0 if made is None or policy != "verified" or mode is STOCK else made.generations
+        for span in planned.plan.spans:
+            assert span.generation == generations.get(span.donor_id, 0) <= allowed
+            assert not (span.exact and span.generation)
+        if planned.plan.matched_tokens and any(span.generation for span in planned.plan.spans):
+            assert planned.plan.is_checked
         assert planned.plan.is_exact or guard or discovery_only
         only_exact = policy == "exact" or (policy == "verified" and (made is None or mode is STOCK))
         assert planned.plan.kind is PlanKind.EXACT_PREFIX or not only_exact or discovery_only

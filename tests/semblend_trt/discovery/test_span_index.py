@@ -333,3 +333,31 @@ def test_a_run_is_cut_to_a_window() -> None:
     assert run.within(120, 130) == Run("donor", 30, 120, 10)
     assert run.within(150, 200) is None
     assert run.within(0, 100) is None
+
+
+def test_a_removed_donor_is_not_found_and_its_number_is_used_again() -> None:
+    index, rng = SpanIndex(), np.random.default_rng(5)
+    for number in range(40):
+        tokens = rng.integers(0, 1000, 600)
+        index.add("space", f"{number}", tokens)
+        assert [run.donor_id for run in index.find("space", tokens[100:])] == [f"{number}"]
+        assert index.remove(f"{number}")
+        assert not index.remove(f"{number}")
+        assert index.find("space", tokens[100:]) == []
+    index.wait()
+    assert len(index._by_number) <= 2
+
+
+def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, rng = SpanIndex(), np.random.default_rng(6)
+    kept, more = rng.integers(0, 1000, (2, 4000))
+    index.add("space", "kept", kept)
+    index.wait()
+    monkeypatch.setattr("semblend_trt.discovery.anchor_table._MOST_PAGES", index._table._pages)
+    index.add("space", "more", more)
+    assert index.find("space", more) == []
+    assert [run.donor_id for run in index.find("space", kept)] == ["kept"]
+    assert index.remove("more")
+    assert index.remove("kept")
+    index.add("space", "more", more)
+    assert [run.donor_id for run in index.find("space", more)] == ["more"]

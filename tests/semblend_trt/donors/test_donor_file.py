@@ -67,6 +67,15 @@ def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
     assert torch.equal(held.tensor, kv.tensor)
 
 
+def test_the_generation_comes_back_and_files_without_one_are_of_generation_0(tmp_path, written):
+    path, kv = tmp_path / "approximate", host_kv(TOKENS)
+    with path.open("xb", buffering=0) as file:
+        write_donor(file.fileno(), "donor", dataclasses.replace(text_of(TOKENS), generation=2), kv, FORM, KEY)
+    assert text_in(path)[1].generation == 2
+    assert text_in(written[0])[1].generation == 0
+    assert b"generation" not in written[0].read_bytes()[:PAGE]  # as files were before there were generations
+
+
 @pytest.mark.parametrize("sizes", [(TOKENS,), (1, 20), (20, 1), (5, 5, 11)])
 def test_parts_of_memory_need_not_be_those_of_the_writer(written, sizes):
     path, kv, seal = written

@@ -28,9 +28,11 @@ from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
 from semblend_trt.fleet.wire import Emitter, decode
 from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
+from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.runtime import PoolFacts, SavedDonor
 from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.neighbours import neighbourhood_for, text_decoder
+from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
@@ -70,6 +72,19 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
         ("gone", "d"),
         ("gone", "c"),
     ]
+
+
+def test_a_donor_built_from_approximate_kv_is_not_announced() -> None:
+    recorded = Recorded()
+    settings = load_settings(policy="verified", host_bytes=500 * TOKEN_BYTES)
+    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None, None)
+    request = TrackedRequest(1, "namespace", text(1, 200), 0)
+    request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
+    intent = index.intend("approximate", request, 0, 1)
+    assert intent is not None
+    assert index.begin_save(intent, "namespace", request.prompt, (), intent.generation)
+    index.saved(SavedDonor("approximate", 200))
+    assert recorded.calls == [("gone", "approximate")]
 
 
 def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch) -> None:

@@ -1,0 +1,163 @@
+"""Documents first seen behind moved KV are reused where the reuse profile allows generations, and answered as cold."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.embedded.llm import SamplingParams
+from engine_wrapper.embedded.model_runner import ModelRunner
+from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper import serving
+from tests.engine_wrapper.serving import Engines, token_ids
+from validation.documents import stock_list
+from validation.models import profile_of, shipped_model
+from validation.prompts import INSTRUCTIONS, render
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from engine_wrapper.embedded.llm import LLM, RequestOutput
+
+LISTS = [stock_list(random.Random(seed), rows=14) for seed in range(7)]
+# The first prompt is computed cold. Each later one shows a list for the first time, behind one of the first prompt's
+# and, from the third prompt on, behind the list that was new in the prompt before.
+SHOWN = [(0, 1, 2), (2, 1, 3), (1, 3, 4), (2, 4, 5), (1, 5, 6)]
+
+
+def prompt_of(instruction: int, shown: tuple[int, ...]) -> str:
+    return render(INSTRUCTIONS[instruction], [LISTS[each].text for each in shown], LISTS[shown[-1]].questions[3].text)
+
+
+PROMPTS = [prompt_of(number, shown) for number, shown in enumerate(SHOWN)]
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return ModelRunner(shipped_model(), "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def cold(runner: ModelRunner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    engines = Engines(tmp_path_factory.mktemp("cold") / "audit.jsonl", model=shipped_model(), runner=runner)
+    yield engines.cold()
+    engines.shutdown()
+
+
+@pytest.fixture
+def verified(engine: Engines, runner: ModelRunner, tmp_path: Path) -> Callable[..., LLM]:
+    """Engines under the shipped profile with so many generations."""
+
+    def build(generations: int, **settings: Any) -> LLM:
+        shipped, path = profile_of(None, None), tmp_path / f"{generations}.json"
+        assert shipped is not None
+        ReuseProfile.read(shipped).model_copy(update={"generations": generations}).write(path)
+        return engine(cache={"tokens_per_block": 32}, model=shipped_model(), runner=runner, PROFILE=path, **settings)
+
+    return build
+
+
+def serve(llm: LLM, prompt: str, **options: Any) -> RequestOutput:
+    """Serves a prompt, until its KV is kept in every tier."""
+    output = serving.serve(llm, prompt, SamplingParams(max_tokens=6), **options)
+    if llm.connector_worker is not None and llm.connector_worker.transfers is not None:
+        llm.connector_worker.saver.drain()
+        llm.connector_worker.transfers.drain()
+        llm.connector_scheduler.take_events()
+    return output
+
+
+def generations_of(llm: LLM) -> list[int]:
+    return sorted(llm.connector_scheduler.donor_index._generations.values())
+
+
+@pytest.mark.parametrize(
+    ("allowed", "reused", "kept"),
+    [
+        (0, [False, True, False, True, False], []),
+        (1, [False, True, True, False, True], [1, 1]),
+        (3, [False, True, True, True, True], [1, 2, 3]),
+    ],
+)
+def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
+    engine: Engines, cold: LLM, verified: Callable[..., LLM], allowed: int, reused: list[bool], kept: list[int]
+) -> None:
+    llm = verified(allowed)
+    outputs = [serve(llm, prompt) for prompt in PROMPTS]
+    assert [output.reused_tokens > 100 for output in outputs] == reused
+    assert generations_of(llm) == kept
+    assert [token_ids(output) for output in outputs] == [token_ids(serve(cold, prompt)) for prompt in PROMPTS]
+    plans, donors = engine.events("plan_dispatched"), engine.events("donor_registered")
+    assert sorted(event["generation"] for event in donors if event["generation"]) == kept
+    assert max(event["generation"] for event in plans) == min(allowed, max(kept, default=0))
+
+
+@pytest.mark.parametrize("contract", ["1.1", "1.2", "1.3rc", "main"])
+def test_every_version_of_the_contract_keeps_them(cold: LLM, verified: Callable[..., LLM], contract: str) -> None:
+    llm = verified(3, contract=contract)
+    outputs = [serve(llm, prompt) for prompt in PROMPTS]
+    assert generations_of(llm) == [1, 2, 3]
+    assert [token_ids(output) for output in outputs] == [token_ids(serve(cold, prompt)) for prompt in PROMPTS]
+
+
+def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(
+    cold: LLM, verified: Callable[..., LLM]
+) -> None:
+    llm = verified(1)
+    first, again = [serve(llm, prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[1])][1:]
+    assert generations_of(llm) == [1]
+    # The engine's own prefix cache holds nothing behind the instruction, and the donor is no exact prefix either.
+    assert max(first.cached_tokens, again.cached_tokens) < 8
+    report = llm.connector_scheduler.reuse_of(again.request_id)
+    assert again.reused_tokens > first.reused_tokens
+    assert report.checked_tokens >= report.reused_tokens
+    assert token_ids(again) == token_ids(serve(cold, PROMPTS[1]))
+
+
+def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified: Callable[..., LLM]) -> None:
+    llm = verified(3)
+    serve(llm, PROMPTS[0])
+    llm.executor.model_runner.evidence_sink = None
+    assert serve(llm, PROMPTS[1]).reused_tokens == 0  # unknown
+    assert generations_of(llm) == []
+    catalog = llm.connector_scheduler.donor_index.catalog.stats()
+    assert (catalog.ready, catalog.saving, catalog.leases) == (1, 0, 0)
+
+
+def test_a_dropped_plan_leaves_an_exact_donor(verified: Callable[..., LLM]) -> None:
+    llm = verified(1)
+    serve(llm, PROMPTS[0])
+    headings, rows = zip(*(each.text.split("\n", 1) for each in LISTS), strict=True)
+    # The same rows under other headings: the check finds that they mean something else.
+    traps = [f"{headings[4]}\n{rows[1]}", f"{headings[5]}\n{rows[2]}"]
+    output = serve(llm, render("Use the documents.", [*traps, LISTS[3].text], LISTS[3].questions[0].text))
+    assert (output.reused_tokens, output.reuse_reason) == (0, "deviation")
+    assert (generations_of(llm), llm.connector_scheduler.donor_index.catalog.stats().ready) == ([], 2)
+
+
+def test_requests_of_another_salt_do_not_see_it(verified: Callable[..., LLM]) -> None:
+    llm = verified(3)
+    for prompt in PROMPTS[:2]:
+        serve(llm, prompt, cache_salt="one")
+    assert serve(llm, PROMPTS[2], cache_salt="other").reused_tokens == 0
+    assert serve(llm, PROMPTS[2], cache_salt="one").reused_tokens > 100
+
+
+@pytest.mark.parametrize("allowed", [0, 3])
+def test_a_restarted_engine_finds_it_on_disk_with_its_generation(
+    cold: LLM, verified: Callable[..., LLM], tmp_path: Path, allowed: int
+) -> None:
+    disk = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}
+    llm = verified(3, **disk)
+    for prompt in ("hello", *PROMPTS[:2]):  # files are written once the folder has been read
+        serve(llm, prompt)
+    llm.shutdown()
+    restarted = verified(allowed, MIN_DONOR_TOKENS=4096, **disk)
+    # The first request that would use it has it read back.
+    outputs = [serve(restarted, prompt) for prompt in ("hello", "hello", prompt_of(8, SHOWN[2]), PROMPTS[2])]
+    assert generations_of(restarted) == [1]
+    assert (outputs[-1].reused_tokens > 100) == (allowed > 0)
+    assert token_ids(outputs[-1]) == token_ids(serve(cold, PROMPTS[2]))
