@@ -25,6 +25,8 @@ from kernels.sparse_prefill.rows import to_device
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
+
     from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
 
@@ -90,21 +92,34 @@ def with_lowest_layers_run(
     """`work`, or the rest of it, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
 
     Most works can be divided as they are, and nothing runs; None needs no division. Otherwise `run` gets their parts,
-    and `evidence_sink` what the check found; the host waits for the device there.
+    and `evidence_sink` what the check found; the host waits for the device there. The sample of a check runs here too.
     """
+    if work.pending is not None and work.pending.check.sample_every:
+        compared = work.pending.first_compared()
+        found = _run_parts(work.sample(compared), work.pending.check.layer, max_rows, run)
+        work, known = work.behind_sample(compared, found)
+        if known is not None and evidence_sink is not None:
+            evidence_sink(known)
     # This runs in every iteration; rows of cold requests and of decode steps are only counted.
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
         # The layer in which rows are compared, else the last one before the first rows leave.
         layer = int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
-        starts = range(0, rows.stop, max_rows)
-        parts = [work.part(start, min(start + max_rows, rows.stop), 0) for start in starts]
-        deviations = [run(part, layer) for part in parts]
+        found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
         if work.pending is not None:
-            work, evidence = work.decide(torch.cat(deviations).cpu().numpy())
+            work, evidence = work.decide(found)
             if evidence_sink is not None:
                 evidence_sink(evidence)
         work = work.beyond(layer, num_layers)
     return work
+
+
+def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLowest) -> npt.NDArray[np.float32]:
+    """Runs the lowest layers of all rows; returns the deviations of the checked ones, for which the host waits."""
+    rows = len(work.positions)
+    step = rows if max_rows is None else max_rows
+    parts = [work.part(start, min(start + step, rows), 0) for start in range(0, rows, step)]
+    deviations: npt.NDArray[np.float32] = torch.cat([run(part, layer) for part in parts]).cpu().numpy()
+    return deviations
 
 
 @dataclass(frozen=True, slots=True)

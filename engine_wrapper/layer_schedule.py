@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
-from kernels.deviation import FreshRows, Move, deviation, relative, squares
+from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
 from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from kernels.sparse_prefill import SequenceRows
@@ -116,10 +116,15 @@ class DeviationCheck:
         the KV heads, it is the deviation over all heads, with the same bits on each rank, so that all decide alike.
         Raises ValueError when a position lies beyond its request's blocks.
         """
-        moves, first_row = [], 0
+        fresh, moves, first_row = FreshRows(keys, values), [], 0
         for work in self.works:
             active = work.active(self.layer)
             places = first_row + np.cumsum(active) - active
+            if work.pending is not None and work.pending.sampled is not None:
+                # A sample has a forward of its own.
+                rows, positions = (torch.from_numpy(each[work.pending.sampled]) for each in (places, work.positions))
+                sums = row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
+                return relative(sums if ranks is None else ranks.total(sums)).amax(0)
             first_row += int(np.count_nonzero(active))
             if work.pending is None or work.pending.check.layer != self.layer:
                 continue
@@ -133,7 +138,6 @@ class DeviationCheck:
         # The donor's keys were rotated when they were placed into the pool.
         planes = geometry.head_dim // 2
         still = RopeRotation((0.0,) * planes, 2 * planes)
-        fresh = FreshRows(keys, values)
         if ranks is None or ranks.size == 1:
             return deviation(moves, fresh, self.layer, still).amax(0)
         return relative(ranks.total(squares(moves, fresh, self.layer, still))).amax(0)

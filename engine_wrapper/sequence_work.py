@@ -12,7 +12,7 @@ from semblend_trt.errors import PlanError
 from semblend_trt.plan import WINDOW_TOKENS, CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -129,16 +129,31 @@ def closed(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampleFound:
+    """What the sample of a check found, of `tokens` tokens: `kept_tokens` are in windows that it let pass, and
+    `largest_kept` is the largest deviation there. `of_rows`: float32 [checked tokens], the deviations of those in the
+    other windows, 0.0 where the sample has none."""
+
+    tokens: int
+    kept_tokens: int
+    largest_kept: float
+    of_rows: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingCheck:
     """A plan whose check has not decided yet.
 
     `rows`: the request's rows that are compared, one range for each checked span; all are computed until the check has
-    decided. `keys_per_row` as for `works_of`.
+    decided. `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared,
+    int64, and `rows` is empty. Behind it, `sample` is what it found.
     """
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
     keys_per_row: int = 0
+    sampled: npt.NDArray[np.int64] | None = None
+    sample: SampleFound | None = None
 
     @property
     def check(self) -> SpanCheck:
@@ -148,10 +163,15 @@ class PendingCheck:
     @property
     def checked(self) -> npt.NDArray[np.int64]:
         """The rows that are compared, span after span, int64 [checked tokens]."""
+        if self.sampled is not None:
+            return self.sampled
         return np.concatenate([np.arange(rows.start, rows.stop, dtype=np.int64) for rows in self.rows])
 
     def within(self, start: int, stop: int) -> PendingCheck | None:
         """The check of the rows start..stop-1, counted from the first of them; None if none is compared."""
+        if self.sampled is not None:
+            own = self.sampled[(self.sampled >= start) & (self.sampled < stop)] - start
+            return replace(self, sampled=own) if len(own) else None
         cut = (range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in self.rows)
         kept = tuple(rows for rows in cut if rows)
         return replace(self, rows=kept) if kept else None
@@ -167,23 +187,67 @@ class PendingCheck:
 
         lengths = [len(rows) for rows in self.rows]
         wider = widened if self.keys_per_row else None
-        return choose(self.check, deviations, lengths, self._exact_tokens, self.plan.matched_tokens, wider)
+        if self.sample is not None:
+            # The sample's own KV lies in the pool by now, and a token does not deviate from itself.
+            deviations = np.maximum(deviations, self.sample.of_rows)
+        return choose(self.check, deviations, lengths, self._saved_tokens, self.plan.matched_tokens, wider)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
-        offered, reused = self.plan.reused_tokens, self._exact_tokens + choice.kept_tokens
+        """`choice`: of an empty check where the sample left nothing to check."""
+        offered, reused, sample = self.plan.reused_tokens, self._saved_tokens + choice.kept_tokens, self.sample
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
             checked_tokens=choice.computed.size,
             reused_tokens=reused,
             recomputed_tokens=offered - reused,
-            largest_kept=choice.largest_kept,
+            largest_kept=max(choice.largest_kept, 0.0 if sample is None else sample.largest_kept),
             is_dropped=choice.is_dropped,
+            sampled_tokens=0 if sample is None else sample.tokens,
         )
 
     @property
-    def _exact_tokens(self) -> int:
-        return sum(span.length for span in self.plan.spans if span.exact)
+    def _saved_tokens(self) -> int:
+        """Tokens that are reused whatever the check finds: exact ones, and those that the sample has let pass."""
+        exact = sum(span.length for span in self.plan.spans if span.exact)
+        return exact + (0 if self.sample is None else self.sample.kept_tokens)
+
+    def first_compared(self) -> npt.NDArray[np.int64]:
+        """Which of the checked tokens the sample compares, int64, ascending."""
+        every, rng = self.check.sample_every, np.random.default_rng(self.plan.execution.sample_seed)
+        found, first = [], 0
+        for length in map(len, self.rows):
+            head = min(WINDOW_TOKENS, length)
+            strata = np.arange(head, length, every)
+            # The last stratum may be shorter.
+            chosen = np.minimum(strata + rng.integers(0, every, len(strata)), length - 1)
+            found += [first + np.arange(head), first + chosen]
+            first += length
+        return np.concatenate(found)
+
+    def suspects(self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+        """Which checked tokens are in windows that the sample does not let pass, bool [checked tokens].
+
+        `compared`: the sample; `deviations`: its, float32. One that is not a number exceeds every threshold.
+        """
+        lengths = np.array([len(rows) for rows in self.rows])
+        windows = -(-lengths // WINDOW_TOKENS)  # of each span
+        sizes = np.full(windows.sum(), WINDOW_TOKENS)
+        ends = np.cumsum(windows)
+        sizes[ends - 1] = lengths - (windows - 1) * WINDOW_TOKENS
+        window_of = np.repeat(np.arange(len(sizes)), sizes)
+        fails = np.zeros(len(sizes), dtype=bool)
+        fails[window_of[compared[~(deviations <= self.check.sample_threshold)]]] = True
+        wider = fails.copy()
+        within = np.ones(len(sizes), dtype=bool)
+        within[ends - 1] = False  # the next window is of another span
+        wider[1:] |= fails[:-1] & within[:-1]
+        wider[:-1] |= fails[1:] & within[:-1]
+        found = wider[window_of]
+        saved = self._saved_tokens + found.size - np.count_nonzero(found)
+        if saved < self.check.min_saved_share * self.plan.matched_tokens:
+            return np.ones_like(found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,6 +297,60 @@ class SequenceWork:
             self, token_ids=self.token_ids[stays], positions=self.positions[stays], drops_at=self.drops_at[stays]
         )
 
+    def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
+        """The rows of a sample's forward: `compared` of those that are checked, and all others that are computed in
+        front of the last of them."""
+        pending = self.pending
+        assert pending is not None
+        checked = pending.checked
+        stays = np.ones(len(self.positions), dtype=bool)
+        stays[checked] = False
+        stays[checked[compared]] = True
+        stays[checked[compared[-1]] + 1 :] = False
+        places = np.cumsum(stays) - stays
+        return replace(
+            self,
+            token_ids=self.token_ids[stays],
+            positions=self.positions[stays],
+            drops_at=self.drops_at[stays],
+            outputs=0,
+            pending=replace(pending, rows=(), sampled=places[checked[compared]]),
+        )
+
+    def behind_sample(
+        self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
+    ) -> tuple[SequenceWork, CheckEvidence | None]:
+        """The work that is left once the sample found these deviations; its rows enter layer 0 again.
+
+        Windows that the sample let pass have no rows any more. Where nothing is left to check, the evidence is known.
+        """
+        pending = self.pending
+        assert pending is not None
+        suspects = pending.suspects(compared, deviations)
+        checked, stays = pending.checked, np.ones(len(self.positions), dtype=bool)
+        stays[checked[~suspects]] = False
+        found = np.zeros(len(checked), dtype=np.float32)
+        found[compared] = deviations
+        kept = deviations[~suspects[compared]]
+        sample = SampleFound(
+            len(compared), int(np.count_nonzero(~suspects)), float(kept.max(initial=0.0)), found[suspects]
+        )
+        places = np.cumsum(stays) - stays
+        rows = [
+            range(int(places[first]), int(places[first]) + length)
+            for first, length in _stretches(pending.rows, suspects)
+        ]
+        left = replace(pending, rows=tuple(rows), sample=sample)
+        work = replace(
+            self,
+            token_ids=self.token_ids[stays],
+            positions=self.positions[stays],
+            drops_at=self.drops_at[stays],
+            pending=left if rows else None,
+        )
+        nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
+        return work, None if rows else left.evidence(nothing)
+
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """The work after its check, which found these deviations, and the check's evidence."""
         pending = self.pending
@@ -242,6 +360,16 @@ class SequenceWork:
         kept = pending.checked[~choice.computed]
         drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
         return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
+
+
+def _stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """The first row, and the number of rows, of each stretch of suspects within a span."""
+    first = 0
+    for rows in spans:
+        own = np.flatnonzero(suspects[first : first + len(rows)])
+        first += len(rows)
+        for stretch in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
+            yield rows.start + int(stretch[0]), len(stretch)
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:

@@ -35,6 +35,11 @@ class SpanCheck:
 
     A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
     `min_saved_share` of its promised tokens is dropped: everything is computed.
+
+    With `sample_every`, a sample comes first: all tokens of the first window of every span, and one, at random, of
+    every `sample_every` behind them. Only these run in the layers below `layer`, over the donors' KV of the others. A
+    window in which one of them deviates by more than `sample_threshold` is checked as above, and so are its neighbours;
+    the other windows keep the donor's KV in all layers.
     """
 
     layer: int
@@ -43,15 +48,18 @@ class SpanCheck:
     max_span_share: float = 1.0
     min_saved_share: float = 0.0
     window_threshold: float | None = None
+    sample_every: int = 0
+    sample_threshold: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CheckEvidence:
     """Tokens of one plan by what became of them; `offered_tokens`, those of all spans, are either reused or recomputed.
 
-    `checked_tokens` were compared with their donor's KV. `reused_tokens` keep the donor's KV above the check layer;
-    exact spans, which need no check, are among them. `largest_kept` is the largest deviation of a checked token that is
-    reused, 0.0 without one. `is_dropped` says that the plan would have saved too little and everything was computed.
+    `checked_tokens` were compared with their donor's KV, all of a window; before them `sampled_tokens` of all windows
+    were. `reused_tokens` keep the donor's KV above the check layer; exact spans, which need no check, are among them.
+    `largest_kept` is the largest deviation of a token that was compared and is reused, 0.0 without one. `is_dropped`
+    says that the plan would have saved too little and everything was computed.
     """
 
     request_id: int
@@ -61,6 +69,7 @@ class CheckEvidence:
     recomputed_tokens: int
     largest_kept: float
     is_dropped: bool
+    sampled_tokens: int = 0
 
 
 class EngineMode(str, Enum):
@@ -122,7 +131,8 @@ class EngineExecution:
     Layers below `recompute_boundary_layer` are computed for every prompt token. From there on only holes, the suffix
     and the first `head_tokens` tokens of every approximate span are computed (EPIC, arXiv 2410.15332). With a `check`,
     the layers below its own are computed for every token too, and it decides which of the spans' tokens the others
-    compute. Exact spans are computed in no layer.
+    compute. Exact spans are computed in no layer. `sample_seed` chooses the tokens of the check's sample, on every rank
+    the same ones.
     """
 
     mode: EngineMode
@@ -130,6 +140,7 @@ class EngineExecution:
     recompute_boundary_layer: int = 0
     check: SpanCheck | None = None
     head_tokens: int = 0
+    sample_seed: int = 0
 
     def __post_init__(self) -> None:
         boundary, check, head, layers = self.recompute_boundary_layer, self.check, self.head_tokens, self.num_layers

@@ -23,7 +23,7 @@ from kernels.files import write_bytes
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
-from semblend_trt.plan import EngineMode, SpanCheck
+from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
 from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class ProfileCheck(_Part):
     max_span_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     min_saved_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     window_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] | None = None
+    sample_every: Annotated[int, Field(ge=0, le=WINDOW_TOKENS)] = 0
+    sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
 
 
 class ProfileGeometry(_Part):

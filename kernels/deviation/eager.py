@@ -10,6 +10,7 @@ from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
 from kernels.layout import ContiguousKv, PagedKv, layer_view
 from kernels.rope import RopeRotation, rotate_keys
+from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,22 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
                 output[1, kind, column : column + length] = donor.square().sum(dim=(0, 2))
             column += length
     return output
+
+
+def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: torch.Tensor, layer: int) -> torch.Tensor:
+    """As `kernels.deviation.row_squares`."""
+    size = kv.geometry.block_size
+    blocks, slots = kv.block_ids[positions // size], positions % size
+    device = fresh.k.device
+    rows, blocks, slots = (to_device(each, device) for each in (rows, blocks, slots))
+    found = []
+    for kind, own in enumerate((fresh.k, fresh.v)):
+        if own is not None:
+            # [tokens, kv_heads, head_dim]
+            donor = layer_view(kv.pool, kv.geometry, layer, kind)[blocks, :, slots].float()
+            difference = own.index_select(0, rows).float() - donor
+            found.append(torch.stack([each.square().sum(dim=(1, 2)) for each in (difference, donor)]))
+    return torch.stack(found, dim=1)
 
 
 def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:

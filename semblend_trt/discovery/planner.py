@@ -6,6 +6,7 @@ plan without those donors.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
@@ -289,6 +290,7 @@ class Planner:
                 recompute_boundary_layer=terms.boundary,
                 check=terms.check,
                 head_tokens=terms.head_tokens,
+                sample_seed=secrets.randbits(32) if terms.check is not None and terms.check.sample_every else 0,
             ),
             diagnostics=_diagnostics(runs, selection, computed),
         )
