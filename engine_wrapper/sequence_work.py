@@ -107,6 +107,60 @@ def _deviating_windows(
     return np.repeat(above, sizes)
 
 
+def sample_of(lengths: Sequence[int], every: int, seed: int) -> npt.NDArray[np.int64]:
+    """Which of the checked tokens a sample compares, int64, ascending: see `SpanCheck`. `lengths`: of the spans."""
+    rng = np.random.default_rng(seed)
+    found, first = [], 0
+    for length in lengths:
+        head = min(WINDOW_TOKENS, length)
+        strata = np.arange(head, length, every)
+        # The last stratum may be shorter.
+        chosen = np.minimum(strata + rng.integers(0, every, len(strata)), length - 1)
+        found += [first + np.arange(head), first + chosen]
+        first += length
+    return np.concatenate(found)
+
+
+def suspects_of(
+    check: SpanCheck,
+    compared: npt.NDArray[np.int64],
+    deviations: npt.NDArray[np.float32],
+    lengths: Sequence[int],
+    exact_tokens: int,
+    promised: int,
+) -> npt.NDArray[np.bool_]:
+    """Which tokens are in windows that a sample does not let pass, bool [checked tokens].
+
+    `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`. One that is not a
+    number exceeds every threshold.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    windows = -(-tokens // WINDOW_TOKENS)  # of each span
+    lasts = np.cumsum(windows) - 1
+    sizes = np.full(int(windows.sum()), WINDOW_TOKENS)
+    sizes[lasts] = tokens - (windows - 1) * WINDOW_TOKENS
+    window_of = np.repeat(np.arange(len(sizes)), sizes)
+    fails, has_next = np.zeros(len(sizes), dtype=bool), np.ones(len(sizes), dtype=bool)
+    fails[window_of[compared[~(deviations <= check.sample_threshold)]]] = True
+    has_next[lasts] = False
+    wider = fails.copy()
+    wider[1:] |= fails[:-1] & has_next[:-1]
+    wider[:-1] |= fails[1:] & has_next[:-1]
+    found: npt.NDArray[np.bool_] = wider[window_of]
+    saved = exact_tokens + found.size - np.count_nonzero(found)
+    return np.ones_like(found) if saved < check.min_saved_share * promised else found
+
+
+def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[range]:
+    """The parts of the spans that are suspects, bool [tokens of all spans], one range each."""
+    first = 0
+    for span in spans:
+        own = np.flatnonzero(suspects[first : first + len(span)])
+        first += len(span)
+        for part in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
+            yield range(span.start + int(part[0]), span.start + int(part[-1]) + 1)
+
+
 def closed(
     computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
 ) -> npt.NDArray[np.bool_]:
@@ -190,11 +244,11 @@ class PendingCheck:
         if self.sample is not None:
             # The sample's own KV lies in the pool by now, and a token does not deviate from itself.
             deviations = np.maximum(deviations, self.sample.of_rows)
-        return choose(self.check, deviations, lengths, self._saved_tokens, self.plan.matched_tokens, wider)
+        return choose(self.check, deviations, lengths, self.saved_tokens, self.plan.matched_tokens, wider)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
         """`choice`: of an empty check where the sample left nothing to check."""
-        offered, reused, sample = self.plan.reused_tokens, self._saved_tokens + choice.kept_tokens, self.sample
+        offered, reused, sample = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens, self.sample
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
@@ -207,47 +261,10 @@ class PendingCheck:
         )
 
     @property
-    def _saved_tokens(self) -> int:
+    def saved_tokens(self) -> int:
         """Tokens that are reused whatever the check finds: exact ones, and those that the sample has let pass."""
         exact = sum(span.length for span in self.plan.spans if span.exact)
         return exact + (0 if self.sample is None else self.sample.kept_tokens)
-
-    def first_compared(self) -> npt.NDArray[np.int64]:
-        """Which of the checked tokens the sample compares, int64, ascending."""
-        every, rng = self.check.sample_every, np.random.default_rng(self.plan.execution.sample_seed)
-        found, first = [], 0
-        for length in map(len, self.rows):
-            head = min(WINDOW_TOKENS, length)
-            strata = np.arange(head, length, every)
-            # The last stratum may be shorter.
-            chosen = np.minimum(strata + rng.integers(0, every, len(strata)), length - 1)
-            found += [first + np.arange(head), first + chosen]
-            first += length
-        return np.concatenate(found)
-
-    def suspects(self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-        """Which checked tokens are in windows that the sample does not let pass, bool [checked tokens].
-
-        `compared`: the sample; `deviations`: its, float32. One that is not a number exceeds every threshold.
-        """
-        lengths = np.array([len(rows) for rows in self.rows])
-        windows = -(-lengths // WINDOW_TOKENS)  # of each span
-        sizes = np.full(windows.sum(), WINDOW_TOKENS)
-        ends = np.cumsum(windows)
-        sizes[ends - 1] = lengths - (windows - 1) * WINDOW_TOKENS
-        window_of = np.repeat(np.arange(len(sizes)), sizes)
-        fails = np.zeros(len(sizes), dtype=bool)
-        fails[window_of[compared[~(deviations <= self.check.sample_threshold)]]] = True
-        wider = fails.copy()
-        within = np.ones(len(sizes), dtype=bool)
-        within[ends - 1] = False  # the next window is of another span
-        wider[1:] |= fails[:-1] & within[:-1]
-        wider[:-1] |= fails[1:] & within[:-1]
-        found = wider[window_of]
-        saved = self._saved_tokens + found.size - np.count_nonzero(found)
-        if saved < self.check.min_saved_share * self.plan.matched_tokens:
-            return np.ones_like(found)
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,6 +314,12 @@ class SequenceWork:
             self, token_ids=self.token_ids[stays], positions=self.positions[stays], drops_at=self.drops_at[stays]
         )
 
+    def first_compared(self) -> npt.NDArray[np.int64]:
+        """Which of the checked tokens the check's sample compares."""
+        assert self.pending is not None
+        lengths = [len(rows) for rows in self.pending.rows]
+        return sample_of(lengths, self.pending.check.sample_every, self.pending.plan.execution.sample_seed)
+
     def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
         """The rows of a sample's forward: `compared` of those that are checked, and all others that are computed in
         front of the last of them."""
@@ -326,7 +349,10 @@ class SequenceWork:
         """
         pending = self.pending
         assert pending is not None
-        suspects = pending.suspects(compared, deviations)
+        lengths = [len(rows) for rows in pending.rows]
+        suspects = suspects_of(
+            pending.check, compared, deviations, lengths, pending.saved_tokens, pending.plan.matched_tokens
+        )
         checked, stays = pending.checked, np.ones(len(self.positions), dtype=bool)
         stays[checked[~suspects]] = False
         found = np.zeros(len(checked), dtype=np.float32)
@@ -336,11 +362,11 @@ class SequenceWork:
             len(compared), int(np.count_nonzero(~suspects)), float(kept.max(initial=0.0)), found[suspects]
         )
         places = np.cumsum(stays) - stays
-        rows = [
-            range(int(places[first]), int(places[first]) + length)
-            for first, length in _stretches(pending.rows, suspects)
-        ]
-        left = replace(pending, rows=tuple(rows), sample=sample)
+        rows = tuple(
+            range(int(places[part.start]), int(places[part.start]) + len(part))
+            for part in stretches(pending.rows, suspects)
+        )
+        left = replace(pending, rows=rows, sample=sample)
         work = replace(
             self,
             token_ids=self.token_ids[stays],
@@ -360,16 +386,6 @@ class SequenceWork:
         kept = pending.checked[~choice.computed]
         drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
         return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
-
-
-def _stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """The first row, and the number of rows, of each stretch of suspects within a span."""
-    first = 0
-    for rows in spans:
-        own = np.flatnonzero(suspects[first : first + len(rows)])
-        first += len(rows)
-        for stretch in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
-            yield rows.start + int(stretch[0]), len(stretch)
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:

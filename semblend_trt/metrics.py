@@ -72,7 +72,7 @@ class EngineCounts:
         return family
 
 
-TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
+TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -178,7 +178,7 @@ class Series:
         )
         self._kept_deviation = Histogram(
             "semblend_kept_deviation",
-            "Largest deviation of a reused token, of each request with checked tokens.",
+            "Largest deviation of a reused token, of each request with sampled or checked tokens.",
             buckets=_DEVIATION_BUCKETS,
             registry=registry,
         )
@@ -218,7 +218,7 @@ class Series:
             tokens = getattr(report, f"{kind}_tokens")
             if tokens:
                 self._tokens.labels(kind).inc(tokens)
-        if report.checked_tokens and report.largest_kept is not None:
+        if (report.sampled_tokens or report.checked_tokens) and report.largest_kept is not None:
             self._kept_deviation.observe(report.largest_kept)
 
 

@@ -72,12 +72,12 @@ class ReuseReport:
     """What became of one request's prompt tokens. `outcome` is the value of an Outcome.
 
     `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
-    compared with their donor's KV; `largest_kept` is the largest deviation among those that are reused all the same,
-    0.0 without one. `computed_holes` are tokens promised to the engine that the wrapper computed, recomputed ones
-    among them. `exact_prefix_tokens` are the engine's own.
+    compared with their donor's KV, and `sampled_tokens` before them; `largest_kept` is the largest deviation among
+    those that are reused all the same, 0.0 without one. `computed_holes` are tokens promised to the engine that the
+    wrapper computed, recomputed ones among them. `exact_prefix_tokens` are the engine's own.
 
     While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
-    `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
+    `sampled_tokens`, `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
 
     `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
     found beside serving and have no part in what was reused.
@@ -92,6 +92,7 @@ class ReuseReport:
     recomputed_tokens: int | None = 0
     largest_kept: float | None = 0.0
     exact_prefix_tokens: int = 0
+    sampled_tokens: int | None = 0
     nearest: tuple[Neighbour, ...] = ()
 
     @property

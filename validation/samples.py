@@ -52,6 +52,7 @@ class Sample:
     exact_prefix_tokens: int
     expected_exact_tokens: int
     offered_tokens: int
+    sampled_tokens: int
     checked_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -85,6 +86,8 @@ def sample_of(
     """One arm's answer beside cold's; `num_layers` are the model's, for the rest see Sample."""
     reuse, reference = ours.reuse, case.reference
     uncached = max(1, ours.prompt_tokens - reuse.cached)
+    # Behind a sample only tokens that were compared ran in the lowest layers.
+    run_below = min(reuse.reused, reuse.sampled + reuse.checked) if reuse.sampled else reuse.reused
     rouge1_cold, rouge_l_cold, token_f1_cold = metrics.closeness(ours.text, cold.text)
     known = (None, None, None) if reference is None else metrics.closeness(ours.text, reference.strip())
     perplexity = None if ours.loss is None else metrics.perplexity(ours.loss)
@@ -107,11 +110,12 @@ def sample_of(
         exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
         offered_tokens=reuse.offered,
+        sampled_tokens=reuse.sampled,
         checked_tokens=reuse.checked,
         reused_tokens=reuse.reused,
         recomputed_tokens=reuse.recomputed,
         computed_tokens=ours.computed_tokens,
-        computed_share=1.0 - reuse.reused / uncached * (1.0 - arm.full_layers / num_layers),
+        computed_share=1.0 - (reuse.reused - run_below * arm.full_layers / num_layers) / uncached,
         largest_kept=reuse.largest_kept,
         outcome=reuse.outcome,
         reason=reuse.reason,
@@ -156,6 +160,7 @@ class Line:
     first_token_kl: float
     fires: int
     offered: int
+    sampled: int
     checked: int
     reused: int
     recomputed: int
@@ -185,9 +190,9 @@ def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 
 def line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str, Sample], seed: int = 0) -> Line:
     """One line of the given samples, of which there is at least one."""
     loss = _bound(samples, cold, lambda sample: None if sample.loss is None else -sample.loss, seed)
-    offered, checked, reused, recomputed = (
+    offered, sampled, checked, reused, recomputed = (
         sum(getattr(sample, f"{name}_tokens") for sample in samples)
-        for name in ("offered", "checked", "reused", "recomputed")
+        for name in ("offered", "sampled", "checked", "reused", "recomputed")
     )
     agreement, first_token_kl, computed_share = (
         math.fsum(getattr(sample, name) for sample in samples) / len(samples)
@@ -207,6 +212,7 @@ def line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str,
         first_token_kl=first_token_kl,
         fires=sum(sample.reused_tokens > 0 for sample in samples),
         offered=offered,
+        sampled=sampled,
         checked=checked,
         reused=reused,
         recomputed=recomputed,

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Reuse:
     """Where a prompt's tokens came from, in tokens, and how the request ended for the connector.
 
-    `cached`: the engine's own exact prefix; `offered`: the plan's spans; `checked`: compared with the donor's KV;
-    `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`: largest deviation of a
-    checked token that is reused.
+    `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` behind it: compared
+    with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
+    largest deviation of a token that was compared and is reused.
     """
 
     cached: int = 0
@@ -36,6 +36,7 @@ class Reuse:
     reused: int = 0
     recomputed: int = 0
     largest_kept: float = 0.0
+    sampled: int = 0
     outcome: str | None = None
     reason: str | None = None
 
@@ -49,6 +50,7 @@ class Reuse:
             reused=event["reused_tokens"],
             recomputed=event["offered_tokens"] - event["reused_tokens"],
             largest_kept=event["largest_kept"] or 0.0,
+            sampled=event["sampled_tokens"] or 0,
             outcome=event["outcome"],
             reason=event["reason"],
         )

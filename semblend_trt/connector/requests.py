@@ -361,9 +361,10 @@ def report_of(tracked: TrackedRequest) -> ReuseReport:
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
         return ReuseReport(outcome.value, reason, exact_prefix_tokens=exact_prefix)
     checked: int | None
+    sampled: int | None
     recomputed: int | None
     largest: float | None
-    offered, checked, largest = plan.reused_tokens, 0, 0.0
+    offered, checked, sampled, largest = plan.reused_tokens, 0, 0, 0.0
     if tracked.load_failed:
         reused = offered = recomputed = 0
     elif not plan.is_checked:
@@ -371,12 +372,14 @@ def report_of(tracked: TrackedRequest) -> ReuseReport:
         recomputed = offered - reused
     elif evidence is None:
         reused = sum(span.length for span in plan.spans if span.exact)
-        checked = recomputed = largest = None
+        checked = sampled = recomputed = largest = None
     else:
         reused, recomputed = evidence.reused_tokens, evidence.recomputed_tokens
-        checked, largest = evidence.checked_tokens, evidence.largest_kept
+        checked, sampled, largest = evidence.checked_tokens, evidence.sampled_tokens, evidence.largest_kept
     holes = plan.matched_tokens - reused
-    return ReuseReport(outcome.value, reason, reused, holes, offered, checked, recomputed, largest, exact_prefix)
+    return ReuseReport(
+        outcome.value, reason, reused, holes, offered, checked, recomputed, largest, exact_prefix, sampled
+    )
 
 
 def _without_heads(plan: SemanticKvPlan) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.sequence_work import sample_of
 from kernels.layout import KvGeometry
 from kernels.results import today, versions
 from semblend_trt.errors import ConfigurationError
@@ -23,7 +24,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation import arguments, models
 from validation.arms import WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.calibration.deviations import DeviationCollector
-from validation.calibration.search import Candidate, Search, problem_of
+from validation.calibration.search import Candidate, Search, problem_of, unseen_share
 from validation.calibration.trials import PLANTED, Rule, Trials, write_plants
 from validation.cases import WORKLOAD, groups, read_cases, scored_cases
 from validation.engines import EngineSettings, opened
@@ -72,6 +73,8 @@ PROMPT_OPTIONS = ("groups", "budget", "questions", "tokens", "seed", "max_tokens
 # The figure of an engine in which a profile from elsewhere was confirmed.
 _ENGINE = "engine_confirmed"
 _PROBE_TOKENS = 128
+# The run of which a profile says what share of it a sample may miss.
+_RUN_TOKENS = 1_024
 
 
 def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
@@ -356,6 +359,7 @@ def figures_of(found: Found, prompts: Mapping[str, int], margin: float) -> list[
     figures += [_confirmed(each) for each in found.comparisons]
     if found.winner is not None and found.winner.check is not None:
         figures += _deviations(found.deviations, found.winner.check.layer)
+        figures += _sample(found.winner, found.deviations)
     return figures + [_tried(each) for each in found.tried]
 
 
@@ -394,6 +398,7 @@ def _confirmed(comparison: Comparison) -> dict[str, Any]:
         "exact_match_vs_cold": _evidence(comparison.exact_match),
         "second_cold_run": _evidence(comparison.noise),
         "offered_tokens": line.offered,
+        "sampled_tokens": line.sampled,
         "checked_tokens": line.checked,
         "reused_tokens": line.reused,
         "largest_kept": line.largest_kept,
@@ -403,6 +408,18 @@ def _confirmed(comparison: Comparison) -> dict[str, Any]:
 
 def _evidence(found: Evidence | None) -> dict[str, float] | None:
     return None if found is None else {name: getattr(found, name) for name in ("difference", "lower", "upper")}
+
+
+def _sample(winner: Candidate, deviations: Sequence[PromptDeviations]) -> list[dict[str, Any]]:
+    """What share of a run a sample may not see to deviate: of 1,024 tokens with 95 %, as n tokens that all pass say
+    (1 - share)^n >= 5 %; and as dense checks of the screening prompts find it."""
+    check = winner.check
+    if check is None or not check.sample_every:
+        return []
+    compared = len(sample_of([_RUN_TOKENS], check.sample_every, seed=0))
+    measured = unseen_share(check, winner.head_tokens, deviations)
+    bound = 1.0 - (1.0 - CONFIDENCE) ** (1.0 / compared)
+    return [{"what": "sample", "run_tokens": _RUN_TOKENS, "unseen_share_at_most": bound, "unseen_share": measured}]
 
 
 def _deviations(found: Sequence[PromptDeviations], layer: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_wrapper.sequence_work import choose
+from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
@@ -61,12 +61,34 @@ class PromptDeviations:
     def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
         """Which tokens keep the donor's KV, bool [checked tokens]: those that pass `check`, or all without one, but for
         the first `head_tokens` of every span."""
+        return self.kept_and_compared(check, head_tokens)[0]
+
+    def kept_and_compared(
+        self, check: SpanCheck | None, head_tokens: int
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which tokens keep the donor's KV, and which are compared with it, by the sample or behind it: bool [checked
+        tokens] each. The deviations of a sample's tokens are taken as if they were computed over fresh KV."""
         kept = np.concatenate([np.arange(length) >= head_tokens for length in self.lengths])
-        if check is not None and kept.any():
-            lengths = [length - head_tokens for length in self.lengths if length > head_tokens]
-            choice = choose(check, self.values[check.layer, kept], lengths, self.exact_tokens, self.promised)
-            kept[kept] = ~choice.computed
-        return kept
+        compared = np.zeros_like(kept)
+        if check is None or not kept.any():
+            return kept, compared
+        lengths = [length - head_tokens for length in self.lengths if length > head_tokens]
+        deviations, exact = self.values[check.layer, kept], self.exact_tokens
+        sampled, suspects = np.zeros(len(deviations), dtype=bool), np.ones(len(deviations), dtype=bool)
+        if check.sample_every:
+            first = sample_of(lengths, check.sample_every, seed=0)
+            sampled[first] = True
+            suspects = suspects_of(check, first, deviations[first], lengths, exact, self.promised)
+            exact += int(np.count_nonzero(~suspects))
+        compared[kept] = sampled | suspects
+        computed = np.zeros_like(suspects)
+        if suspects.any():
+            ends = np.cumsum(lengths).tolist()
+            spans = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+            parts = [len(part) for part in stretches(spans, suspects)]
+            computed[suspects] = choose(check, deviations[suspects], parts, exact, self.promised).computed
+        kept[kept] = ~computed
+        return kept, compared
 
     def _means(self, layer: int, is_first: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         starts = np.flatnonzero(is_first)

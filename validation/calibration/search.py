@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,9 @@ MIN_SAVED_SHARE = 0.1
 # Quantiles of harmless tokens' deviations, and of harmless windows' means, that thresholds are tried at.
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
+# One token of so many is sampled, and quantiles of harmless tokens' deviations that a sample's threshold is tried at.
+SAMPLE_EVERY = 8
+_SAMPLE_QUANTILES = (0.95, 0.99)
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
 # Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
@@ -57,7 +60,9 @@ class Candidate:
         if self.check is not None:
             head = f" head {self.head_tokens}" if self.head_tokens else ""
             window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
-            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}"
+            every, bound = self.check.sample_every, self.check.sample_threshold
+            sample = f" sample of one in {every} under {bound:.4g}" if every else ""
+            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}{sample}"
         return f"{self.policy} {self.boundary}" if self.boundary else self.policy
 
 
@@ -93,10 +98,22 @@ def computed_share(
 ) -> float:
     """Share of tokens times layers that check and heads have computed, of those that the plans offer; 1.0 where they
     offer none."""
-    rule = SpanCheck(**check.model_dump())
-    offered = sum(prompt.values.shape[1] for prompt in prompts)
-    kept = sum(int(np.count_nonzero(prompt.kept(rule, head_tokens))) for prompt in prompts)
-    return 1.0 - kept / offered * (1.0 - check.layer / num_layers) if offered else 1.0
+    rule, below = SpanCheck(**check.model_dump()), check.layer / num_layers
+    offered, saved = sum(prompt.values.shape[1] for prompt in prompts), 0.0
+    for prompt in prompts:
+        kept, compared = prompt.kept_and_compared(rule, head_tokens)
+        saved += np.count_nonzero(kept) - below * np.count_nonzero(kept & compared)
+    return 1.0 - saved / offered if offered else 1.0
+
+
+def unseen_share(check: ProfileCheck, head_tokens: int, prompts: Sequence[PromptDeviations]) -> float:
+    """Share of the kept tokens that deviate by more than the check's threshold and that its sample did not compare."""
+    rule, kept_tokens, unseen = SpanCheck(**check.model_dump()), 0, 0
+    for prompt in prompts:
+        kept, compared = prompt.kept_and_compared(rule, head_tokens)
+        kept_tokens += int(np.count_nonzero(kept))
+        unseen += int(np.count_nonzero(kept & ~compared & (prompt.values[check.layer] > check.threshold)))
+    return unseen / kept_tokens if kept_tokens else 0.0
 
 
 def _checks(
@@ -112,6 +129,15 @@ def _checks(
                 min_saved_share=MIN_SAVED_SHARE,
                 window_threshold=window,
             )
+
+
+def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) -> list[ProfileCheck]:
+    """The check behind samples, whose thresholds lie at high quantiles of harmless tokens; the highest first."""
+    values = _pooled(prompt.values[check.layer] for prompt in harmless)
+    found = sorted(
+        {min(each, check.threshold) for each in _rounded(_quantiles(values, _SAMPLE_QUANTILES))}, reverse=True
+    )
+    return [check.model_copy(update={"sample_every": SAMPLE_EVERY, "sample_threshold": each}) for each in found]
 
 
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
@@ -198,12 +224,31 @@ class Search:
             before = candidate if candidate.check is None else strictest[candidate.full_layers]
             if not all(self._is_screened(found, each, families) for each in (before, candidate)):
                 continue
-            trials, rule = self.fresh(sum(each.stage == "confirm" for each in found.tried))
-            verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
-            if self._told(found, candidate, "confirm", verdict):
-                found.winner, found.comparisons = candidate, verdict.comparisons
+            # A sample lets pass what the check behind it would not see, so it is tried where the check alone holds.
+            sampled = self._sampled(candidate, found.deviations)
+            held = next((each for each in sampled if self._is_screened(found, each, families)), None)
+            if any(self._is_confirmed(found, each, families) for each in (held, candidate) if each is not None):
                 return found
         return found
+
+    def _is_confirmed(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
+        """Whether the candidate holds on new prompts; it is the winner then."""
+        trials, rule = self.fresh(sum(each.stage == "confirm" for each in found.tried))
+        verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
+        if not self._told(found, candidate, "confirm", verdict):
+            return False
+        found.winner, found.comparisons = candidate, verdict.comparisons
+        return True
+
+    def _sampled(self, candidate: Candidate, deviations: Sequence[PromptDeviations]) -> Iterator[Candidate]:
+        """The candidate behind samples, that which lets most pass first."""
+        if candidate.check is None:
+            return
+        harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
+        for check in sampled_checks(candidate.check, harmless):
+            share = computed_share(check, candidate.head_tokens, harmless, self.num_layers)
+            if share < candidate.computed_share:
+                yield replace(candidate, check=check, computed_share=share)
 
     def _is_screened(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
         """Whether the candidate holds on the screening prompts; each is served once, and False beyond `max_tries`."""
