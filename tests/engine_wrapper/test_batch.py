@@ -87,6 +87,67 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_
     assert len(evidence) == (1 if plan.is_checked else 0)
 
 
+SAMPLED = SpanCheck(1, 0.5, sample_every=2, sample_threshold=0.4)
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_wrapper.sequence_work.WINDOW_TOKENS", 4)
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan: PlanMaker) -> None:
+    tokens = tokens_of(LENGTH)
+    plan = make_plan(tokens, SPANS, **SIZES, check=SAMPLED)
+    wanted, kv = bench.cold(tokens, 1)
+    for start, end in SPANS:
+        bench.place(1, kv, start, end)
+    (logits,) = bench.run(bench.planned(plan))
+    assert close(logits, wanted[plan.prefix_end :])
+    [(sample, layer)], [evidence] = bench.lowest, bench.evidence
+    assert layer == 1
+    # The first window of each span, every second token behind it, and all that stands between the spans.
+    sampled = sum(4 + -(-(end - start - 4) // 2) for start, end in SPANS)
+    in_front = 9 + (66 - 40)
+    assert len(sample.positions) == sampled + in_front
+    assert (evidence.sampled_tokens, evidence.checked_tokens, evidence.recomputed_tokens) == (sampled, 0, 0)
+    assert evidence.reused_tokens == evidence.offered_tokens == sum(end - start for start, end in SPANS)
+    assert 0.0 <= evidence.largest_kept < 1e-4
+
+
+@pytest.mark.usefixtures("short_windows")
+@pytest.mark.parametrize("keys_per_row", [0, 1])
+def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_sample(
+    bench: Bench, make_plan: PlanMaker, keys_per_row: int
+) -> None:
+    tokens, found = tokens_of(LENGTH), []
+    wanted, kv = bench.cold(tokens, 1)
+    other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
+    for start, _ in SPANS:
+        # The lowest layer's KV depends on the tokens alone, which are a donor's own.
+        kv[1:, :, :, start + 2 : start + 7] = other[1:, :, :, start + 2 : start + 7]
+    for check in (SAMPLED, replace(SAMPLED, sample_every=0)):
+        plan = make_plan(tokens, SPANS, **SIZES, check=check)
+        for max_rows in (None, MAX_ROWS):
+            bench.clear()
+            for start, end in SPANS:
+                bench.place(1, kv, start, end)
+            (logits,) = bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=keys_per_row)
+            assert close(logits, wanted[plan.prefix_end :])
+            found.append((logits, bench.evidence))
+    (whole, [evidence]), (parts, [in_parts]), (_, [dense]), _ = found
+    assert close(parts, whole)
+    assert alike([in_parts], [evidence])
+    if keys_per_row:
+        assert replace(evidence, largest_kept=dense.largest_kept) == dense
+        return
+    # Each donor deviates in its tokens 2 to 6: in two windows, whose neighbours are checked with them.
+    checked = [min(end - start, 12) for start, end in SPANS]
+    assert (evidence.checked_tokens, dense.checked_tokens) == (sum(checked), dense.offered_tokens)
+    assert evidence.sampled_tokens > 0
+    assert evidence.recomputed_tokens == dense.recomputed_tokens > 0
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_ranks_that_share_the_heads_decide_over_all_parts(
     tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool

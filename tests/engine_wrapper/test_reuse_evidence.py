@@ -8,9 +8,19 @@ import json
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, NONE_KEPT, SHIFTED, SOME_KEPT, serve, teach, text
+from tests.engine_wrapper.serving import (
+    DOCUMENT,
+    DONOR,
+    NONE_KEPT,
+    NONE_SAMPLED,
+    SHIFTED,
+    SOME_KEPT,
+    serve,
+    teach,
+    text,
+)
 
-TOKEN_KINDS = ("offered", "checked", "reused", "recomputed", "exact_prefix")
+TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 
 
 def report_of(llm, output):
@@ -87,6 +97,7 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
             {"offered": 200, "checked": 200, "reused": 150, "recomputed": 50},
         ),
         ({"POLICY": "position_fix"}, None, {"offered": 200, "checked": 0, "reused": 200, "recomputed": 0}),
+        ({}, NONE_SAMPLED, {"offered": 200, "sampled": 53, "checked": 200, "reused": 0, "recomputed": 200}),
     ],
 )
 def test_output_report_log_and_metrics_agree(engine, profile, variables, check, figures):
@@ -99,10 +110,11 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     after = counted()
 
     report = report_of(llm, output)
-    told = {name: getattr(report, f"{name}_tokens") for name in ("offered", "checked", "reused", "recomputed")}
+    told = {name: getattr(report, f"{name}_tokens") for name in TOKEN_KINDS if name != "exact_prefix"}
     if figures is None:
         figures = told
         assert 0 < told["reused"] < told["checked"] == told["offered"] == told["reused"] + told["recomputed"]
+    figures = {"sampled": 0, **figures}
     assert told == figures
     assert {kind: after[kind] - before[kind] for kind in TOKEN_KINDS} == {**figures, "exact_prefix": 0}
     assert output.reused_tokens == report.reused_tokens

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.sequence_work import choose, closed
+from engine_wrapper.sequence_work import choose, closed, sample_of, suspects_of
+from engine_wrapper.sequence_work import stretches as stretches_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
@@ -123,3 +124,61 @@ def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped() -> None:
     assert [choice.largest_kept for choice in choices] == [np.float32(0.1)] * 2
     choice = choose(SpanCheck(1, 0.5), values, [20], 0, 20, np.ones_like)
     assert (choice.is_dropped, choice.kept_tokens) == (True, 0)
+
+
+@given(
+    spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    every=st.sampled_from([1, 2, 3, 8, 16, WINDOW_TOKENS]),
+    seed=st.integers(0, 1 << 32),
+)
+def test_a_sample_has_a_token_of_every_stratum_and_all_of_the_first_windows(
+    spans: list[int], every: int, seed: int
+) -> None:
+    found = sample_of(spans, every, seed)
+    assert found.tolist() == sorted(set(found.tolist())) == sample_of(spans, every, seed).tolist()
+    end = 0
+    for length in spans:
+        own = found[(found >= end) & (found < end + length)] - end
+        head = min(length, WINDOW_TOKENS)
+        assert own[:head].tolist() == list(range(head))
+        assert ((own[head:] - head) // every).tolist() == list(range(-(-(length - head) // every)))
+        end += length
+    assert end > found[-1]
+
+
+def test_another_request_has_another_sample() -> None:
+    assert sample_of([400], 8, 1).tolist() != sample_of([400], 8, 2).tolist()
+
+
+@given(
+    spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    bad=st.lists(st.sampled_from([0.3, math.inf, math.nan]), max_size=3),
+    min_saved_share=shares,
+    data=st.data(),
+)
+def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(
+    spans: list[int], bad: list[float], min_saved_share: float, data: st.DataObject
+) -> None:
+    check = SpanCheck(1, 0.5, min_saved_share=min_saved_share, sample_every=8, sample_threshold=0.2)
+    compared = sample_of(spans, 8, 0)
+    values = np.full(len(compared), 0.2, np.float32)
+    for value in bad:
+        values[data.draw(st.integers(0, len(compared) - 1))] = value
+    wanted: list[bool] = []
+    for length in spans:
+        own = compared - len(wanted)
+        windows = -(-length // WINDOW_TOKENS)
+        is_own = (own >= 0) & (own < length)
+        within = [values[is_own & (own // WINDOW_TOKENS == number)].tolist() for number in range(windows)]
+        fails = [any(not value <= 0.25 for value in window) for window in within]
+        near = [any(fails[max(0, number - 1) : number + 2]) for number in range(windows)]
+        wanted += [near[token // WINDOW_TOKENS] for token in range(length)]
+    if wanted.count(False) < min_saved_share * len(wanted):
+        wanted = [True] * len(wanted)
+    found = suspects_of(check, compared, values, spans, 0, len(wanted))
+    assert found.tolist() == wanted
+    ends = np.cumsum(spans).tolist()
+    ranges = [range(end - length, end) for end, length in zip(ends, spans, strict=True)]
+    parts = list(stretches_of(ranges, found))
+    assert [token for part in parts for token in part] == np.flatnonzero(found).tolist()
+    assert all(any(span.start <= part.start and part.stop <= span.stop for span in ranges) for part in parts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, deviation, squares
+from kernels.deviation import FreshRows, deviation, relative, row_squares, squares
 from kernels.deviation import eager as eager_deviation
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
@@ -137,6 +137,24 @@ def test_widths_dtypes_and_addresses(
     rows = torch.stack([each[slots].transpose(0, 1) for each in held]).unflatten(0, (2, 2)).transpose(0, 1)
     assert torch.equal(copied.tensor[:, :, :, 1:10].float(), rows)
     assert bool(copied.tensor[:, :, :, [0, 10, 11]].float().isnan().all())
+
+
+@every_layout
+def test_single_rows_are_compared_as_spans_of_one_token(layout: str, device: str) -> None:
+    donor, pool = donor_of(GEOMETRY, 17, seed=3), layered(layout, device)
+    kv_move([Move(on(donor, device), 0, 0, 17)], in_blocks(pool), ROTATION)
+    k, v = (nan(9, HEADS, DIM, device=device).copy_(donor.tensor[1, kind, :, 4:13].transpose(0, 1)) for kind in (0, 1))
+    k[2], v[5] = 3.0, -1.0
+    rows, positions = torch.tensor([7, 2, 5, 0]), torch.tensor([11, 6, 9, 16])
+    fresh = FreshRows(k, v)
+    actual = row_squares(fresh, rows, in_blocks(pool), positions, 1)
+    spans = [
+        Move(in_blocks(pool), at, row, 1, turn=0) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(actual, squares(spans, fresh, 1, ROTATION))
+    assert actual[0, :, 0].tolist() == [0.0, 0.0]
+    assert bool((actual[0, [0, 1, 0], [1, 2, 3]] > 0).all())
+    assert (relative(actual).shape, actual.dtype) == ((2, 4), torch.float32)
 
 
 @every_layout

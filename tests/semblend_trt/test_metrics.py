@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
-CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04)
-UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None)
+CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
+UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None, sampled_tokens=None)
 
 
 class Index:
@@ -63,6 +63,7 @@ def test_a_checked_request(registry: CollectorRegistry) -> None:
     assert value(registry, "requests_total", outcome=USED) == 1
     assert tokens(registry) == {
         "offered": 800,
+        "sampled": 90,
         "checked": 800,
         "reused": 700,
         "recomputed": 100,
@@ -74,7 +75,7 @@ def test_a_checked_request(registry: CollectorRegistry) -> None:
 
 def test_a_check_that_no_rank_reports_counts_what_is_known(registry: CollectorRegistry) -> None:
     metrics_for(True, registry).request_ended(UNKNOWN)
-    assert tokens(registry) == {"offered": 800, "checked": 0, "reused": 64, "recomputed": 0, "exact_prefix": 0}
+    assert tokens(registry) == dict.fromkeys(TOKEN_KINDS, 0) | {"offered": 800, "reused": 64}
     assert value(registry, "kept_deviation_count") == 0
 
 

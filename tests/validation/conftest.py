@@ -35,6 +35,7 @@ _SAMPLE: dict[str, Any] = {
     "exact_prefix_tokens": 0,
     "expected_exact_tokens": 0,
     "offered_tokens": 1900,
+    "sampled_tokens": 0,
     "checked_tokens": 1900,
     "reused_tokens": 1900,
     "recomputed_tokens": 0,
