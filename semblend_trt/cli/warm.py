@@ -55,6 +55,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", type=named, help=f"the server's API key (default: the variable {KEY_VARIABLE})")
     parser.add_argument("--salt", type=named, help="cache_salt of the requests that are to reuse the documents")
     parser.add_argument(
+        "--prefix",
+        type=Path,
+        metavar="FILE",
+        help="text to put in front of each document: the beginning of your prompts, with a document or two; a reuse "
+        "profile's check passes more KV that was computed behind it",
+    )
+    parser.add_argument(
         "--priority",
         type=int,
         metavar="N",
@@ -75,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     files, server = arguments.files, arguments.url
     state = State(arguments.state or files[0].parent / STATE_NAME)
+    prefix = arguments.prefix.read_text(encoding="utf-8") if arguments.prefix else ""
     server.key = key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
     if not (key.isascii() and key.isprintable()):
         raise ConfigurationError(f"the API key has characters that no header takes; look at {KEY_VARIABLE}, --api-key")
@@ -89,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     fields = {name: value for name, value in fields.items() if value is not None}
     total = sum(path.stat().st_size for path in files if path.is_file())
     with tqdm(total=total, unit="B", unit_scale=True, desc="documents", leave=False, disable=None) as bar:
-        warming = Warming(server, fields, state, bar)
+        warming = Warming(server, fields, prefix, state, bar)
         try:
             warming.send(files, arguments.concurrency)
         finally:
@@ -182,11 +190,11 @@ class State:
 
 
 class Warming:
-    """Sends documents to a server with the request's `fields`, and counts what became of them. `tokens` are those of
-    the documents that were sent."""
+    """Sends documents behind `prefix` to a server with the request's `fields`, and counts what became of them. `tokens`
+    are those of the prompts that were sent."""
 
-    def __init__(self, server: Server, fields: dict[str, Any], state: State, bar: tqdm) -> None:
-        self._server, self._fields, self._state, self._bar = server, fields, state, bar
+    def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: State, bar: tqdm) -> None:
+        self._server, self._fields, self._prefix, self._state, self._bar = server, fields, prefix, state, bar
         self._running: dict[Future[int], tuple[Document, str]] = {}
         self.sent = self.sent_before = self.failed = self.tokens = 0
 
@@ -212,14 +220,15 @@ class Warming:
         )
 
     def _begin(self, document: Document, threads: ThreadPoolExecutor) -> None:
-        digest = self._digest(document.text)
+        prompt = self._prefix + document.text
+        digest = self._digest(prompt)
         if document.problem is not None:
             self._fail(document, document.problem)
         elif digest in self._state or any(digest == under_way for _, under_way in self._running.values()):
             self.sent_before += 1
             self._bar.update(document.size)
         else:
-            body = json.dumps({**self._fields, "prompt": document.text}).encode()
+            body = json.dumps({**self._fields, "prompt": prompt}).encode()
             self._running[threads.submit(self._server.prefill, body)] = document, digest
 
     def _take_answers(self) -> None:
@@ -239,8 +248,8 @@ class Warming:
         self._bar.write(printable(f"{document.place}: {problem}"), file=sys.stderr)
         self._bar.update(document.size)
 
-    def _digest(self, text: str) -> str:
-        told = [self._server.url, self._fields["model"], self._fields.get("cache_salt"), text]
+    def _digest(self, prompt: str) -> str:
+        told = [self._server.url, self._fields["model"], self._fields.get("cache_salt"), prompt]
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
@@ -305,6 +314,8 @@ class Server:
         self._open.add(connection)
         try:
             connection.connect()
+            if self._ended.is_set():  # `hang_up` may have come before there was a socket
+                raise ConnectionAbortedError
             connection.sock.settimeout(ANSWER_SECONDS)
             connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()

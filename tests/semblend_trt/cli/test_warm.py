@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 import threading
 import urllib.request
@@ -19,6 +20,9 @@ from semblend_trt.cli.main import main
 from semblend_trt.cli.warm import STATE_NAME, Warming
 from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
 from tests.pages import ROOT
+from validation.benchmarks.server_process import MODEL
+from validation.documents import stock_list
+from validation.prompts import render
 
 # One token a byte.
 PAGE = (ROOT / "validation/assets/excerpt.txt").read_text(encoding="ascii", errors="ignore")
@@ -53,13 +57,19 @@ def llm(tiny_qwen2_path, monkeypatch):
     return LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, kv_connector_config=KvCacheConnectorConfig.ours())
 
 
-@pytest.fixture
-def url(llm):
-    """A worker of the name tiny."""
+@contextmanager
+def serving(llm):
+    """The address of a worker of the name tiny."""
     worker = Worker(llm, "tiny")
     with listening_app(worker.app()) as address:
         yield address
     worker.close()
+
+
+@pytest.fixture
+def url(llm):
+    with serving(llm) as address:
+        yield address
 
 
 @pytest.fixture
@@ -74,20 +84,47 @@ def warm(url, *words):
     return main(["warm", "--url", url, *map(str, words)])
 
 
-def reused(url, prompt, **fields):
-    body = json.dumps({"prompt": prompt, "max_tokens": 1, **fields}).encode()
+def await_donors(llm, number):
+    """The worker goes on saving while nothing runs."""
+    while llm.connector_scheduler.donor_index.held().donors < number:
+        pass
+
+
+def completed(url, prompt, **fields):
+    body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}).encode()
     with urllib.request.urlopen(f"{url}/v1/completions", body, timeout=60) as response:
-        return json.load(response)["usage"]["prompt_tokens_details"]["reused_tokens"]
+        return json.load(response)
+
+
+def reused(url, prompt, **fields):
+    return completed(url, prompt, **fields)["usage"]["prompt_tokens_details"]["reused_tokens"]
 
 
 def test_the_first_request_reuses_a_document_behind_other_text(llm, url, pages, capsys):
     assert warm(url, *pages, "--priority", 1, "--concurrency", 2) == 0
     assert capsys.readouterr().out == "3 documents sent (900 tokens), 0 sent before, 0 failed\n"
-    while llm.connector_scheduler.donor_index.held().donors < 3:  # the worker goes on saving while nothing runs
-        pass
+    await_donors(llm, 3)
     for page in PAGES:
         assert reused(url, f"Read this: {page} What is it?") == len(page)
     assert reused(url, f"Look at this: {PAGE[:300]}!", cache_salt="another") == 0
+
+
+def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SEMBLEND_PROFILE", str(MODEL / "reuse-profile.json"))
+    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
+    generator = random.Random(0)
+    first, second, *lists = [stock_list(generator, rows=12) for _ in range(8)]
+    corpus, prefix, question = tmp_path / "corpus.jsonl", tmp_path / "prefix", lists[2].questions[0]
+    corpus.write_text("\n".join(json.dumps({"text": each.text}) for each in lists))
+    prefix.write_text(render("Answer briefly.", [first.text, second.text, "|"], "").partition("|<|")[0])
+    llm = LLM(MODEL, dtype="float32", kv_connector_config=KvCacheConnectorConfig.ours())
+    with serving(llm) as url:
+        assert warm(url, corpus, "--prefix", prefix) == 0
+        await_donors(llm, len(lists))
+        answer = completed(url, render("Look up what is asked for.", [each.text for each in lists], question.text))
+    assert answer["choices"][0]["text"].strip() == question.answer
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["reused_tokens"] > usage["prompt_tokens"] // 2
 
 
 def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch, capsys):
@@ -189,10 +226,12 @@ def test_a_busy_server_is_asked_again_with_the_same_fields(pages, monkeypatch, c
 
 
 def test_an_interrupt_ends_requests_that_are_under_way(pages):
-    main_thread = threading.get_ident()
+    main_thread, asked = threading.get_ident(), []
 
     async def complete(request):
-        signal.pthread_kill(main_thread, signal.SIGINT)
+        asked.append(request)
+        if len(asked) == 2:
+            signal.pthread_kill(main_thread, signal.SIGINT)
         await asyncio.Event().wait()
 
     app = web.Application()
