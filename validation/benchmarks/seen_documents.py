@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.results import Results, parser_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.reuse_profile import ReuseProfile
+from validation.cases import Tokeniser
 from validation.documents import counted_list
 from validation.embedded_engine import open_cold, open_llm
 from validation.families.group import Group
@@ -42,7 +42,7 @@ COUNTED_SHARE = 1 / 6
 GENERATIONS, GOAL = 3, 0.97
 # A document counts as reused where donors hold so much of its tokens.
 COVERED = 0.9
-_ANSWER = SamplingParams(max_tokens=16)
+ANSWER_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ def queries_of(count: int, documents: int, form: PromptForm, encode: Callable[[s
     return queries
 
 
-def answers(llm: LLM, queries: Sequence[Query], title: str) -> list[Answered]:
+def answers(llm: LLM, queries: Sequence[Query], tokeniser: Tokeniser, title: str) -> list[Answered]:
     """Serves the prompts one after the other, each once the one before is saved."""
     plans, shown, found = executed_plans(llm), set[int](), list[Answered]()
     with progress(title, len(queries)) as step:
         for query in queries:
-            (output,) = llm.generate([query.tokens], _ANSWER)
+            (output,) = llm.generate([query.tokens], tokeniser.sampling(None))
             llm.settle()
             plan = plans.pop(output.request_id, None)
             # A plan is dropped for a reason; then everything is computed.
@@ -100,7 +100,7 @@ def answers(llm: LLM, queries: Sequence[Query], title: str) -> list[Answered]:
                 is_held[span.target_start : span.target_end] = True
             reused = sum(is_held[place.start : place.stop].mean() >= COVERED for place in query.places.values())
             offered = sum(span.length for span in spans)
-            right = exact_match(output.outputs[0].text, query.answer)
+            right = exact_match(tokeniser.text(output.outputs[0].token_ids), query.answer)
             found.append(Answered(len(shown & set(query.places)), reused, offered, output.reused_tokens, right))
             shown |= set(query.places)
             step("")
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if profile is None:
         raise ConfigurationError(f"{options.model} has no reuse profile; name one with --profile.")
     runner, model = load(options.model, options.device, options.dtype), Path(options.model or shipped_model())
-    tokenizer = runner.tokenizer
+    tokenizer, tokeniser = runner.tokenizer, Tokeniser(runner, ANSWER_TOKENS)
     queries = queries_of(
         options.queries,
         options.documents,
@@ -172,14 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_dry = options.queries < QUERIES or options.documents < DOCUMENTS
     rows, name = Results(arguments, str(runner.device), dry=is_dry), f"_{options.name}" if options.name else ""
     with open_cold(model, runner, pool_tokens) as llm:
-        cold = answers(llm, queries, "cold")
+        cold = answers(llm, queries, tokeniser, "cold")
     with tempfile.TemporaryDirectory(prefix="seen-documents-") as folder:
         for generations in (0, options.generations):
             path = Path(folder) / f"{generations}.json"
             ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
             variables = {"PROFILE": str(path), "LOOKUP_DEADLINE_MS": "5000"}
             with open_llm(model, runner.share(), variables, pool_tokens=pool_tokens) as llm:
-                found = answers(llm, queries, f"{generations} generations")
+                found = answers(llm, queries, tokeniser, f"{generations} generations")
             kind = "" if generations else "_exact_donors"
             add_reused(rows, f"reuse_of_seen_documents{kind}{name}", found, GOAL if generations else None)
     add_compared(rows, f"reuse_of_seen_documents_em_vs_cold{name}", found, cold)
