@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="with 1 or more, requests come before documents: on the embedded engine's server, and on vLLM with "
-        "--scheduling-policy priority, which refuses this otherwise",
+        "--scheduling-policy priority (without that vLLM may refuse it)",
     )
     parser.add_argument(
         "--concurrency", type=count, default=1, metavar="N", help="documents under way at once (default: %(default)s)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import signal
@@ -18,6 +19,8 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server import Worker
 from semblend_trt.cli.main import main
 from semblend_trt.cli.warm import STATE_NAME, Warming
+from semblend_trt.fleet.router.app import Router
+from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
 from tests.pages import ROOT
 from validation.benchmarks.server_process import MODEL
@@ -90,14 +93,15 @@ def await_donors(llm, number):
         pass
 
 
-def completed(url, prompt, **fields):
+def completed(url, prompt, headers=(), **fields):
     body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}).encode()
-    with urllib.request.urlopen(f"{url}/v1/completions", body, timeout=60) as response:
+    request = urllib.request.Request(f"{url}/v1/completions", body, dict(headers))
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
-def reused(url, prompt, **fields):
-    return completed(url, prompt, **fields)["usage"]["prompt_tokens_details"]["reused_tokens"]
+def reused(url, prompt, headers=(), **fields):
+    return completed(url, prompt, headers, **fields)["usage"]["prompt_tokens_details"]["reused_tokens"]
 
 
 def test_the_first_request_reuses_a_document_behind_other_text(llm, url, pages, capsys):
@@ -118,13 +122,37 @@ def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at
     corpus.write_text("\n".join(json.dumps({"text": each.text}) for each in lists))
     prefix.write_text(render("Answer briefly.", [first.text, second.text, "|"], "").partition("|<|")[0])
     llm = LLM(MODEL, dtype="float32", kv_connector_config=KvCacheConnectorConfig.ours())
+    prompt = render("Look up what is asked for.", [each.text for each in lists], question.text)
     with serving(llm) as url:
+        assert warm(url, corpus, "--salt", "bare") == 0
         assert warm(url, corpus, "--prefix", prefix) == 0
-        await_donors(llm, len(lists))
-        answer = completed(url, render("Look up what is asked for.", [each.text for each in lists], question.text))
+        await_donors(llm, 2 * len(lists))
+        bare, answer = reused(url, prompt, cache_salt="bare"), completed(url, prompt)
     assert answer["choices"][0]["text"].strip() == question.answer
     usage = answer["usage"]
-    assert usage["prompt_tokens_details"]["reused_tokens"] > usage["prompt_tokens"] // 2
+    behind = usage["prompt_tokens_details"]["reused_tokens"]
+    assert behind > usage["prompt_tokens"] // 2 > 2 * bare
+
+
+def test_a_router_sends_documents_on_under_the_callers_salt(llm, url, tiny_qwen2_path, pages, capsys):
+    config = RouterConfig.model_validate(
+        {
+            "model": str(tiny_qwen2_path),
+            "name": "tiny",
+            "replicas": [{"url": url, "worker_id": 1}],
+            "keys": [{"sha256": hashlib.sha256(b"key").hexdigest(), "tenants": ["acme"]}],
+            "secret_env": "SECRET",
+        }
+    )
+    router = Router(config, {"SECRET": "a secret of the router"}, llm.tokenizer, None)
+    with listening_app(router.app()) as address:
+        assert warm(address, *pages, "--priority", 1) == 2
+        assert f"{address} names no model (401: " in capsys.readouterr().err
+        assert warm(address, *pages, "--priority", 1, "--api-key", "key") == 0
+        await_donors(llm, 3)
+        headers = {"Authorization": "Bearer key"}
+        assert reused(address, f"Read this: {PAGES[0]} What is it?", headers) == len(PAGES[0])
+    assert reused(url, f"Read this: {PAGES[0]} What is it?") == 0
 
 
 def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch, capsys):
