@@ -111,7 +111,8 @@ def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -
 
 
 def full_layers_of(profile: ReuseProfile) -> int:
-    """Lowest layers that the profile's policy computes for every token of an approximate plan."""
+    """Lowest layers that the profile's policy computes for every token of an approximate plan, or for those that a
+    sample or the check behind it compares."""
     return max(profile.boundary, 0 if profile.check is None else profile.check.layer)
 
 

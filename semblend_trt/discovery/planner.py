@@ -276,6 +276,9 @@ class Planner:
             kind = PlanKind.EXACT_PREFIX if all(span.exact for span in spans) else PlanKind.REQUEST_LOCAL
         # Exact spans need no token computed again or checked.
         terms = terms if kind is PlanKind.REQUEST_LOCAL and terms is not None else ReuseTerms()
+        check = terms.check
+        if check is not None and any(span.generation for span in spans):
+            check = replace(check, sample_every=0)  # all of what was built from approximate KV is compared
         return SemanticKvPlan(
             request_id=request.request_id,
             kind=kind,
@@ -288,9 +291,9 @@ class Planner:
                 mode=request.mode,
                 num_layers=self._num_layers,
                 recompute_boundary_layer=terms.boundary,
-                check=terms.check,
+                check=check,
                 head_tokens=terms.head_tokens,
-                sample_seed=secrets.randbits(32) if terms.check is not None and terms.check.sample_every else 0,
+                sample_seed=secrets.randbits(32) if check is not None and check.sample_every else 0,
             ),
             diagnostics=_diagnostics(runs, selection, computed),
         )

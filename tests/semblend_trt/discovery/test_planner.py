@@ -219,6 +219,19 @@ def test_approximate_donors_are_used_by_verified_alone_up_to_the_generation_that
         assert plan_of(planned).is_checked != span.exact
 
 
+def test_runs_of_a_generation_are_checked_without_a_sample() -> None:
+    sampled = CHECK.model_copy(update={"sample_every": 8, "sample_threshold": 0.1})
+    made = profile("verified", check=sampled, generations=2)
+    plans = [
+        plan_of(planner({"a": SHIFTED}, "verified", generations).plan(request(profile=made)))
+        for generations in ({}, {}, {"a": 1})
+    ]
+    first, second, approximate = (plan.execution for plan in plans)
+    assert first.check == second.check == SpanCheck(2, 0.2, None, 0.5, 0.1, None, 8, 0.1)
+    assert first.sample_seed != second.sample_seed
+    assert (approximate.check, approximate.sample_seed) == (SpanCheck(2, 0.2, None, 0.5, 0.1, None, 0, 0.1), 0)
+
+
 def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
     longer = np.concatenate([DOCUMENT, OTHER[:40]])
     prompt = np.concatenate([text(7, 50), longer, text(8, 50)])

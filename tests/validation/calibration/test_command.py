@@ -74,6 +74,12 @@ def test_the_header_trap_rules_cheap_policies_out_and_a_check_passes(
     confirmed = {figure["family"]: figure for figure in told(profile, "confirmed")}
     assert set(confirmed) == {"reordered", "header_trap"}
     assert confirmed["reordered"]["reused_tokens"] > 0.5 * confirmed["reordered"]["offered_tokens"]
+    # The check alone has held as well, and costs more.
+    assert profile.check.sample_every
+    assert any(figure["holds"] and figure["computed_share"] > tried[-1]["computed_share"] for figure in screened)
+    assert confirmed["reordered"]["sampled_tokens"] > 0
+    [sample] = told(profile, "sample")
+    assert 0.0 <= sample["unseen_share"] < sample["unseen_share_at_most"] < 0.05
     assert "calibrate" in profile.command
     assert capsys.readouterr().out.splitlines()[-1].endswith("profile.json")
 

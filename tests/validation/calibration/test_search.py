@@ -7,10 +7,20 @@ import math
 import numpy as np
 import pytest
 
+from engine_wrapper.sequence_work import sample_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
 from validation.calibration.deviations import PromptDeviations
-from validation.calibration.search import Candidate, candidates, computed_share, thresholds, window_thresholds
+from validation.calibration.search import (
+    SAMPLE_EVERY,
+    Candidate,
+    candidates,
+    computed_share,
+    sampled_checks,
+    thresholds,
+    unseen_share,
+    window_thresholds,
+)
 
 LAYERS = 4
 LENGTHS = (100, 100)
@@ -70,6 +80,35 @@ def test_the_computed_share_is_that_of_the_layers_and_tokens(
     found: list[PromptDeviations], check: dict[str, float], heads: int, share: float
 ) -> None:
     assert computed_share(ProfileCheck(**check), heads, found, LAYERS) == pytest.approx(share)
+
+
+def test_samples_are_tried_at_thresholds_of_harmless_tokens_and_cost_what_they_compare() -> None:
+    dense = ProfileCheck(layer=2, threshold=0.1)
+    first, second = sampled_checks(dense, HARMLESS)
+    assert dense.threshold > first.sample_threshold > second.sample_threshold > 0.05
+    # Of 100 tokens the first window, and of the 68 behind it one in 8.
+    loose = first.model_copy(update={"sample_threshold": 1.0})
+    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx((WINDOW_TOKENS + 9) / 100 * 0.5)
+    assert computed_share(loose, 0, HARMLESS, LAYERS) <= computed_share(second, 0, HARMLESS, LAYERS) < 0.5
+    # A sample that lets nothing pass leaves the whole check.
+    strict = first.model_copy(update={"sample_threshold": 0.0})
+    assert computed_share(strict, 0, HARMLESS, LAYERS) == computed_share(dense, 0, HARMLESS, LAYERS)
+    assert sampled_checks(ProfileCheck(layer=2, threshold=0.01), HARMLESS)[0].sample_threshold == 0.01
+
+
+def test_what_a_sample_did_not_see_is_told() -> None:
+    values = np.zeros((2, 96), dtype=np.float32)
+    compared = sample_of([96], SAMPLE_EVERY, 0)
+    hidden = next(token for token in range(64, 96) if token not in compared)
+    values[1, [5, hidden]] = 0.9
+    prompt = PromptDeviations("f", values, (96,), 0, 96)
+    check = ProfileCheck(layer=1, threshold=0.5, sample_every=SAMPLE_EVERY, sample_threshold=0.2)
+    # Token 5 is in the first window, which is checked with the next one: only itself is computed.
+    kept, seen = prompt.kept_and_compared(SpanCheck(**check.model_dump()), 0)
+    assert np.flatnonzero(~kept).tolist() == [5]
+    assert seen[:64].all()
+    assert unseen_share(check, 0, [prompt]) == pytest.approx(1 / 95)
+    assert unseen_share(check.model_copy(update={"sample_every": 0}), 0, [prompt]) == 0.0
 
 
 def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span() -> None:
