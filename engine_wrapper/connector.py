@@ -44,8 +44,8 @@ def attach_to_embedded(runtime: Runtime) -> None:
 
 
 class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
-    """The stock scheduler. Outside the embedded engine it saves no exact part of a request that holds approximate KV:
-    such a request becomes a donor as a whole, with its generation, or not at all.
+    """The stock scheduler. Outside the embedded engine a request that holds approximate KV becomes a donor with a
+    generation above 0, or not at all: its exact part alone is not saved.
     """
 
     @never_raises(lambda: False)

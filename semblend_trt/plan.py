@@ -215,11 +215,12 @@ class SemanticKvPlan:
             return self.prompt_length
         return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
 
-    @property
-    def generation(self) -> int:
-        """Of the request's own KV as a donor: 0 where a cold run would produce it, else one more than the largest among
-        its spans that are not exact."""
-        return 0 if self.is_exact else 1 + max((span.generation for span in self.spans if not span.exact), default=0)
+    def donor_part(self, generations: int) -> tuple[int, int]:
+        """The leading tokens whose KV is of generation `generations` at most, and its generation: 0 where a cold run
+        would produce it, else one more than the largest among the spans moved there."""
+        moved = () if self.is_exact else tuple(span for span in self.spans if not span.exact)
+        end = next((span.target_start for span in moved if span.generation >= generations), self.prompt_length)
+        return end, max((1 + span.generation for span in moved if span.target_start < end), default=0)
 
     @property
     def holes(self) -> tuple[range, ...]:

@@ -19,6 +19,7 @@ from semblend_trt.donors.eviction import eviction_factory
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.metrics import HeldDonors
+from semblend_trt.plan import gaps
 
 if TYPE_CHECKING:
     from collections import deque
@@ -161,18 +162,19 @@ class DonorIndex:
     ) -> SaveIntent | None:
         """Reserves room for what the request may leave as a donor, so that no save can exceed a budget later.
 
-        That is all of it where its generation is within `generations` and it computes text that no donor of its plan
+        That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
         holds; else its exact part. Returns no intent when that is too short, held already in a donor of the same or a
         lower generation, or does not fit.
         """
         plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + max_new_tokens
         if plan is not None and plan.matched_tokens and not plan.is_exact:
-            longest = max(map(len, (*plan.holes, range(plan.prefix_end, plan.prompt_length))))
-            if plan.generation <= generations and longest >= self._settings.min_donor_tokens:
-                generation = plan.generation
-            else:
-                limit = min(limit, plan.exact_token_count)
+            end, generation = plan.donor_part(generations)
+            taken = ((span.target_start, span.target_end) for span in plan.spans)
+            longest = max(map(len, gaps(taken, plan.num_computed_tokens, end)), default=0)
+            if longest < self._settings.min_donor_tokens:
+                end, generation = plan.donor_part(0)
+            limit = limit if end == plan.prompt_length else end
         if limit < self._settings.min_donor_tokens:
             return None
         text = _digest(tracked.namespace_key, tracked.prompt[:limit])

@@ -117,13 +117,14 @@ def test_exact_spans_do_not_limit_what_is_exact() -> None:
     assert exact.is_exact
 
 
-def test_a_generation_is_one_more_than_that_of_the_approximate_spans() -> None:
+def test_a_donor_ends_before_the_first_span_of_the_last_generation() -> None:
     checked = execution(check=SpanCheck(1, 0.1))
     exact, third = PlanSpan("d", 8, 8, 4, exact=True), PlanSpan("f", 0, 16, 4, generation=2)
-    assert plan().generation == 1
-    assert plan(spans=(exact, PlanSpan("e", 0, 12, 4), third), execution=checked).generation == 3
-    assert plan(kind=PlanKind.EXACT_PREFIX, spans=(exact,)).generation == 0
-    assert plan(kind=PlanKind.DISCOVERY_ONLY, spans=(third,), matched_tokens=0).generation == 0
+    assert [plan().donor_part(allowed) for allowed in (0, 1, 2)] == [(10, 0), (32, 1), (32, 1)]
+    mixed = plan(spans=(exact, PlanSpan("e", 0, 12, 4), third), execution=checked)
+    assert [mixed.donor_part(allowed) for allowed in range(4)] == [(12, 0), (16, 1), (16, 1), (32, 3)]
+    assert plan(kind=PlanKind.EXACT_PREFIX, spans=(exact,)).donor_part(0) == (32, 0)
+    assert plan(kind=PlanKind.DISCOVERY_ONLY, spans=(third,), matched_tokens=0).donor_part(0) == (32, 0)
 
 
 def test_stock_engine_takes_spans_that_continue_the_prefix() -> None:
@@ -224,6 +225,11 @@ def test_holes_and_spans_tile_the_promise(valid: SemanticKvPlan) -> None:
     assert [position for each in ranges for position in each] == list(
         range(valid.num_computed_tokens, valid.prefix_end)
     )
+
+
+@given(plans())
+def test_a_donor_of_generation_0_is_the_exact_part(valid: SemanticKvPlan) -> None:
+    assert valid.donor_part(0) == (valid.exact_token_count, 0)
 
 
 @given(plans())

@@ -157,7 +157,7 @@ def test_same_text_is_kept_once():
     assert index.intend("other-tenant", tracked(3, tokens, "other"), 0) is not None
 
 
-def test_a_request_is_kept_whole_up_to_the_generation_that_is_allowed_and_else_its_exact_part():
+def test_a_request_is_kept_up_to_the_generation_that_is_allowed():
     index, tokens = index_of(host_tokens=2000), text(9, 300)
     kept = [index.intend(f"{each}", behind_moved_kv(text(each, 300), each), 0, 2) for each in (1, 2, 3)]
     assert [None if intent is None else intent.generation for intent in kept] == [1, 2, None]
@@ -167,6 +167,11 @@ def test_a_request_is_kept_whole_up_to_the_generation_that_is_allowed_and_else_i
     for donor_id, allowed, expected in (("a", 0, (100, 0)), ("b", 1, (300, 1))):
         intent = index.intend(donor_id, request, 0, allowed)
         assert (intent.max_tokens, intent.generation) == expected
+    # What stands in front of a donor of the last generation is kept.
+    spans = (PlanSpan("other", 30, 0, 50), PlanSpan("last", 30, 150, 50, generation=1))
+    request.plan = replace(request.plan, spans=spans, matched_tokens=200)
+    intents = [index.intend(donor_id, request, 0, allowed) for donor_id, allowed in (("d", 0), ("e", 1), ("f", 2))]
+    assert [intent and (intent.max_tokens, intent.generation) for intent in intents] == [None, (150, 1), None]
     # Where donors hold all but few of its tokens, a copy would bring nothing new.
     assert index.intend("c", behind_moved_kv(tokens, 1, moved=280), 0, 3) is None
 
