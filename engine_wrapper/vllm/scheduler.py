@@ -17,6 +17,7 @@ from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.plan import EngineMode
+from semblend_trt.policy import EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class RequestView:
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
         self.cache_salt: str | None = request.cache_salt
+        asked = getattr(request, "kv_transfer_params", None)
+        self.exact_only = isinstance(asked, dict) and asked.get(EXACT_ONLY) is True
         self._request = request
         if taken_tokens is not None:
             self.py_num_connector_matched_tokens = taken_tokens

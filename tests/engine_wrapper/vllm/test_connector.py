@@ -62,6 +62,8 @@ def test_a_document_that_moved_is_reused_and_its_holes_are_computed(engine: Call
     served = engine("position_fix")
     served.ask(DONOR)
     served.settle()
+    asks_for_exact = {"kv_transfer_params": {"semblend.exact_only": True}}
+    assert served.ask([*some(21), *DOCUMENT], extra_args=asks_for_exact).cached == 0
     answer = served.ask(SHIFTED)
     assert answer.cached == 57 + len(DOCUMENT)
     assert served.runtime.mode.value == "wrapper"

@@ -17,6 +17,7 @@ import openai
 import psutil
 import pytest
 
+from semblend_trt.cli.main import main
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.router.tenants import Tenants
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
@@ -166,6 +167,17 @@ def test_a_tenants_salt_reaches_vllm(fleet: Fleet) -> None:
     for salt, is_known in ((fleet.tenants.salt_of("acme"), True), ("guessed", False), (None, False)):
         answer = worker.completions.create(prompt=prompt, **GREEDY, extra_body={"cache_salt": salt})
         assert (told(answer)[1] > 400) == is_known, salt
+
+
+def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet: Fleet, tmp_path: Path) -> None:
+    (first, _), (second, expected), *_ = prompts(7)
+    path, worker = tmp_path / "document.txt", fleet.workers["1.0"]
+    path.write_text(first)
+    held = worker.audit.read_text().count('"event":"donor_registered"')
+    assert main(["warm", "--url", worker.url, str(path)]) == 0
+    wait_for(lambda: worker.audit.read_text().count('"event":"donor_registered"') > held)
+    text, cached = told(fleet.client("acme", worker.url).completions.create(prompt=second, **GREEDY))
+    assert (text, cached > 400) == (expected, True)
 
 
 def test_refusals_are_the_clients_errors(fleet: Fleet) -> None:
