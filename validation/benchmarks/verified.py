@@ -6,22 +6,38 @@ run with a narrow model, which needs no card.
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.llm_args import LlmArgs
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SpanCheck
-from validation.benchmarks.bench_model import CHECKED_PARTS, GOAL_SIZE, Bench, CheckedStopwatch, label, run_model
+from validation.benchmarks.bench_model import (
+    CHECKED_PARTS,
+    GOAL_SIZE,
+    NEW_TOKENS,
+    WARM_UPS,
+    Bench,
+    CheckedStopwatch,
+    label,
+    run_model,
+    ttft_ms,
+)
 from validation.calibration.search import SAMPLE_EVERY
+from validation.embedded_engine import ONE_TOKEN
 
 if TYPE_CHECKING:
     from engine_wrapper.embedded.llm import LLM
     from kernels.results import Results
     from semblend_trt.plan import SemanticKvPlan
 
-VERIFIED_OVER_COLD, SAMPLED_OVER_COLD = 0.13, 0.027
+VERIFIED_OVER_COLD, SAMPLED_OVER_COLD, RAG_OVER_COLD = 0.13, 0.027, 0.08
+# Documents of a retrieval prompt, and of the store that they come from, and tokens of each.
+SHOWN, HELD, DOCUMENT = 8, 24, 1_024
 CHECK_LAYER = 2
 DONORS = 3
 # Above every deviation, and finite as a threshold must be.
@@ -35,8 +51,10 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
         raise ConfigurationError(f"--check-layer {check_layer} is outside 0..{layers - 1}")
     check = SpanCheck(check_layer, KEEP_ALL)
     variables = bench.donors_in("DEVICE", DONORS)
+    each = min(DOCUMENT, (size - NEW_TOKENS) // SHOWN)
     with bench.engine() as plain:
         cold = bench.cold(plain, size)
+        cold_retrieval = bench.cold(plain, SHOWN * each + NEW_TOKENS)
     with bench.engine(variables) as llm:
         check_every_plan(llm, check)
         llm.executor.model_runner.warm_up((size,), (check_layer,))
@@ -50,6 +68,7 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
         check_every_plan(llm, sampled_check)
         llm.executor.model_runner.warm_up((size,), (check_layer,))
         sampled = bench.hits(llm, size)
+        retrieval = retrieval_ms(bench, llm, each)
     name = label(size)
     rows.add(f"verified_cold_ttft_{name}_ms", cold, "ms", "the engine without connector")
     kept = "random weights give other KV at other positions, so the threshold of 1e30 keeps all that deviates"
@@ -61,9 +80,25 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
     baseline = f"{sampled.ttft:,.2f} ms over cold {cold:,.1f} ms; one token in {SAMPLE_EVERY} is compared, all are kept"
     rows.add(f"verified_sampled_over_cold_{name}", sampled.ttft / cold, "x", baseline, SAMPLED_OVER_COLD)
     rows.add(f"verified_sampled_ttft_{name}_ms", sampled.ttft, "ms", f"cold {cold:,.1f} ms; {sampled.sentence()}")
+    baseline = f"{retrieval:,.2f} ms over cold {cold_retrieval:,.1f} ms; {SHOWN} documents of {each} tokens out of "
+    baseline += f"{HELD}, in random order; one token in {SAMPLE_EVERY} is compared, all are kept"
+    rows.add(f"verified_over_cold_{label(SHOWN * each)}_rag", retrieval / cold_retrieval, "x", baseline, RAG_OVER_COLD)
     rows.add(f"verified_ttft_{name}_worst_ms", max(found.times), "ms", "slowest of the runs")
     rows.add(f"verified_ttft_{name}_first_ms", found.first, "ms", "the first prompt of this size")
     found.add_split(rows, f"verified_{name}")
+
+
+def retrieval_ms(bench: Bench, llm: LLM, each: int) -> float:
+    """Median time to the first token of prompts of SHOWN documents of `each` tokens out of HELD, in random order."""
+    documents, chance, times = [bench.prompts.fresh(each) for _ in range(HELD)], random.Random(0), []
+    for first in range(0, HELD, SHOWN):
+        ttft_ms(llm, bench.prompts.shifted([*chain(*documents[first : first + SHOWN])]))
+    for _ in range(WARM_UPS + bench.repeats):
+        output = llm.generate(bench.prompts.shifted([*chain(*chance.sample(documents, SHOWN))]), ONE_TOKEN)[0]
+        assert output.reused_tokens >= SHOWN * each, f"{output.reused_tokens} tokens reused, {output.reuse_reason}"
+        assert output.time_to_first_token is not None
+        times.append(output.time_to_first_token * 1e3)
+    return statistics.median(times[WARM_UPS:])
 
 
 def check_every_plan(llm: LLM, check: SpanCheck) -> None:

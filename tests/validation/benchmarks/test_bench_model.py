@@ -44,6 +44,8 @@ def test_verified_measures_and_writes_every_row(tmp_path: Path) -> None:
     rows = dry_rows(verified, tmp_path, "--layers", "4", "--size", "768", "--repeats", "1")
     assert DeviationCheck.decide is decide
     assert rows["verified_over_cold_768"].value > 0
+    assert rows["verified_sampled_over_cold_768"].value > 0
+    assert "8 documents of 80 tokens out of 24" in rows["verified_over_cold_640_rag"].baseline
     assert "check layer 2 of 4" in rows["verified_over_cold_768"].baseline
     assert "128 computed" in rows["verified_ttft_768_ms"].baseline
     assert "at most 256 tokens in a forward" in rows["verified_ttft_768_in_parts_ms"].baseline
