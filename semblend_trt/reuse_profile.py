@@ -148,6 +148,11 @@ class ReuseProfile(_Part):
             raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
         if (self.policy == "verified") != (self.check is not None):
             raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
+        if self.boundary and self.check is not None and self.check.sample_every:
+            raise ValueError(
+                f"boundary {self.boundary} computes every token, and a sample of one in {self.check.sample_every} does "
+                "not; one of them has to be 0"
+            )
         for name in ("head_tokens", "generations"):
             if getattr(self, name) and self.policy != "verified":
                 raise ValueError(f"policy {self.policy} has {name} {getattr(self, name)}; only verified may have some")

@@ -231,6 +231,10 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
         ({"check": None}, "verified, and only it, has one"),
         ({"policy": "position_fix", "check": None, "head_tokens": 8}, "head_tokens 8; only verified may have some"),
         ({"head_tokens": -1}, "head_tokens"),
+        (
+            {"boundary": 1, "check": ProfileCheck(layer=2, threshold=0.2, sample_every=8)},
+            "boundary 1 computes every token, and a sample of one in 8 does not",
+        ),
         ({"policy": "position_fix", "check": None, "generations": 1}, "generations 1; only verified may have some"),
         ({"generations": -1}, "generations"),
         ({"generations": 65}, "generations"),
