@@ -26,6 +26,7 @@ from kernels.layout import pool_view
 from kernels.results import Count, Results, run_counted
 from semblend_trt.connector.contract import contract_version
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
+from semblend_trt.errors import SemBlendError
 from validation.benchmarks.bench_model import make_runner
 from validation.benchmarks.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
@@ -245,7 +246,14 @@ class Life:
     def quiet(self) -> None:
         """Waits for the end of everything: then nothing is held, and donors hold the right KV."""
         self.gate.open()
-        self._llm.run_until(lambda: all(request.is_finished for request in self._live))
+        try:
+            self._llm.run_until(lambda: all(request.is_finished for request in self._live))
+        except SemBlendError:
+            # Where blocks are lost, requests may wait for them for ever.
+            for request in self._live:
+                self._executor.abort(request)
+            self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
+            raise
         self._llm.settle()
         self._take_finished()
         scheduler, worker = self._llm.connector_scheduler, self._llm.connector_worker
