@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from engine_wrapper.embedded.llm import LLM
+    from engine_wrapper.embedded.llm import LLM, RequestOutput
     from semblend_trt.ranks import Ranks
 
 # Qwen/Qwen2.5-7B, config.json; positions enough for the longest prompt and its answer.
@@ -323,12 +323,8 @@ class Bench:
         ttft_ms(llm, self.prompts.donor(document))
         times = []
         for _ in range(WARM_UPS + self.repeats):
-            synchronize()
-            output = llm.generate(self.prompts.shifted(document), ONE_TOKEN)[0]
-            assert output.reused_tokens >= len(document), f"{output.reused_tokens} tokens reused, {output.reuse_reason}"
-            assert output.time_to_first_token is not None
-            times.append(output.time_to_first_token * 1e3)
-            llm.settle()
+            milliseconds, output = hit(llm, self.prompts.shifted(document), len(document))
+            times.append(milliseconds)
         found = Hits(times[WARM_UPS:], times[0], output.reused_tokens, output.computed_tokens)
         watch = stopwatch(llm)
         splits = [watch.read(ttft_ms(llm, self.prompts.shifted(document))) for _ in range(self.repeats)]
@@ -380,6 +376,19 @@ def run_model(
         except ConfigurationError as error:
             parser.error(str(error))
     rows.write(options.json, name, CARD_FOLDER)
+
+
+def hit(llm: LLM, prompt: list[int], least: int) -> tuple[float, RequestOutput]:
+    """Milliseconds to the first token of a prompt on an idle card, and its answer; waits for transfers then.
+
+    Raises AssertionError when fewer than `least` tokens are reused.
+    """
+    synchronize()
+    output = llm.generate(prompt, ONE_TOKEN)[0]
+    assert output.reused_tokens >= least, f"{output.reused_tokens} tokens reused, {output.reuse_reason}"
+    assert output.time_to_first_token is not None
+    llm.settle()
+    return output.time_to_first_token * 1e3, output
 
 
 def ttft_ms(llm: LLM, prompt: list[int]) -> float:
