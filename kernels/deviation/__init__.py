@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.deviation import eager
-from kernels.deviation.eager import relative
+from kernels.deviation.eager import relative, row_squares
 from kernels.deviation.spans import Fresh, FreshRows, check_spans
 from kernels.dispatch import triton_serves
 from kernels.kv_move.move import Move, lie_alike, tensor_of
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-    from kernels.layout import PagedKv
     from kernels.rope import RopeRotation
 
 __all__ = ["FreshRows", "Move", "deviation", "relative", "row_squares", "squares"]
@@ -49,15 +48,6 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
         return torch.empty(2, 2, 0, device=_tensors(fresh)[0].device)
     found: torch.Tensor = _path_of(spans, fresh, layer, rotation).squares(spans, fresh, layer, rotation)
     return found
-
-
-def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: torch.Tensor, layer: int) -> torch.Tensor:
-    """The sums of `squares` for single rows of `fresh`, each beside a position of `kv` that holds rotated K.
-
-    `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
-    host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
-    """
-    return eager.row_squares(fresh, rows, kv, positions, layer)
 
 
 def _path_of(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> ModuleType:

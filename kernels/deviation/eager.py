@@ -50,7 +50,11 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
 
 
 def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: torch.Tensor, layer: int) -> torch.Tensor:
-    """As `kernels.deviation.row_squares`."""
+    """The sums of `squares` for single rows of `fresh`, each beside a position of `kv` that holds rotated K.
+
+    `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
+    host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
+    """
     size = kv.geometry.block_size
     blocks, slots = kv.block_ids[positions // size], positions % size
     device = fresh.k.device
