@@ -87,9 +87,9 @@ Pool = torch.Tensor | LayeredPool
 
 
 class PoolLayer(NamedTuple):
-    """One layer of a pool in one tensor, [blocks, layers, 2, kv_heads * block_size * head_dim]."""
+    """One layer of a pool: [blocks, layers, 2, kv_heads * block_size * head_dim], or a LayeredPool."""
 
-    pool: torch.Tensor
+    pool: Pool
     layer: int
     geometry: KvGeometry
 

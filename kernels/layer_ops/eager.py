@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu
 
-from kernels.layout import PoolLayer, pool_view
+from kernels.layout import PoolLayer, layer_view
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
@@ -46,10 +46,8 @@ def rotate_rows(
         part.copy_(_rotated(part, cos[:, None], sin[:, None]))
     written = slots >= 0
     blocks, offsets = slots[written] // geometry.block_size, slots[written] % geometry.block_size
-    # paged has shape [2, blocks, block_size, kv_heads, head_dim]
-    paged = pool_view(pool, geometry)[:, layer].permute(1, 0, 3, 2, 4)
-    paged[0, blocks, offsets] = key[written]
-    paged[1, blocks, offsets] = value[written]
+    for kind, rows in enumerate((key, value)):
+        layer_view(pool, geometry, layer, kind)[blocks, :, offsets] = rows[written]
 
 
 def _rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

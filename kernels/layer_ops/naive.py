@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.layout import layer_view
+
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
     from kernels.layout import PoolLayer
@@ -80,5 +82,4 @@ def _row_of(kv: PoolLayer, kind: int, head: int, slot: int) -> torch.Tensor:
     """The view [head_dim] of K (kind 0) or V (kind 1) at one slot."""
     pool, layer, geometry = kv
     block, offset = divmod(slot, geometry.block_size)
-    start = (head * geometry.block_size + offset) * geometry.head_dim
-    return pool[block, layer, kind, start : start + geometry.head_dim]
+    return layer_view(pool, geometry, layer, kind)[block, head, offset]

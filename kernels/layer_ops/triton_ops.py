@@ -167,6 +167,7 @@ def rotate_rows(
 ) -> None:
     """As `kernels.layer_ops.rotate_rows`; the arguments were checked."""
     pool, layer, geometry = kv
+    assert isinstance(pool, torch.Tensor)
     heads = qkv.shape[1] // geometry.head_dim - 2 * geometry.kv_heads
     launch(
         _rotate_kernel,

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kernels.dispatch import triton_serves
+from kernels.layout import LayeredPool
 from kernels.sparse_prefill import eager
 from kernels.sparse_prefill.rows import SequenceRows, check_rows
 
@@ -32,7 +33,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
     if not sequences:
         return
     check_rows({"k": k, "v": v}, kv.geometry.kv_heads, kv, sequences)
-    if triton_serves(kv.pool, ()):
+    if _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
         triton_attention.write_rows(k, v, kv, sequences)
@@ -56,8 +57,15 @@ def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceR
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
     check_rows({"q": q}, q.shape[1], kv, sequences)
-    if sequences and triton_serves(kv.pool, ()):
+    if sequences and _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
         return triton_attention.sparse_prefill(q, kv, sequences, scale)
     return eager.sparse_prefill(q, kv, sequences, scale)
+
+
+def _triton_serves(kv: PoolLayer) -> bool:
+    if not isinstance(kv.pool, LayeredPool):
+        return triton_serves(kv.pool, ())
+    keys, values = kv.pool.keys[kv.layer], kv.pool.values[kv.layer]
+    return keys.stride() == values.stride() and triton_serves(keys, (values,))

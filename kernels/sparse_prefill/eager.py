@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kernels.layout import PoolLayer, pool_view
+from kernels.layout import PoolLayer, layer_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +22,13 @@ LEAST_ROWS_PER_PADDING = 4
 def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`; the arguments were checked."""
     pool, layer, geometry = kv
-    # paged has shape [2, blocks, block_size, kv_heads, head_dim]
-    paged = pool_view(pool, geometry)[:, layer].permute(1, 0, 3, 2, 4)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
         positions, block_ids = sequence.positions.to(pool.device), sequence.block_ids.to(pool.device)
         blocks = block_ids[positions // geometry.block_size]
         slots = positions % geometry.block_size
-        paged[0, blocks, slots] = k[rows]
-        paged[1, blocks, slots] = v[rows]
+        for kind, values in enumerate((k, v)):
+            layer_view(pool, geometry, layer, kind)[blocks, :, slots] = values[rows]
 
 
 def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
@@ -48,9 +46,9 @@ def _gather(kv: PoolLayer, sequence: SequenceRows) -> tuple[torch.Tensor, torch.
     pool, layer, geometry = kv
     tokens = sequence.last_position + 1
     blocks = sequence.block_ids[: geometry.blocks_for(tokens)].to(pool.device)
-    # gathered has shape [2, kv_heads, blocks, block_size, head_dim]
-    gathered = pool_view(pool, geometry)[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks)
-    keys, values = gathered.flatten(2, 3)[:, :, :tokens]
+    # [kv_heads, blocks, block_size, head_dim] each
+    gathered = (layer_view(pool, geometry, layer, kind).transpose(0, 1).index_select(1, blocks) for kind in (0, 1))
+    keys, values = (each.flatten(1, 2)[:, :tokens] for each in gathered)
     return keys, values
 
 

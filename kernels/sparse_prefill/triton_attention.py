@@ -72,8 +72,9 @@ def attend(
 
     With `head_major`, neighbouring programs take neighbouring items of one KV head.
     """
-    pool, layer, geometry = kv
+    geometry = kv.geometry
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
+    memory, layer, strides, constants = _memory_of(kv)
     group, block_d = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lanes = work.slots * kv_heads * config.block_m
@@ -86,7 +87,7 @@ def attend(
         (num_items * kv_heads,),
         q,
         q,
-        pool,
+        memory,
         output,
         partial,
         lse,
@@ -97,7 +98,8 @@ def attend(
         num_items,
         scale * LOG2_E,
         *q.stride()[:2],
-        *pool.stride()[:3],
+        *strides,
+        **constants,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -139,29 +141,45 @@ def attend(
 
 def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`; the arguments were checked. One launch writes all rows of a batch."""
-    (pool, layer, geometry), sequences = kv, tuple(sequences)
+    geometry, sequences = kv.geometry, tuple(sequences)
+    memory, layer, strides, constants = _memory_of(kv)
     tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
     k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, v))
     launch(
         write_kernel,
         (tiles.shape[0], geometry.kv_heads),
-        pool,
+        memory,
         k,
         v,
-        pool,
+        memory,
         tiles,
         index.positions,
         index.block_ids,
         layer,
         *k.stride()[:2],
         *v.stride()[:2],
-        *pool.stride()[:3],
+        *strides,
+        **constants,
         HEAD_DIM=geometry.head_dim,
         BLOCK_D=triton.next_power_of_2(geometry.head_dim),
         BLOCK_SIZE=geometry.block_size,
         ROWS=ROWS_PER_TILE,
         num_warps=4,
     )
+
+
+def _memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], dict[str, int]]:
+    """What the kernels address: a tensor, the layer in it, its strides of block, layer and kind, and constants, the
+    strides of head and slot."""
+    pool, layer, geometry = kv
+    if isinstance(pool, torch.Tensor):
+        block, apart, kinds, _ = pool.stride()
+        head, slot = geometry.block_size * geometry.head_dim, geometry.head_dim
+        return pool, layer, (block, apart, kinds), {"HEAD_STRIDE": head, "SLOT_STRIDE": slot}
+    keys, values = pool.keys[layer], pool.values[layer]
+    block, head, slot, _ = keys.stride()
+    kinds = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+    return keys, 0, (block, 0, kinds), {"HEAD_STRIDE": head, "SLOT_STRIDE": slot}
 
 
 @cache
@@ -228,6 +246,7 @@ def _attend(
     block_stride,
     scale,
     MASKED: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -241,7 +260,7 @@ def _attend(
     ids = tl.load(table + tl.minimum(_block_of(begin, BLOCK_SIZE, BLOCK_N), last_block))
     for start in range(begin, end, BLOCK_N):
         slots = _slot_of(start, BLOCK_SIZE, BLOCK_N)
-        offsets = ids * block_stride + slots * HEAD_DIM
+        offsets = ids * block_stride + slots * SLOT_STRIDE
         ids = tl.load(table + tl.minimum(_block_of(start + BLOCK_N, BLOCK_SIZE, BLOCK_N), last_block))
         # k, v: [block_n, block_d]
         pointers = keys + offsets[:, None] + channels[None, :]
@@ -294,6 +313,8 @@ def attention_kernel(
     pool_block_stride,
     pool_layer_stride,
     pool_kind_stride,
+    HEAD_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -334,7 +355,7 @@ def attention_kernel(
 
     q_pointers = q_ptr + (rows * q_row_stride + heads * q_head_stride)[:, None] + channels[None, :]
     q = tl.load(q_pointers, mask=channels[None, :] < HEAD_DIM, other=0.0).to(MATH)
-    keys = pool_ptr + tl.cast(layer, tl.int64) * pool_layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    keys = pool_ptr + tl.cast(layer, tl.int64) * pool_layer_stride + kv_head * HEAD_STRIDE
     table = block_ids_ptr + first_block
     last_block = highest // BLOCK_SIZE
 
@@ -343,11 +364,13 @@ def attention_kernel(
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     accumulator, normaliser, maximum = _attend(
         accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, kv_begin, open_end,
-        last_block, pool_block_stride, scale, False, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
+        last_block, pool_block_stride, scale, False, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH,
+        PRECISION,
     )  # fmt: skip
     accumulator, normaliser, maximum = _attend(
         accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_end, kv_end,
-        last_block, pool_block_stride, scale, True, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
+        last_block, pool_block_stride, scale, True, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH,
+        PRECISION,
     )  # fmt: skip
 
     empty = normaliser == 0.0
@@ -454,6 +477,8 @@ def write_kernel(
     pool_block_stride,
     pool_layer_stride,
     pool_kind_stride,
+    HEAD_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -474,8 +499,8 @@ def write_kernel(
     mask = (own < end)[:, None] & (channels[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + (rows * k_row_stride + head * k_head_stride)[:, None] + channels[None, :], mask=mask)
     v = tl.load(v_ptr + (rows * v_row_stride + head * v_head_stride)[:, None] + channels[None, :], mask=mask)
-    slots = blocks * pool_block_stride + positions % BLOCK_SIZE * HEAD_DIM
-    offset = tl.cast(layer, tl.int64) * pool_layer_stride + head * (BLOCK_SIZE * HEAD_DIM)
+    slots = blocks * pool_block_stride + positions % BLOCK_SIZE * SLOT_STRIDE
+    offset = tl.cast(layer, tl.int64) * pool_layer_stride + head * HEAD_STRIDE
     pointers = pool_ptr + offset + slots[:, None] + channels[None, :]
     tl.store(pointers, k, mask=mask)
     tl.store(pointers + pool_kind_stride, v, mask=mask)

@@ -19,8 +19,23 @@ from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
 from kernels.kv_move import eager as eager_move
 from kernels.kv_move.move import planes_of
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, check_pool, layer_view
-from tests.kernels.builders import BLOCK, FP8, assert_same, donor_of, geometry_of, on, paged, rotation_of
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, PoolLayer, check_pool, layer_view
+from kernels.sparse_prefill import eager as eager_prefill
+from kernels.sparse_prefill import naive as naive_prefill
+from kernels.sparse_prefill import sparse_prefill, write_rows
+from tests.kernels.builders import (
+    BLOCK,
+    FP8,
+    Batch,
+    assert_same,
+    donor_of,
+    geometry_of,
+    on,
+    paged,
+    rotation_of,
+    rows_at,
+    seeded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,10 +243,43 @@ def test_deviation_from_it_and_of_it(
     assert_same((sums[0] / sums[1]).sqrt(), expected)
 
 
+@every_layout
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "dtype"),
+    [
+        (4, 2, 8, BLOCK, torch.float32),
+        (7, 1, 128, 16, torch.bfloat16),
+        (6, 3, 24, 5, torch.float16),
+        (4, 4, 64, 32, torch.bfloat16),
+    ],
+)
+def test_rows_attend_to_it_and_are_written_into_it(
+    layout: str, heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype, device: str
+) -> None:
+    positions = [[0, block - 1, block, 3 * block, 4 * block - 2], list(range(2, block + 1))]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "block_size": block}
+    batch = Batch(positions, dtype=dtype, **sizes)
+    pool, (q, in_one, sequences) = layered(layout, device, dtype, batch.geometry), batch.on(device)
+    expected = PoolLayer(batch.pool, 1, batch.geometry)
+    planes = [(layer, kind) for layer in (0, 1) for kind in (0, 1)]
+    for plane in planes:
+        layer_view(pool, batch.geometry, *plane).copy_(layer_view(in_one, batch.geometry, *plane))
+    attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, 0.3)
+    assert_same(attended, naive_prefill.sparse_prefill(batch.q, expected, batch.sequences, 0.3))
+    k, v = seeded(2, len(q), kv_heads, dim, seed=6, dtype=dtype)
+    write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), sequences)
+    naive_prefill.write_rows(k, v, expected, batch.sequences)
+    for plane in planes:
+        actual, wanted = (layer_view(each, batch.geometry, *plane).cpu() for each in (pool, batch.pool))
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def uses_of_it(layout: str, device: str) -> Sequence[Callable[[], object]]:
-    """What is served of a pool: it is placed into, saved from, copied within, moved by layers, and compared."""
+    """What is served of a pool: it is placed into, saved from, copied within, moved by layers, compared, and rows are
+    written into it and attend to it."""
     donor = donor_of(GEOMETRY, 6, seed=1)
     held, near = filled(layout, device, donor), on(donor, device)
+    written = PoolLayer(held.pool, 1, GEOMETRY), [rows_at(0, range(6), TABLE.tolist()).to(device)]
     rows, space = as_rows(near, 1, 0), on(ContiguousKv(torch.zeros_like(donor.tensor)), device)
     return [
         lambda: kv_move([Move(near, 0, 8, 6)], held, ROTATION),
@@ -240,6 +288,8 @@ def uses_of_it(layout: str, device: str) -> Sequence[Callable[[], object]]:
         lambda: LayerMoves([Move(held, 0, 0, 6)], space, ROTATION).make(range(LAYERS)),
         lambda: deviation([Move(held, 0, 0, 6)], rows, 1, ROTATION),
         lambda: squares([Move(near, 0, 0, 6)], held, 1, ROTATION),
+        lambda: write_rows(rows.k, rows.k, *written),
+        lambda: sparse_prefill(rows.k, *written, 0.3),
     ]
 
 
@@ -248,11 +298,17 @@ def test_triton_serves_it_where_k_and_v_lie_alike(
     layout: str, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served_by_torch: list[str] = []
-    for module, name in ((eager_move, "kv_move"), (eager_deviation, "deviation"), (eager_deviation, "squares")):
+    by_torch = {
+        eager_move: ("kv_move",),
+        eager_deviation: ("deviation", "squares"),
+        eager_prefill: ("write_rows", "sparse_prefill"),
+    }
+    for module, name in ((module, name) for module, names in by_torch.items() for name in names):
         monkeypatch.setattr(module, name, lambda *_, name=name: served_by_torch.append(name))
     for use in uses_of_it(layout, triton_device):
         use()
-    assert served_by_torch == ([] if layout in TRITON_LAYOUTS else ["kv_move"] * 4 + ["deviation", "squares"])
+    served = ["kv_move"] * 4 + ["deviation", "squares", "write_rows", "sparse_prefill"]
+    assert served_by_torch == ([] if layout in TRITON_LAYOUTS else served)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: only a CUDA device compiles")
