@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.trials import Comparison, Rule, Trials, Verdict
+    from validation.samples import Sample
 
 # Where half of a span deviates, its meaning has changed, and none of it is kept.
 MAX_SPAN_SHARE = 0.5
@@ -32,6 +33,12 @@ _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # One token of so many is sampled, and quantiles of harmless tokens' deviations that a sample's threshold is tried at.
 SAMPLE_EVERY = 8
 _SAMPLE_QUANTILES = (0.95, 0.99)
+# One kept token of so many is computed in all layers, which have so many groups with a bound each.
+WITNESS_EVERY, WITNESS_GROUPS = 128, 4
+# Above every deviation, and finite as a bound must be.
+_UNBOUNDED = 1e30
+# What rounding alone makes a witness deviate by is no bound.
+_LEAST_BOUND = 1e-3
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
 # Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
@@ -62,6 +69,8 @@ class Candidate:
             window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
             every, bound = self.check.sample_every, self.check.sample_threshold
             sample = f" sample of one in {every} under {bound:.4g}" if every else ""
+            witnesses = ", ".join(f"{each:.4g}" for each in self.check.witness_bounds)
+            sample += f" witnesses under {witnesses}" if witnesses else ""
             return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}{sample}"
         return f"{self.policy} {self.boundary}" if self.boundary else self.policy
 
@@ -140,6 +149,22 @@ def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) ->
     return [check.model_copy(update={"sample_every": SAMPLE_EVERY, "sample_threshold": each}) for each in found]
 
 
+def witnessed(candidate: Candidate, bounds: Sequence[float]) -> Candidate:
+    """The candidate with witnesses, one of WITNESS_EVERY kept tokens; `bounds` are those of the groups of layers."""
+    assert candidate.check is not None
+    fields = {"witness_every": WITNESS_EVERY, "witness_bounds": tuple(bounds)}
+    share = candidate.computed_share + (1.0 - candidate.computed_share) / WITNESS_EVERY
+    return replace(candidate, computed_share=share, check=candidate.check.model_copy(update=fields))
+
+
+def witness_bounds(samples: Iterable[Sample]) -> list[float]:
+    """Bounds of each group of layers: one to two steps of a threshold above all deviations of harmless samples'
+    witnesses. Empty where these had no witnesses."""
+    found = [sample.largest_witness for sample in samples if sample.largest_witness]
+    largest = np.max(found, axis=0).tolist() if found else []
+    return [float(_STEP ** (math.floor(math.log(max(each, _LEAST_BOUND), _STEP)) + 2)) for each in largest]
+
+
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
     """All finite values."""
     values: npt.NDArray[np.float64] = np.concatenate([np.empty(0), *arrays])
@@ -182,13 +207,25 @@ class Tried:
 @dataclass(slots=True)
 class Found:
     """The `winner` and its confirmed `comparisons`, if any; otherwise the `problem`, unless all candidates failed.
-    `tried` in order; `deviations` of the screening prompts."""
+    `tried` in order; `deviations` of the screening prompts; `witnesses` says what became of them."""
 
     winner: Candidate | None = None
     comparisons: tuple[Comparison, ...] = ()
     problem: str | None = None
     tried: list[Tried] = field(default_factory=list)
     deviations: list[PromptDeviations] = field(default_factory=list)
+    witnesses: Witnessing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessing:
+    """Whether the winner has witnesses, and why. `lost`: trap answers, which cold knows, that the check alone lost when
+    it was confirmed; `caught`: those of them that the witnesses refused."""
+
+    is_on: bool
+    reason: str
+    lost: int = 0
+    caught: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +234,7 @@ class Search:
 
     `screening` prompts choose, by the rule `screen`; `fresh(n)` gives new prompts for the n-th confirmation, and its
     rule. `written` writes a candidate's profile where an engine reads it. At most `max_tries` candidates are screened.
+    The winner has witnesses where they catch a trap answer that it loses without, or `always`.
     """
 
     num_layers: int
@@ -207,6 +245,7 @@ class Search:
     written: Callable[[Candidate], Path]
     max_tries: int
     tell: Callable[[str], None]
+    always_witnesses: bool = False
 
     def run(self) -> Found:
         """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
@@ -229,6 +268,13 @@ class Search:
             held = next((each for each in sampled if self._is_screened(found, each, families)), None)
             if any(self._is_confirmed(found, each, families) for each in (held, candidate) if each is not None):
                 return found
+        # What none of them has seen, witnesses behind those that let least pass may see.
+        for strict in (each for each in strictest.values() if self._is_lost_to_traps(found, each)):
+            watched = self._bounded(strict, families)
+            if watched is None or not self._is_screened(found, watched, families):
+                continue
+            if self._is_confirmed(found, watched, families):
+                return found
         return found
 
     def _is_confirmed(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
@@ -238,7 +284,50 @@ class Search:
         if not self._told(found, candidate, "confirm", verdict):
             return False
         found.winner, found.comparisons = candidate, verdict.comparisons
+        if candidate.check is not None:
+            found.witnesses = self._witnesses(found, candidate, verdict, trials, rule, families)
+            self.tell(f"witnesses {'on' if found.witnesses.is_on else 'off'}: {found.witnesses.reason}")
         return True
+
+    def _witnesses(
+        self, found: Found, alone: Candidate, verdict: Verdict, trials: Trials, rule: Rule, families: list[str]
+    ) -> Witnessing:
+        """Tries the winner with witnesses, on the prompts that have confirmed it, and keeps them where they help."""
+        assert alone.check is not None
+        if alone.check.witness_every:
+            return Witnessing(True, "without them nothing was non-inferior")
+        lost = trials.lost(each for each in verdict.samples if self._is_trap(each.workload))
+        if not lost and not self.always_witnesses:
+            return Witnessing(False, "the check alone has lost no trap answer")
+        watched = self._bounded(alone, families)
+        if watched is None:
+            return Witnessing(False, "no harmless prompt had any", len(lost))
+        again = trials.judge(self.written(watched), families, rule, f"confirm {watched.name}")
+        caught = {each.case_id for each in again.samples if each.reason == "witness_deviation"} & lost
+        told = len(lost), len(caught)
+        if not self._told(found, watched, "confirm", again):
+            return Witnessing(False, "the winner does not hold with them", *told)
+        if not caught and not self.always_witnesses:
+            return Witnessing(False, "they have caught none of the trap answers that the check alone has lost", *told)
+        found.winner, found.comparisons = watched, again.comparisons
+        why = "they have caught trap answers that the check alone has lost" if caught else "they were asked for"
+        return Witnessing(True, why, *told)
+
+    def _bounded(self, candidate: Candidate, families: Iterable[str]) -> Candidate | None:
+        """The candidate with witnesses, bounded by those of harmless screening prompts; None if these had none."""
+        unbounded = witnessed(candidate, [_UNBOUNDED] * min(WITNESS_GROUPS, self.num_layers))
+        harmless = [name for name in families if not self._is_trap(name)]
+        # Whatever they lose, they are served.
+        measure = replace(self.screen, looks=self.screen.looks[:1], margin=1.0)
+        verdict = self.screening.judge(self.written(unbounded), harmless, measure, f"measure {unbounded.name}")
+        bounds = witness_bounds(verdict.samples)
+        return witnessed(candidate, bounds) if bounds else None
+
+    def _is_lost_to_traps(self, found: Found, candidate: Candidate) -> bool:
+        """Whether the candidate was tried, and failed or stayed undecided at traps alone."""
+        verdicts = [each.verdict for each in found.tried if each.candidate is candidate]
+        failed = [name for each in verdicts for name in (each.inferior, *each.undecided) if name is not None]
+        return bool(failed) and all(map(self._is_trap, failed))
 
     def _sampled(self, candidate: Candidate, deviations: Sequence[PromptDeviations]) -> Iterator[Candidate]:
         """The candidate behind samples, that which lets most pass first."""

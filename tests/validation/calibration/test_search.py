@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from engine_wrapper.sequence_work import sample_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
-from semblend_trt.reuse_profile import ProfileCheck
-from validation.calibration.deviations import PromptDeviations
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from validation.calibration.command import identity_of
+from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.calibration.search import (
     SAMPLE_EVERY,
+    WITNESS_EVERY,
     Candidate,
+    Found,
+    Search,
     candidates,
     computed_share,
     sampled_checks,
     thresholds,
     unseen_share,
     window_thresholds,
+    witness_bounds,
+    witnessed,
 )
+from validation.calibration.trials import Rule, Trials
+from validation.families.catalog import FamilyRequest, write_cases
+from validation.measurement import ServingSettings
+from validation.models import PROFILE_NAME, shipped_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from validation.cases import Case
+    from validation.embedded_engine import EmbeddedEngines
+    from validation.samples import Sample
 
 LAYERS = 4
 LENGTHS = (100, 100)
@@ -148,3 +168,76 @@ def test_means_are_of_each_span_and_of_its_windows() -> None:
     prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
     assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
     assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]
+
+
+def test_bounds_of_witnesses_lie_above_all_that_harmless_prompts_showed(make_sample: Callable[..., Sample]) -> None:
+    shown = [(), (0.0, 0.02), (0.0, 0.3)]
+    low, high = witness_bounds(make_sample(largest_witness=each) for each in shown)
+    assert 0.0 < low < 2e-3
+    assert 0.3 * 1.2 < high <= 0.3 * 1.2**2
+    assert witness_bounds([make_sample(largest_witness=())]) == []
+    alone = Candidate("verified", 0.2, check=ProfileCheck(layer=1, threshold=0.5))
+    found = witnessed(alone, (low, high))
+    assert alone.computed_share < found.computed_share < alone.computed_share + 0.01
+    assert (found.check.witness_every, found.check.witness_bounds) == (WITNESS_EVERY, (low, high))
+    assert found.name.startswith(alone.name)
+
+
+FAMILIES = {"header_trap": "trap", "reordered": "harmless"}
+SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=8)
+
+
+@pytest.fixture(scope="module")
+def trials(shipped: EmbeddedEngines) -> Callable[[int], Trials]:
+    """Trials with prompts of a seed, whose cold answers are served once."""
+    collector = DeviationCollector(shipped.runner.model, shipped.facts, SETTINGS.min_span)
+
+    def write(seed: int, name: str, first: int, count: int) -> list[Case]:
+        asked = FamilyRequest((name,), groups=count, questions=1, tokens=512, seed=seed, first=first)
+        return write_cases(shipped, asked)
+
+    return functools.cache(lambda seed: Trials(shipped, functools.partial(write, seed), SETTINGS, seed, collector))
+
+
+@pytest.fixture
+def search(
+    shipped: EmbeddedEngines, trials: Callable[[int], Trials], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float], Search]:
+    """A search in the two lowest layers, where no check sees the header trap, that accepts a loss of `margin`. Prompts
+    are few, so witnesses are many."""
+    monkeypatch.setattr("engine_wrapper.sequence_work.LEAST_WITNESSES", 100)
+    namespace, geometry = identity_of(shipped, SETTINGS)
+
+    def written(candidate: Candidate) -> Path:
+        path, check, head = tmp_path / PROFILE_NAME, candidate.check, candidate.head_tokens
+        given = {"policy": candidate.policy, "check": check, "boundary": candidate.boundary, "head_tokens": head}
+        ReuseProfile.made_for(namespace, geometry, **given).write(path)
+        return path
+
+    def make(margin: float) -> Search:
+        rule = Rule((4,), margin, 0.95, proof=False)
+        return Search(2, FAMILIES, trials(3), rule, lambda _: (trials(4), rule), written, 50, print)
+
+    return make
+
+
+def test_where_no_check_holds_witnesses_are_tried_behind_those_that_let_least_pass(
+    search: Callable[[float], Search],
+) -> None:
+    found = search(0.05).run()
+    assert found.winner.check.layer == 1
+    assert found.winner.check.witness_every
+    assert found.witnesses.is_on
+    assert {each.line.family for each in found.comparisons} == set(FAMILIES)
+    assert any(each.line.reused > 0 for each in found.comparisons if each.line.family == "reordered")
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_a_winner_has_witnesses_where_they_catch_what_it_has_lost(
+    search: Callable[[float], Search], threshold: float
+) -> None:
+    alone, found = Candidate("verified", 0.2, check=ProfileCheck(layer=1, threshold=threshold)), Found()
+    assert search(1.0)._is_confirmed(found, alone, list(FAMILIES))
+    loses = threshold == 1.0
+    assert found.witnesses.is_on == loses == bool(found.winner.check.witness_every)
+    assert (found.witnesses.lost > 0, found.witnesses.caught > 0) == (loses, loses)
