@@ -19,16 +19,18 @@ from engine_wrapper.fused_layers import FusedRows, fuse
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
+from engine_wrapper.witnesses import Witnesses
 from kernels.dispatch import has_kernels
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
+    from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
@@ -199,6 +201,10 @@ class SparseForward:
         assert deviations is not None
         after(schedule.check.layer)
         return deviations
+
+    def witnesses(self, works: Sequence[SequenceWork]) -> Witnesses:
+        """The witnesses of works that have not run yet."""
+        return Witnesses(works, self._pool, self._geometry, self._ranks)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
