@@ -166,11 +166,10 @@ class DeviationCollector:
         for together in _at_once(by_length, lambda index: len(texts[index])):
             # [texts, blocks, layers, kv_factor, kv_heads, block_size, head_dim]
             pool = self._computed([texts[index] for index in together])
-            for index, blocks in zip(
-                together, torch.arange(pool.shape[0] * pool.shape[1]).split(pool.shape[1]), strict=True
-            ):
+            blocks = torch.arange(pool.shape[0] * pool.shape[1]).view(pool.shape[:2])
+            for index, own in zip(together, blocks, strict=True):
                 count = self._geometry.blocks_for(len(texts[index]))
-                filled[index] = PagedKv(pool.flatten(0, 1).flatten(3), blocks[:count], self._geometry)
+                filled[index] = PagedKv(pool.flatten(0, 1).flatten(3), own[:count], self._geometry)
         return [filled[index] for index in range(len(texts))]
 
     @torch.inference_mode()
@@ -178,11 +177,9 @@ class DeviationCollector:
         """K and V of the texts from a cold run without a head, in blocks: [texts, blocks, layers, kv_factor, kv_heads,
         block_size, head_dim]. Tokens behind a text's end fill its blocks up; no token in front of them sees them."""
         longest = self._geometry.blocks_for(max(map(len, texts))) * _BLOCK_SIZE
-        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
+        padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
-            cache = self._model.base_model(
-                torch.tensor(padded, device=self._model.device), use_cache=True
-            ).past_key_values
+            cache = self._model.base_model(padded, use_cache=True).past_key_values
         # Transformers 4.53 keeps its caches in two lists, later ones in layers.
         layers = getattr(cache, "layers", None)
         found = (
@@ -190,10 +187,10 @@ class DeviationCollector:
             if layers is None
             else ((layer.keys, layer.values) for layer in layers)
         )
-        rows = torch.stack(
-            [torch.stack(pair) for pair in found]
-        )  # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
-        return rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
+        # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
+        rows = torch.stack([torch.stack(pair) for pair in found])
+        blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
+        return blocks
 
 
 def _at_once(items: Iterable[_Item], tokens_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
