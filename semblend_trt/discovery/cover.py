@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from semblend_trt.discovery.span_index import Run
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _Tie: TypeAlias = tuple[int, bool, bool, bool, int, str, int, int]
-_Entry: TypeAlias = tuple[int, int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +41,6 @@ class Preference:
         return (piece.donor_start - piece.target_start) % self.block_size == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cover:
-    """Disjoint `pieces` of runs, sorted by position, and counts of how they were chosen.
-
-    `considered` pieces were long enough. Pieces chosen earlier covered some of them (`covered`) and cut others (`cut`);
-    `dropped_short` counts parts left by a cut that were too short. `ties` counts choices between pieces of equal
-    weight, `near` and `aligned` the chosen pieces from near donors and with aligned blocks.
-    """
-
-    pieces: tuple[Run, ...] = ()
-    considered: int = 0
-    covered: int = 0
-    cut: int = 0
-    dropped_short: int = 0
-    ties: int = 0
-    near: int = 0
-    aligned: int = 0
-
-    def explained(self) -> dict[str, int]:
-        """The counts, for a plan's diagnostics."""
-        return {
-            "pieces": len(self.pieces),
-            "tokens": sum(piece.length for piece in self.pieces),
-            "donors": len({piece.donor_id for piece in self.pieces}),
-            **{count.name: getattr(self, count.name) for count in fields(self) if count.name != "pieces"},
-        }
-
-
 def cover(
     runs: Iterable[Run],
     begin: int,
@@ -77,8 +48,8 @@ def cover(
     min_span: int,
     used_donors: Collection[str] = frozenset(),
     preference: Preference | None = None,
-) -> Cover:
-    """Covers prompt positions [begin, end) with disjoint pieces of `runs`, each of at least `min_span` tokens.
+) -> list[Run]:
+    """Covers prompt positions [begin, end) with disjoint pieces of `runs`, of at least `min_span` tokens each, sorted.
 
     The piece of most weight is taken first, which is the longest one where all donors are of one generation; the free
     parts of pieces that it cuts are considered again. `preference` says what a piece weighs and decides between equal
@@ -89,33 +60,21 @@ def cover(
     offered: Counter[str] = Counter()
     for piece in pieces:
         offered[piece.donor_id] += piece.length
-    waiting = [_entry(piece, preference) for piece in pieces]
+    waiting = [(-preference.weight(piece), piece) for piece in pieces]
     heapq.heapify(waiting)
     taken = set(used_donors)
     chosen: list[Run] = []
-    counts: Counter[str] = Counter()
     while waiting:
-        equals = _pop_heaviest(waiting)
-        counts["ties"] += len(equals) > 1
-        for piece in sorted(equals, key=lambda piece: _tie(piece, taken, offered, preference)):
+        for piece in sorted(_pop_heaviest(waiting), key=lambda piece: _tie(piece, taken, offered, preference)):
             free = _free_parts(piece, chosen)
             if free == [piece]:
                 insort(chosen, piece, key=lambda run: run.target_start)
                 taken.add(piece.donor_id)
                 continue
-            counts["cut" if free else "covered"] += 1
             for part in free:
                 if part.length >= min_span:
-                    heapq.heappush(waiting, _entry(part, preference))
-                else:
-                    counts["dropped_short"] += 1
-    return Cover(
-        pieces=tuple(chosen),
-        considered=len(pieces),
-        near=sum(preference.is_near(piece.donor_id) for piece in chosen),
-        aligned=sum(preference.is_aligned(piece) for piece in chosen),
-        **counts,
-    )
+                    heapq.heappush(waiting, (-preference.weight(part), part))
+    return chosen
 
 
 def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
@@ -147,10 +106,6 @@ def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: 
         position = furthest
 
 
-def _entry(piece: Run, preference: Preference) -> _Entry:
-    return (-preference.weight(piece), piece.target_start, piece.donor_id, piece.donor_start, piece.length)
-
-
 def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: Preference) -> _Tie:
     # The donor id comes before positions, so that one donor's pieces are taken together.
     return (
@@ -165,13 +120,11 @@ def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: 
     )
 
 
-def _pop_heaviest(waiting: list[_Entry]) -> list[Run]:
+def _pop_heaviest(waiting: list[tuple[int, Run]]) -> list[Run]:
     """Takes all pieces of the greatest weight from the heap."""
-    heaviest = waiting[0][0]
-    pieces = []
+    heaviest, pieces = waiting[0][0], []
     while waiting and waiting[0][0] == heaviest:
-        _, target_start, donor_id, donor_start, length = heapq.heappop(waiting)
-        pieces.append(Run(donor_id, donor_start, target_start, length))
+        pieces.append(heapq.heappop(waiting)[1])
     return pieces
 
 

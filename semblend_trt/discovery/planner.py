@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.discovery.cover import Cover, Preference, chain, cover
+from semblend_trt.discovery.cover import Preference, chain, cover
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN
 from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
@@ -96,15 +96,13 @@ class Planned:
 class _Selection:
     """The spans to place, sorted and disjoint, and the diagnostics of the fuzzy chunks that some belong to.
 
-    `withheld` are spans that the settings only allow to be reported. `cover` says how the spans after the exact one
-    were chosen, where holes are allowed.
+    `withheld` are spans that the settings only allow to be reported.
     """
 
     spans: list[PlanSpan]
     chunks: list[dict[str, Any]]
     withheld: list[PlanSpan] = field(default_factory=list)
     discovery_only: bool = False
-    cover: Cover | None = None
 
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error
@@ -224,7 +222,7 @@ class Planner:
             raise _Refusal("no_donor_match")
         first = exact_run(usable, begin, end, self._is_near, self._generations)
         chosen, used = [] if first is None else [first], list[dict[str, Any]]()
-        preference, found = Preference(self._is_near, request.block_size, self._generations), None
+        preference = Preference(self._is_near, request.block_size, self._generations)
         # Exact KV comes before a longer shifted run: it costs no quality and may be published.
         position = begin if first is None else first.target_end
         strict = self._settings.strict_prefix_boundary
@@ -236,8 +234,7 @@ class Planner:
         elif terms is not None:
             pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
             heaviest = nlargest(MAX_PIECES, alone + pieces, key=preference.weight)
-            found = cover(heaviest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
-            chosen += found.pieces
+            chosen += cover(heaviest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
             chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
             refusal = "no_donor_match"
         if not chosen:
@@ -245,7 +242,7 @@ class Planner:
         spans = [PlanSpan(*run, exact=run is first, generation=generation(run.donor_id, 0)) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans, used, cover=found)
+        return _Selection(spans, used)
 
     def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
         """The selection under the settings that only report donors: discovery_only and exact_materialization_only."""
@@ -293,7 +290,9 @@ class Planner:
                 recompute_boundary_layer=terms.boundary,
                 check=check,
                 head_tokens=terms.head_tokens,
-                sample_seed=secrets.randbits(32) if check is not None and check.sample_every else 0,
+                sample_seed=secrets.randbits(32)
+                if check is not None and (check.sample_every or check.witness_every)
+                else 0,
             ),
             diagnostics=_diagnostics(runs, selection, computed),
         )
@@ -313,8 +312,6 @@ def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[
         "tokens_reused": sum(span.length for span in spans),
         "holes": [[hole.start, hole.stop] for hole in gaps(taken, computed, spans[-1].target_end)],
     }
-    if selection.cover is not None:
-        found["cover"] = selection.cover.explained()
     if selection.chunks:
         found["fuzzy_chunks"] = selection.chunks
     if selection.withheld:

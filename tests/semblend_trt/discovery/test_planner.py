@@ -61,18 +61,6 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
         "donors_considered": 2,
         "tokens_reused": 700,
         "holes": [[0, 100]],
-        "cover": {
-            "pieces": 2,
-            "tokens": 700,
-            "donors": 2,
-            "considered": 2,
-            "covered": 0,
-            "cut": 0,
-            "dropped_short": 0,
-            "ties": 0,
-            "near": 0,
-            "aligned": 0,
-        },
     }
 
 
@@ -134,7 +122,7 @@ def test_more_runs_than_can_be_tried_leave_the_longest() -> None:
     donors = {f"{at:03}": long[70 * at : 70 * at + 64 + at % 6] for at in range(300)}
     plan = plan_of(planner(donors).plan(request(np.concatenate([text(9, 9), long]))))
     assert plan.diagnostics["runs_found"] == 300
-    assert plan.diagnostics["cover"]["considered"] == MAX_PIECES
+    assert len(plan.spans) == MAX_PIECES
     # 50 of each length; the 44 left out are of the shortest.
     assert plan.reused_tokens == 50 * (69 + 68 + 67 + 66 + 65) + 6 * 64
 
@@ -230,6 +218,15 @@ def test_runs_of_a_generation_are_checked_without_a_sample() -> None:
     assert first.check == second.check == SpanCheck(2, 0.2, None, 0.5, 0.1, None, 8, 0.1)
     assert first.sample_seed != second.sample_seed
     assert (approximate.check, approximate.sample_seed) == (SpanCheck(2, 0.2, None, 0.5, 0.1, None, 0, 0.1), 0)
+
+
+@pytest.mark.parametrize("witnesses", [{}, {"witness_every": 100, "witness_bounds": (0.5,)}])
+def test_witnesses_are_others_in_each_request(witnesses: dict[str, Any]) -> None:
+    made = profile("verified", check=CHECK.model_copy(update=witnesses), generations=2)
+    plans = [plan_of(planner({"a": SHIFTED}, "verified", {"a": 1}).plan(request(profile=made))) for _ in range(2)]
+    first, second = (plan.execution.sample_seed for plan in plans)
+    assert (first != second) == bool(witnesses)
+    assert witnesses or first == 0
 
 
 def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
