@@ -20,6 +20,7 @@ import torch
 
 from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
+from engine_wrapper.witnesses import Witnesses
 from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kernels.layout import KvGeometry
+    from kernels.layout import KvGeometry, Pool
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.ranks import Ranks
 
 # Runs all rows of a work up to K and V of a layer, as `lowest_schedule` has it. Returns the deviations of its checked
 # tokens, float32 [tokens].
@@ -140,8 +142,10 @@ class Batch:
         self,
         plans: Mapping[int, SemanticKvPlan],
         blocks: list[list[int]],
+        pool: Pool,
         geometry: KvGeometry,
-        run: Callable[[LayerSchedule], torch.Tensor],
+        ranks: Ranks,
+        run: Callable[[LayerSchedule, EvidenceSink | None], torch.Tensor],
         lowest: Callable[[LayerSchedule], torch.Tensor],
         max_rows: int | None = None,
         evidence_sink: EvidenceSink | None = None,
@@ -150,10 +154,12 @@ class Batch:
         """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden], in its
         order.
 
-        `plans` by request id; `blocks`: every request's block ids. `run` returns the output rows of one schedule;
-        `lowest` runs one up to its check and returns the deviations. Both get schedules on the engine's device. No
-        forward has more than `max_rows` rows; `keys_per_row` as for `works_of`. Raises PlanError when a plan does not
-        fit its request, ValueError when a block is missing.
+        `plans` by request id; `blocks`: every request's block ids. `run` returns the output rows of one schedule, and
+        tells a sink what its checks found; `lowest` runs one up to its check and returns the deviations. Both get
+        schedules on the engine's device, and write KV of this `geometry` into `pool`; all `ranks` do. No forward has
+        more than `max_rows` rows; `keys_per_row` as for `works_of`. A request against whose plan its witnesses speak is
+        run again, without moved KV. Raises PlanError when a plan does not fit its request, ValueError when a block is
+        missing.
         """
         num_layers, device = geometry.num_layers, self.input_ids.device
 
@@ -164,20 +170,45 @@ class Batch:
             self._slice(index, plans.get(request_id), blocks[index], geometry.block_size)
             for index, request_id in enumerate(self.request_ids)
         ]
-        works = [
-            with_lowest_layers_run(work, num_layers, max_rows, below, evidence_sink)
-            for work in works_of(slices, num_layers, keys_per_row)
-        ]
+        works = works_of(slices, num_layers, keys_per_row)
+        witnesses = Witnesses(works, pool, geometry, ranks)
+        witnesses.take(num_layers)
+        sink = witnesses.note if witnesses else evidence_sink
+        works = [with_lowest_layers_run(work, num_layers, max_rows, below, sink) for work in works]
         hidden, done = [], 0
         for parts in micro_batches(works, num_layers, max_rows):
             end = done + sum(part.scheduled for part in parts)
-            own = run(_schedule(parts, self.input_ids[done:end], num_layers))
+            own = run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
             asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
             if not asked.all():
                 own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), device))
             hidden.append(own)
             done = end
-        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        found = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        for index, plan in witnesses.refused(evidence_sink):
+            first = sum(self.lengths[:index])
+            end = first + self.lengths[index]
+            alone = Batch(
+                self.request_ids[index : index + 1],
+                self.begins[index : index + 1],
+                self.lengths[index : index + 1],
+                1,
+                self.input_ids[first:end],
+            )
+            again = alone.run(
+                {plan.request_id: plan},
+                [blocks[index]],
+                pool,
+                geometry,
+                ranks,
+                run,
+                lowest,
+                max_rows,
+                None,
+                keys_per_row,
+            )
+            found = torch.cat([found[:first], again, found[end:]])
+        return found
 
     def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
         """One sequence; its tokens are 0 if no plan knows them."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from semblend_trt.plan import SpanCheck
 
+# Of a short span more than a share of its tokens.
+LEAST_WITNESSES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
@@ -113,12 +116,30 @@ def sample_of(lengths: Sequence[int], every: int, seed: int) -> npt.NDArray[np.i
     found, first = [], 0
     for length in lengths:
         head = min(WINDOW_TOKENS, length)
-        strata = np.arange(head, length, every)
-        # The last stratum may be shorter.
-        chosen = np.minimum(strata + rng.integers(0, every, len(strata)), length - 1)
-        found += [first + np.arange(head), first + chosen]
+        found += [first + np.arange(head), first + _one_of_each(head, length, every, rng)]
         first += length
     return np.concatenate(found)
+
+
+def witnesses_of(lengths: Sequence[int], every: int, seed: int) -> npt.NDArray[np.int64]:
+    """Which of the checked tokens are witnesses where the check keeps them, int64, ascending: see `SpanCheck`. At least
+    LEAST_WITNESSES of each span, or all of a shorter one."""
+    # Other numbers than the sample's, whose tokens tell of the lowest layers already.
+    rng = np.random.default_rng([seed, 1])
+    firsts = np.cumsum(lengths) - lengths
+    return np.concatenate(
+        [
+            first + _one_of_each(0, length, min(every, max(1, length // LEAST_WITNESSES)), rng)
+            for first, length in zip(firsts, lengths, strict=True)
+        ]
+    )
+
+
+def _one_of_each(begin: int, end: int, every: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """One number at random of each stratum of `every` from `begin` on; the last stratum may be shorter."""
+    strata = np.arange(begin, end, every)
+    chosen: npt.NDArray[np.int64] = np.minimum(strata + rng.integers(0, every, len(strata)), end - 1)
+    return chosen
 
 
 def suspects_of(
@@ -199,12 +220,14 @@ class PendingCheck:
     """A plan whose check has not decided yet.
 
     `rows`: the request's rows that are compared, one range for each checked span; all are computed until the check has
-    decided. `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared,
-    int64, and `rows` is empty. Behind it, `sample` is what it found.
+    decided. `witnesses`: positions of the tokens that stay computed even if the check keeps them, int64.
+    `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared, int64, and
+    `rows` is empty. Behind it, `sample` is what it found.
     """
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
+    witnesses: npt.NDArray[np.int64]
     keys_per_row: int = 0
     sampled: npt.NDArray[np.int64] | None = None
     sample: SampleFound | None = None
@@ -246,9 +269,12 @@ class PendingCheck:
             deviations = np.maximum(deviations, self.sample.of_rows)
         return choose(self.check, deviations, lengths, self.saved_tokens, self.plan.matched_tokens, wider)
 
-    def evidence(self, choice: SpanChoice) -> CheckEvidence:
-        """`choice`: of an empty check where the sample left nothing to check."""
-        offered, reused, sample = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens, self.sample
+    def evidence(self, choice: SpanChoice, computed: npt.NDArray[np.int64]) -> CheckEvidence:
+        """`choice`: of an empty check where the sample left nothing to check; `computed`: positions of the tokens that
+        it has computed, int64."""
+        witnesses = np.setdiff1d(self.witnesses, computed, assume_unique=True)
+        offered, sample = self.plan.reused_tokens, self.sample
+        reused = self.saved_tokens + choice.kept_tokens - len(witnesses)
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
@@ -258,6 +284,7 @@ class PendingCheck:
             largest_kept=max(choice.largest_kept, 0.0 if sample is None else sample.largest_kept),
             is_dropped=choice.is_dropped,
             sampled_tokens=0 if sample is None else sample.tokens,
+            witnesses=tuple(witnesses.tolist()),
         )
 
     @property
@@ -345,7 +372,8 @@ class SequenceWork:
     ) -> tuple[SequenceWork, CheckEvidence | None]:
         """The work that is left once the sample found these deviations; its rows enter layer 0 again.
 
-        Windows that the sample let pass have no rows any more. Where nothing is left to check, the evidence is known.
+        Windows that the sample let pass have no rows any more but their witnesses'. Where nothing is left to check, the
+        evidence is known.
         """
         pending = self.pending
         assert pending is not None
@@ -355,6 +383,7 @@ class SequenceWork:
         )
         checked, stays = pending.checked, np.ones(len(self.positions), dtype=bool)
         stays[checked[~suspects]] = False
+        stays |= np.isin(self.positions, pending.witnesses)
         found = np.zeros(len(checked), dtype=np.float32)
         found[compared] = deviations
         kept = deviations[~suspects[compared]]
@@ -375,7 +404,7 @@ class SequenceWork:
             pending=left if rows else None,
         )
         nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
-        return work, None if rows else left.evidence(nothing)
+        return work, None if rows else left.evidence(nothing, np.empty(0, dtype=np.int64))
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """The work after its check, which found these deviations, and the check's evidence."""
@@ -384,8 +413,10 @@ class SequenceWork:
         choice = pending.choose(deviations, self.positions)
         drops_at = self.drops_at.copy()
         kept = pending.checked[~choice.computed]
+        kept = kept[~np.isin(self.positions[kept], pending.witnesses)]
         drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
-        return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
+        computed = self.positions[pending.checked[choice.computed]]
+        return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice, computed)
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
@@ -450,12 +481,16 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
         return None
     # first_rows[i] counts the rows before the promised token i.
     first_rows: npt.NDArray[np.int64] = np.cumsum(entering) - entering
-    starts = [
-        (int(first_rows[span.target_start - plan.num_computed_tokens]), span.length)
-        for span in plan.spans
-        if not span.exact and span.length > head
-    ]
-    return PendingCheck(plan, tuple(range(start + head, start + length) for start, length in starts), keys_per_row)
+    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
+    checked = [positions for positions in checked if positions]
+    starts = [int(first_rows[positions.start - plan.num_computed_tokens]) for positions in checked]
+    rows = tuple(range(start, start + len(positions)) for start, positions in zip(starts, checked, strict=True))
+    witnesses = np.empty(0, dtype=np.int64)
+    # Where a gap between two rows costs as much as rows do, a witness would cost as much as its gaps.
+    if check.witness_every and not keys_per_row:
+        chosen = witnesses_of([*map(len, checked)], check.witness_every, plan.execution.sample_seed)
+        witnesses = np.concatenate([np.arange(positions.start, positions.stop) for positions in checked])[chosen]
+    return PendingCheck(plan, rows, witnesses, keys_per_row)
 
 
 def _check_plan(plan: SemanticKvPlan, sequence: SequenceSlice) -> None:

@@ -19,16 +19,18 @@ from engine_wrapper.fused_layers import FusedRows, fuse
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
+from engine_wrapper.witnesses import Witnesses
 from kernels.dispatch import has_kernels
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
+    from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
@@ -169,21 +171,22 @@ class SparseForward:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checks only. Without hooks, `graphs` run the rows that a
-        check leaves, if they fit. Raises ValueError when a sequence exceeds its blocks or a block id the pool.
+        each check found. The host waits for the device at checks only. Without `after_layer`, `graphs` run the rows
+        that a check leaves, if they fit; then `before_layer` is called ahead of several layers. Raises ValueError when
+        a sequence exceeds its blocks or a block id the pool.
         """
-        if before_layer is not None or after_layer is not None:
+        if after_layer is not None:
             graphs = None
-        hooks = before_layer or no_hook, after_layer or no_hook
+        before, after = before_layer or no_hook, after_layer or no_hook
         rows = self._rows(schedule)
 
         def replayed(left: LayerSchedule, begun: int) -> torch.Tensor | None:
             if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(left, begun):
                 return None
-            return graphs(left, rows.begun(begun, left.stages[0].keep))
+            return graphs(left, rows.begun(begun, left.stages[0].keep), before)
 
         layers = self._geometry.num_layers
-        return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, *hooks)
+        return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, before, after)
 
     @torch.inference_mode()
     def lowest(
@@ -199,6 +202,10 @@ class SparseForward:
         assert deviations is not None
         after(schedule.check.layer)
         return deviations
+
+    def witnesses(self, works: Sequence[SequenceWork]) -> Witnesses:
+        """The witnesses of works that have not run yet."""
+        return Witnesses(works, self._pool, self._geometry, self._ranks)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

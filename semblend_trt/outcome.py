@@ -30,7 +30,7 @@ _REASONS = (
     "low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile profile_mismatch profile_unreadable "
     "check_needs_wrapper head_needs_wrapper boundary_needs_wrapper no_publication_guard "
     # the load and the forward
-    "not_honoured forward_failed target_blocks load_failed deviation "
+    "not_honoured forward_failed target_blocks load_failed deviation witness_deviation "
     # TensorRT-LLM's model engine
     "caches_refused executor_unknown probe_failed cache_manager_unknown cache_manager_v2 publication_unknown "
     "conversation_manager engine_layout model_layout model_patched layer_offsets quantized_attention attention_chunks "
@@ -73,11 +73,14 @@ class ReuseReport:
 
     `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
     compared with their donor's KV, and `sampled_tokens` before them; `largest_kept` is the largest deviation among
-    those that are reused all the same, 0.0 without one. `computed_holes` are tokens promised to the engine that the
-    wrapper computed, recomputed ones among them. `exact_prefix_tokens` are the engine's own.
+    those that are reused all the same, 0.0 without one. `witness_tokens` were kept by the check and recomputed all the
+    same; `largest_witness` is the largest deviation among them in each group of layers. `computed_holes` are tokens
+    promised to the engine that the wrapper computed, recomputed ones among them. `exact_prefix_tokens` are the
+    engine's own.
 
     While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
-    `sampled_tokens`, `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
+    `sampled_tokens`, `recomputed_tokens`, `largest_kept`, `witness_tokens` and `largest_witness` are None, and only
+    what needs no check counts as reused.
 
     `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
     found beside serving and have no part in what was reused.
@@ -93,6 +96,8 @@ class ReuseReport:
     largest_kept: float | None = 0.0
     exact_prefix_tokens: int = 0
     sampled_tokens: int | None = 0
+    witness_tokens: int | None = 0
+    largest_witness: tuple[float, ...] | None = ()
     nearest: tuple[Neighbour, ...] = ()
 
     @property

@@ -40,6 +40,11 @@ class SpanCheck:
     every `sample_every` behind them. Only these run in the layers below `layer`, over the donors' KV of the others. A
     window in which one of them deviates by more than `sample_threshold` is checked as above, and so are its neighbours;
     the other windows keep the donor's KV in all layers.
+
+    With `witness_every`, one kept token in so many, at random, and at least a few of every span, is computed in all
+    layers all the same: a witness. `witness_bounds` are of groups of neighbouring layers, as many each, the lowest
+    first. A plan with a witness that deviates by more in one of them is not used: everything is computed before the
+    first token.
     """
 
     layer: int
@@ -50,6 +55,8 @@ class SpanCheck:
     window_threshold: float | None = None
     sample_every: int = 0
     sample_threshold: float = 0.0
+    witness_every: int = 0
+    witness_bounds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,10 @@ class CheckEvidence:
     `checked_tokens` were compared with their donor's KV, all of a window; before them `sampled_tokens` of all windows
     were. `reused_tokens` keep the donor's KV above the check layer; exact spans, which need no check, are among them.
     `largest_kept` is the largest deviation of a token that was compared and is reused, 0.0 without one. `is_dropped`
-    says that the plan would have saved too little and everything was computed.
+    says that the plan would have saved too little, or that a witness spoke against it, and everything was computed.
+
+    `witnesses` are the positions of kept tokens that all layers computed, which are among the recomputed ones.
+    `largest_witness` is the largest deviation among them in each group of layers.
     """
 
     request_id: int
@@ -70,6 +80,8 @@ class CheckEvidence:
     largest_kept: float
     is_dropped: bool
     sampled_tokens: int = 0
+    witnesses: tuple[int, ...] = ()
+    largest_witness: tuple[float, ...] = ()
 
 
 class EngineMode(str, Enum):
@@ -131,8 +143,8 @@ class EngineExecution:
     Layers below `recompute_boundary_layer` are computed for every prompt token. From there on only holes, the suffix
     and the first `head_tokens` tokens of every approximate span are computed (EPIC, arXiv 2410.15332). With a `check`,
     the layers below its own are computed for every token too, and it decides which of the spans' tokens the others
-    compute. Exact spans are computed in no layer. `sample_seed` chooses the tokens of the check's sample, on every rank
-    the same ones.
+    compute. Exact spans are computed in no layer. `sample_seed` chooses the tokens of the check's sample and its
+    witnesses, on every rank the same ones.
     """
 
     mode: EngineMode
@@ -232,6 +244,10 @@ class SemanticKvPlan:
 
     def with_target_blocks(self, block_ids: tuple[int, ...]) -> SemanticKvPlan:
         return replace(self, target_block_ids=block_ids)
+
+    def only_exact(self) -> SemanticKvPlan:
+        """The plan with its exact spans alone: everything else that was promised is computed."""
+        return replace(self, spans=tuple(span for span in self.spans if span.exact))
 
     def without_spans(self, reason: str) -> SemanticKvPlan:
         """The plan without spans: everything that was promised is computed, as when a donor cannot be read any more.

@@ -40,6 +40,7 @@ MAX_THRESHOLD = 1.0
 _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
 _MAX_GENERATIONS = 64
+_MAX_WITNESS_EVERY = 1 << 20
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 
 # Field of the profile: what the sentences call it.
@@ -78,6 +79,8 @@ class ProfileCheck(_Part):
     window_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] | None = None
     sample_every: Annotated[int, Field(ge=0, le=WINDOW_TOKENS)] = 0
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
+    witness_every: Annotated[int, Field(ge=0, le=_MAX_WITNESS_EVERY)] = 0
+    witness_bounds: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(max_length=_MAX_LAYERS)] = ()
 
 
 class ProfileGeometry(_Part):
@@ -146,6 +149,13 @@ class ReuseProfile(_Part):
             raise ValueError(f"boundary {self.boundary} is outside 0..{layers}, the layers of the model")
         if self.check is not None and self.check.layer >= layers:
             raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
+        if self.check is not None:
+            every, groups = self.check.witness_every, len(self.check.witness_bounds)
+            if bool(every) != bool(groups) or groups > layers:
+                raise ValueError(
+                    f"witness_every {every} and {groups} witness_bounds do not fit; without witnesses there are none, "
+                    f"with witnesses 1..{layers}, one for each group of layers"
+                )
         if (self.policy == "verified") != (self.check is not None):
             raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
         if self.boundary and self.check is not None and self.check.sample_every:

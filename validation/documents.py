@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -68,6 +69,15 @@ _TRADES = words(
     "writer poet editor actor singer dancer pianist drummer sculptor jeweller locksmith surveyor engineer mechanic "
     "farmer shepherd fisher forester ranger"
 )
+# The second yardstick knows lists by these names only.
+LIST_NAMES = words(
+    "Ada Alan Bella Ben Carl Cora Dan Dora Emil Eve Faye Finn Gia Glen Hana Hugo Iris Ivan Jack June Kara Kyle Lena "
+    "Liam Mia Milo Noah Nora Olga Owen Paul Pia Quin Reid Rosa Sam Sara Tess Theo Uma Una Vera Vic Walt Wes Xena Yara "
+    "Yuri Zane Zoe"
+)
+GRADES = words("gold silver copper iron lead tin brass bronze steel coal salt glass")
+MOVES = {"up": 1, "down": -1}
+LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
 _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 
@@ -121,6 +131,42 @@ def counted_list(place: str, counts: Mapping[str, int]) -> Document:
     rows = "\n".join(f"{item}: {count}" for item, count in counts.items())
     questions = (Question(f"How many {item} are in {place}?", str(count)) for item, count in counts.items())
     return Document(f"Stock list of {place}.\n{rows}", tuple(questions))
+
+
+def named_list(name: str, place: str, counts: Mapping[str, int], grade: str | None = None) -> Document:
+    """Return a list that does not name its place; a `register` or a `key` says that it belongs to `place`."""
+    known = counted_list(place, counts)
+    rows = known.text.partition("\n")[2]
+    field = "" if grade is None else f"Grade: {grade}.\n"
+    return Document(f"List {name}.\n{field}{rows}", known.questions)
+
+
+def register(places: Mapping[str, str]) -> Document:
+    """Return which place each list belongs to, by the list's name."""
+    return _owners("Register of lists.", "List", places)
+
+
+def key(places: Mapping[str, str]) -> Document:
+    """Return which place the lists of each grade belong to."""
+    return _owners("Key of grades.", "Grade", places)
+
+
+def _owners(heading: str, what: str, places: Mapping[str, str]) -> Document:
+    lines = (f"{what} {name} belongs to {place}." for name, place in places.items())
+    return Document("\n".join((heading, *lines)), ())
+
+
+def floors(start: int, steps: Sequence[str]) -> list[int]:
+    """Return the floor behind each step; a step is one of MOVES, or an item that is left on the floor."""
+    return list(itertools.accumulate((MOVES.get(step, 0) for step in steps), initial=start))[1:]
+
+
+def round_of(name: str, start: int, steps: Sequence[str]) -> Document:
+    """Return a round through a house with a question on the floor of each item: it follows from all moves before."""
+    lines = [f"Go {step}." if step in MOVES else f"Leave {step}." for step in steps]
+    left = [(step, floor) for step, floor in zip(steps, floors(start, steps), strict=True) if step not in MOVES]
+    questions = (Question(f"On which floor does {name} leave {item}?", str(floor)) for item, floor in left)
+    return Document("\n".join((f"Round of {name}, from floor {start}.", *lines)), tuple(questions))
 
 
 def restock(rng: random.Random, earlier: Document) -> Document:

@@ -124,7 +124,12 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
     say(f"prompts a second: {rates}")
     for path in paths:
         say(path)
-    inferior = [line.family for line in lines if line.arm == VERIFIED and not line.holds]
+    unanswered = report.unanswered()
+    if unanswered:
+        say(f"shows nothing, as the model does not answer it cold: {', '.join(unanswered)}")
+    inferior = [
+        each.family for each in lines if each.arm == VERIFIED and not each.holds and each.family not in unanswered
+    ]
     if inferior:
         complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
     return not inferior
@@ -146,11 +151,23 @@ class QualityReport:
         """One line for each family and arm."""
         return lines_of(self.samples, self._cold(), self.seed)
 
-    def kind_lines(self) -> list[Line]:
-        """One line for each kind of family and arm, over all families of the kind."""
-        by_key: dict[tuple[str, str], list[Sample]] = {}
+    def unanswered(self) -> list[str]:
+        """Families that the model does not answer cold: whatever an arm does to them decides nothing."""
+        scores: dict[str, list[bool]] = {}
         for sample in self.samples:
-            by_key.setdefault((self.kinds[sample.workload], sample.arm), []).append(sample)
+            if sample.arm == COLD and sample.exact_match is not None:
+                scores.setdefault(sample.workload, []).append(sample.exact_match)
+        return [family for family, right in scores.items() if sum(right) < MIN_COLD_SCORE * len(right)]
+
+    def kind_lines(self) -> list[Line]:
+        """One line for each kind of family and arm, over all families of the kind; of the traps only over those that
+        the model answers cold."""
+        by_key: dict[tuple[str, str], list[Sample]] = {}
+        unanswered = self.unanswered()
+        for sample in self.samples:
+            kind = self.kinds[sample.workload]
+            if kind != Kind.TRAP.value or sample.workload not in unanswered:
+                by_key.setdefault((kind, sample.arm), []).append(sample)
         return [line_of(kind, arm, chosen, self._cold(), self.seed) for (kind, arm), chosen in by_key.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,7 +202,8 @@ class QualityReport:
             "text was scored (PPL ratio; its bound is the largest ratio not excluded). Bounds are from a paired "
             f"bootstrap of {RESAMPLES:,} resamples over groups of questions on the same documents. `{COLD_AGAIN}` is "
             "the noise floor. Donor's: share of the answers that are the wrong one of the donor's text. Computed: "
-            "share of tokens times layers. Tokens are sums over the prompts.",
+            "share of tokens times layers. Tokens are sums over the prompts. A trap whose cold EM is below "
+            f"{MIN_COLD_SCORE:g} shows nothing and is in no sum.",
             "",
             *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
             markdown_table(_HEADINGS, (_cells(line, self.kinds[line.family]) for line in self.lines())),

@@ -11,7 +11,7 @@ import torch
 
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.embedded.models import adopt_model, load_model
-from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.layer_schedule import lowest_schedule, no_hook, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
@@ -39,7 +39,7 @@ class ModelRunner:
     The engine wrapper sets three attributes. `plan_source`: `forward` asks it once for each slice that has no plan yet.
     `readiness`: while KV is on its way into the pool, every layer waits for its own. `evidence_sink`: gets what the
     checks of a forward found. `before_layer` and `after_layer` are called with the layer's index around every layer of
-    every forward. On a card, short iterations without hooks and waits replay CUDA graphs. Several `ranks` run each
+    every forward. On a card, short iterations without these two replay CUDA graphs. Several `ranks` run each
     forward together, on the same slices, and have the same logits; they replay no graphs.
     """
 
@@ -110,7 +110,7 @@ class ModelRunner:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward. Plans
         that add more rows run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
-        self._graphs, self._max_rows = None, max_rows
+        self._graphs, self._max_rows, self._witnesses = None, max_rows, self._forward.witnesses(())
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
             from engine_wrapper.graph_forward import GraphForward
 
@@ -144,18 +144,28 @@ class ModelRunner:
         """
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
-        num_layers = self.facts.num_layers
-        works = works_of([self._with_plan(each) for each in slices], num_layers)
+        planned = [self._with_plan(each) for each in slices]
+        works = works_of(planned, self.facts.num_layers)
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
-        works = [
-            with_lowest_layers_run(work, num_layers, self._max_rows, self._run_lowest, self.evidence_sink)
-            for work in works
-        ]
+        witnesses = self._witnesses = self._forward.witnesses(works)
+        if not witnesses:
+            return self._logits(works, self.evidence_sink, all_rows)
+        found = [*self._logits(works, witnesses.note, all_rows)]
+        for index, plan in witnesses.refused(self.evidence_sink):
+            (found[index],) = self.forward([replace(planned[index], plan=plan)], all_rows)  # type: ignore[call-overload]
+        return found if all_rows else torch.stack(found)
+
+    def _logits(
+        self, works: Sequence[SequenceWork], sink: EvidenceSink | None, all_rows: bool
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Logits as `forward` returns them; `sink` gets what the checks found."""
+        num_layers = self.facts.num_layers
+        works = [with_lowest_layers_run(work, num_layers, self._max_rows, self._run_lowest, sink) for work in works]
         found: list[list[torch.Tensor]] = [[] for _ in works]
         batches = micro_batches(works, num_layers, self._max_rows)
         for parts in batches:
-            logits, lengths = self._run([part.work for part in parts]), [part.work.outputs for part in parts]
+            logits, lengths = self._run([part.work for part in parts], sink), [part.work.outputs for part in parts]
             if len(batches) == 1:
                 return list(logits.split(lengths)) if all_rows else logits
             for part, rows in zip(parts, logits.split(lengths), strict=True):
@@ -164,21 +174,20 @@ class ModelRunner:
         logits_of = [torch.cat(rows) for rows in found]
         return logits_of if all_rows else torch.cat(logits_of)
 
-    def _run(self, works: Sequence[SequenceWork]) -> torch.Tensor:
-        """Runs one forward; returns logits of its output rows."""
+    def _run(self, works: Sequence[SequenceWork], sink: EvidenceSink | None) -> torch.Tensor:
+        """Runs one forward; returns logits of its output rows. `sink` gets what its checks found."""
         assert self._forward is not None
         schedule = schedule_of(works, self.facts.num_layers)
         before_layer = self._before_layer()
-        without_hooks = before_layer is None and self.after_layer is None
-        if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
-            return self._graphs(schedule)
+        graphs = self._graphs if self.before_layer is None and self.after_layer is None else None
+        if graphs is not None and graphs.fits(schedule):
+            return graphs(schedule, wait=before_layer or no_hook)
         schedule = schedule.to(self.device)
         found: list[CheckEvidence] = []
-        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, self._graphs)
+        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
         logits = self._forward.logits(hidden)
-        if self.evidence_sink is not None:
-            for evidence in found:
-                self.evidence_sink(evidence)
+        for evidence in found if sink is not None else ():
+            sink(evidence)  # type: ignore[misc]
         return logits
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
@@ -188,14 +197,17 @@ class ModelRunner:
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
     def _before_layer(self) -> LayerHook | None:
-        """The hook of this forward before each layer: waits for the layer's KV, then calls `before_layer`."""
-        readiness, hook = self.readiness, self.before_layer
+        """The hook of this forward before each layer: waits for the layer's KV, which witnesses need as well, then
+        calls `before_layer`."""
+        readiness, witnesses, hook = self.readiness, self._witnesses, self.before_layer
         if readiness is None or not readiness.is_arriving:
+            witnesses.take(self.facts.num_layers)
             return hook
         stream = current_stream(self.device)
 
         def wait_and_call(layer: int) -> None:
             readiness.wait(layer, stream)
+            witnesses.take(layer + 1)
             if hook is not None:
                 hook(layer)
 

@@ -99,8 +99,8 @@ class PlannedDecoder:
             positions = rows.positions.to(options["position_ids"].dtype)[None]
             return self.forward(**{**options, "input_ids": token_ids, "position_ids": positions, "attn_metadata": rows})
 
-        def run(schedule: LayerSchedule) -> torch.Tensor:
-            rows = rows_of(schedule, evidence_sink, lowest=False)
+        def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
+            rows = rows_of(schedule, sink, lowest=False)
             return rows.finish(call(schedule, rows))
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
@@ -111,7 +111,7 @@ class PlannedDecoder:
                 raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
             return rows.found
 
-        return batch.run(plans, blocks, self.geometry, run, lowest, max_rows, evidence_sink)
+        return batch.run(plans, blocks, self.pool, self.geometry, self.ranks, run, lowest, max_rows, evidence_sink)
 
     def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:
         """The self-check on the batch's first sequence, a prompt from position 0.

@@ -125,9 +125,10 @@ class PlannedForward:
         max_rows: int | None = None,
         sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        ranks, layers = self._runtime.ranks, self._parts.geometry.num_layers
+        ranks, pool, geometry = self._runtime.ranks, self._parts.pool, self._parts.geometry
+        layers = geometry.num_layers
 
-        def run(schedule: LayerSchedule) -> torch.Tensor:
+        def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
             with VllmRows(self._parts, schedule) as rows:
                 if schedule.check is None and len(schedule.stages) == 1:
                     return rows.whole(self._stock, self._graphs)
@@ -139,7 +140,7 @@ class PlannedForward:
             assert found is not None
             return found
 
-        return batch.run(plans, blocks, self._parts.geometry, run, lowest, max_rows, sink, KEYS_PER_ROW)
+        return batch.run(plans, blocks, pool, geometry, ranks, run, lowest, max_rows, sink, KEYS_PER_ROW)
 
     def _batch(self, options: Mapping[str, Any]) -> Batch:
         """Raises LayoutError for a step that cannot be read."""

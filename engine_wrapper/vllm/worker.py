@@ -17,6 +17,7 @@ from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
@@ -47,16 +48,18 @@ class VllmWorker:
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes vLLM's caches as a pool and hooks its model; what is not known is refused, and vLLM serves as stock.
-
-        Raises ConfigurationError when the memory asked for by our settings cannot be had.
-        """
+        """Takes vLLM's caches as a pool and hooks its model; what is not known, or memory that our settings ask for and
+        that cannot be had, is refused, and vLLM serves as stock. Never raises."""
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = self._runtime.refusal or "pool_layout"
             logger.warning("KV is not reused (%s); vLLM serves as without us", self._runtime.refusal)
             return
-        self._worker.register_kv_caches(pool)  # type: ignore[arg-type]
+        try:
+            self._worker.register_kv_caches(pool)  # type: ignore[arg-type]
+        except ConfigurationError as error:
+            logger.error("KV reuse is off: %s", error)
+            self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None:
             self._hook(pool, caches)
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
-from kernels.layout import ContiguousKv, PagedKv, layer_view
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, layer_view, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from kernels.sparse_prefill.rows import to_device
 
@@ -55,18 +55,38 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
     host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
     """
+    blocks, slots = _places(kv, positions)
+    rows = to_device(rows, fresh.k.device)
+    found = [
+        token_squares(own.index_select(0, rows), layer_view(kv.pool, kv.geometry, layer, kind)[blocks, :, slots])
+        for kind, own in enumerate((fresh.k, fresh.v))
+        if own is not None
+    ]
+    return torch.stack(found, dim=1)
+
+
+def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
+    """A copy of K and V of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim], on the
+    pool's device. `positions`: int64 [tokens], on the host, which does not wait for the device."""
+    blocks, slots = _places(kv, positions)
+    if isinstance(kv.pool, LayeredPool):
+        pairs = zip(kv.pool.keys, kv.pool.values, strict=True)
+        return torch.stack([torch.stack([each[blocks, :, slots] for each in pair]) for pair in pairs])
+    return pool_view(kv.pool, kv.geometry)[blocks, :, :, :, slots].permute(1, 2, 0, 3, 4)
+
+
+def token_squares(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
+    """The sums of `squares` for rows that lie beside each other: both [..., kv_heads, head_dim]; returns float32
+    [2, ...]."""
+    donor = donor.float()
+    return torch.stack([each.square().sum(dim=(-2, -1)) for each in (fresh.float() - donor, donor)])
+
+
+def _places(kv: PagedKv, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and slots of single positions, each int64 [tokens], on the pool's device."""
     size = kv.geometry.block_size
     blocks, slots = kv.block_ids[positions // size], positions % size
-    device = fresh.k.device
-    rows, blocks, slots = (to_device(each, device) for each in (rows, blocks, slots))
-    found = []
-    for kind, own in enumerate((fresh.k, fresh.v)):
-        if own is not None:
-            # [tokens, kv_heads, head_dim]
-            donor = layer_view(kv.pool, kv.geometry, layer, kind)[blocks, :, slots].float()
-            difference = own.index_select(0, rows).float() - donor
-            found.append(torch.stack([each.square().sum(dim=(1, 2)) for each in (difference, donor)]))
-    return torch.stack(found, dim=1)
+    return to_device(blocks, kv.pool.device), to_device(slots, kv.pool.device)
 
 
 def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:

@@ -15,12 +15,13 @@ from tests.engine_wrapper.serving import (
     NONE_SAMPLED,
     SHIFTED,
     SOME_KEPT,
+    WATCHED,
     serve,
     teach,
     text,
 )
 
-TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
+TOKEN_KINDS = ("offered", "sampled", "checked", "witness", "reused", "recomputed", "exact_prefix")
 
 
 def report_of(llm, output):
@@ -98,6 +99,7 @@ def test_a_request_with_an_adapter_does_not_use_the_profile(engine, profile, opt
         ),
         ({"POLICY": "position_fix"}, None, {"offered": 200, "checked": 0, "reused": 200, "recomputed": 0}),
         ({}, NONE_SAMPLED, {"offered": 200, "sampled": 53, "checked": 200, "reused": 0, "recomputed": 200}),
+        ({}, WATCHED, None),
     ],
 )
 def test_output_report_log_and_metrics_agree(engine, profile, variables, check, figures):
@@ -114,7 +116,8 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     if figures is None:
         figures = told
         assert 0 < told["reused"] < told["checked"] == told["offered"] == told["reused"] + told["recomputed"]
-    figures = {"sampled": 0, **figures}
+        assert (told["witness"] > 0) == (check is WATCHED) == any(report.largest_witness)
+    figures = {"sampled": 0, "witness": 0, **figures}
     assert told == figures
     assert {kind: after[kind] - before[kind] for kind in TOKEN_KINDS} == {**figures, "exact_prefix": 0}
     assert output.reused_tokens == report.reused_tokens
@@ -123,7 +126,7 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
 
     assert llm.connector_scheduler.outcomes.of(output.request_id) == report
     event = next(each for each in engine.events("request_settled")[::-1] if each["request_id"] == output.request_id)
-    assert {name: event[name] for name in report.figures} == report.figures
+    assert {name: event[name] for name in report.figures} == json.loads(json.dumps(report.figures))
     assert (event["outcome"], event["reason"]) == (report.outcome, report.reason)
 
 

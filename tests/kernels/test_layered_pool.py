@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, deviation, relative, row_squares, squares
+from kernels.deviation import FreshRows, deviation, relative, row_squares, squares, token_rows, token_squares
 from kernels.deviation import eager as eager_deviation
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
@@ -170,6 +170,28 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout: str, device: str
     assert actual[0, :, 0].tolist() == [0.0, 0.0]
     assert bool((actual[0, [0, 1, 0], [1, 2, 3]] > 0).all())
     assert (relative(actual).shape, actual.dtype) == ((2, 4), torch.float32)
+
+
+@every_layout
+def test_tokens_are_compared_in_all_layers_as_spans_of_one_token_in_each(layout: str, device: str) -> None:
+    donor, pool = donor_of(GEOMETRY, 17, seed=3), layered(layout, device)
+    kv_move([Move(on(donor, device), 0, 0, 17)], in_blocks(pool), ROTATION)
+    positions = torch.tensor([0, 7, 11, 16])
+    before = token_rows(in_blocks(pool), positions)
+    other = donor_of(GEOMETRY, 17, seed=4)
+    # The first token keeps what it has.
+    kv_move([Move(on(other, device), 7, 7, 10)], in_blocks(pool), ROTATION)
+    after = token_rows(in_blocks(pool), positions)
+    actual = token_squares(after, before)
+    assert (actual.shape, actual.dtype) == ((2, 3, 2, 4), torch.float32)
+    for layer in range(3):
+        spans = [Move(ContiguousKv(before.transpose(2, 3)), index, index, 1, turn=0) for index in range(4)]
+        fresh = ContiguousKv(after.transpose(2, 3))
+        torch.testing.assert_close(actual[:, layer], squares(spans, fresh, layer, ROTATION))
+    assert bool((relative(actual)[..., 0] == 0).all())
+    assert bool((relative(actual)[..., 1:] > 0).all())
+    some = torch.cat([token_rows(in_blocks(pool).layers(*part), positions) for part in ((0, 1), (1, 3))])
+    assert torch.equal(some, after)
 
 
 @every_layout

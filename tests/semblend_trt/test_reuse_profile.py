@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,10 @@ def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
         ({}, ReuseTerms(check=SPAN_CHECK)),
         ({"generations": 3}, ReuseTerms(check=SPAN_CHECK, generations=3)),
         (
+            {"check": CHECK.model_copy(update={"witness_every": 100, "witness_bounds": (0.4, 1.5)})},
+            ReuseTerms(check=replace(SPAN_CHECK, witness_every=100, witness_bounds=(0.4, 1.5))),
+        ),
+        (
             {"head_tokens": 8},
             ReuseTerms(
                 check=SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06), head_tokens=8
@@ -234,6 +239,10 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
         (
             {"boundary": 1, "check": ProfileCheck(layer=2, threshold=0.2, sample_every=8)},
             "boundary 1 computes every token, and a sample of one in 8 does not",
+        ),
+        *(
+            ({"check": ProfileCheck(layer=2, threshold=0.2, **witnesses)}, "witness_bounds do not fit")
+            for witnesses in ({"witness_every": 100}, {"witness_bounds": (0.5,)}, {"witness_bounds": (0.5,) * 13})
         ),
         ({"policy": "position_fix", "check": None, "generations": 1}, "generations 1; only verified may have some"),
         ({"generations": -1}, "generations"),
@@ -319,9 +328,12 @@ def test_it_reads_back_as_written(
     assert link.is_symlink()
 
 
-def test_a_profile_without_the_field_allows_no_generations(tmp_path: Path) -> None:
-    values = profile(generations=3).model_dump(mode="json")
+def test_a_profile_without_the_fields_has_no_generations_sample_or_witnesses(tmp_path: Path) -> None:
+    watched = {"sample_every": 8, "sample_threshold": 0.1, "witness_every": 100, "witness_bounds": (0.4, 1.5)}
+    values = profile(generations=3, check=CHECK.model_copy(update=watched)).model_dump(mode="json")
     del values["generations"]
+    for name in watched:
+        del values["check"][name]
     (tmp_path / "profile.json").write_text(json.dumps(values))
     assert ReuseProfile.read(tmp_path / "profile.json") == profile()
 

@@ -10,7 +10,7 @@ import pytest
 
 from validation import scoreboard
 from validation.cli import main
-from validation.quality import QualityReport, draw, noise_floor, quality_rows
+from validation.quality import QualityReport, _show, draw, noise_floor, quality_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,6 +131,25 @@ def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport
     names = {row.name for row in quality_rows(replace(report, samples=samples))}
     assert {"verified_em_vs_cold_header_trap", "verified_reused_share"} <= names
     assert not {name for name in names if name.endswith("_reordered")}
+
+
+def test_a_trap_that_the_model_cannot_answer_decides_nothing(
+    report: QualityReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(family: str, arms: set[str]) -> QualityReport:
+        samples = [
+            replace(each, exact_match=False) if each.workload == family and each.arm in arms else each
+            for each in report.samples
+        ]
+        return replace(report, samples=samples)
+
+    assert not _show(lost("header_trap", {"verified"}), [])
+    unanswered = lost("header_trap", {"cold", "position_fix"})
+    assert unanswered.unanswered() == ["header_trap"]
+    assert {line.family for line in unanswered.kind_lines()} == {"harmless", "none"}
+    assert _show(lost("header_trap", {"cold", "verified"}), [])
+    assert "shows nothing, as the model does not answer it cold: header_trap" in capsys.readouterr().out
+    assert {line.family for line in lost("reordered", {"cold"}).kind_lines()} == {"harmless", "trap", "none"}
 
 
 def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: QualityReport) -> None:

@@ -106,3 +106,20 @@ def test_planted_places_are_of_one_kind_and_spelt_alike(writer: Writer) -> None:
         asked = re.search(r"are in (\w+) (\w+)\?<\|a\|>$", case.prompt)
         others = [name for kind, name in places if kind == asked[1] and name != asked[2]]
         assert any(name[0] == asked[2][0] for name in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "premise"),
+    [("link", r"belongs to"), ("edited_field", r"Grade: \w+\."), ("state", r"from floor \d\.\n(Go \w+\.\n)+")],
+)
+def test_what_draws_a_conclusion_is_shared_and_its_premise_is_not(writer: Writer, name: str, premise: str) -> None:
+    for case in writer.write(name, tokens=1_536):
+        item = re.search(r"(?:many|leave) (\w+)[^|]*\|a\|>$", case.prompt)[1]
+        row = re.compile(rf"\nLeave {item}\." if name == "state" else rf"\n{item}: {case.reference}\b")
+        offsets = writer.tokenizer.encode(case.prompt).offsets
+        runs = [run for run in runs_of(writer, case) if run.length >= MIN_SPAN]
+        texts = [
+            case.prompt[offsets[run.target_start][0] : offsets[run.target_start + run.length - 1][1]] for run in runs
+        ]
+        assert any(row.search(text) for text in texts)
+        assert not any(re.search(premise, text) for text in texts if row.search(text))

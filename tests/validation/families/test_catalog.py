@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from validation.embedded_engine import EmbeddedEngines
 
 BUILT_IN = [each.name for each in FAMILIES if not each.needs_eval_data]
+# Families whose answer has to be inferred from more than one line.
+LISTED = ("link", "edited_field")
+INFERRED = (*LISTED, "state")
 EXPECTED = {
     Kind.HARMLESS: Expectation.REUSE,
     Kind.TRAP: Expectation.REUSE,
@@ -43,11 +46,13 @@ def test_cases_are_seeded_and_those_of_a_group_share_donors_and_ask_differently(
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("tokens", [700, 2_048])
 def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer: Writer, name: str, tokens: int) -> None:
+    # A register of more lists than six is not answered.
+    least = min(tokens / 3, 500) if name in LISTED else tokens / 3
     for case in writer.write(name, tokens=tokens):
-        assert tokens / 3 <= max(writer.count(text) for text in (*case.donors, case.prompt)) <= tokens
+        assert least <= max(writer.count(text) for text in (*case.donors, case.prompt)) <= tokens
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if not family(name).is_text])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if not family(name).is_text and name not in INFERRED])
 def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer: Writer, name: str) -> None:
     for case in writer.write(name):
         assert case.known_answer
@@ -57,6 +62,31 @@ def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer: Writer
         if case.donor_answer is not None:
             assert case.donor_answer != case.reference
             assert answer_in(case.donors[0], case.prompt) == case.donor_answer
+
+
+@pytest.mark.parametrize("name", INFERRED)
+def test_the_answer_follows_from_what_stands_in_front(writer: Writer, name: str) -> None:
+    infer = left_on if name == "state" else counted_at
+    for case in writer.write(name, tokens=1_536):
+        assert case.known_answer
+        assert infer(case.prompt, case.prompt) == case.reference
+        assert infer(case.donors[0], case.prompt) == case.donor_answer != case.reference
+
+
+def counted_at(text: str, prompt: str) -> str:
+    """The count in the list that belongs to the asked place, by the list's name or by its grade."""
+    asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", prompt)
+    [owner] = re.findall(rf"\n((?:List|Grade) \w+) belongs to {asked[2]}\.", text)
+    mark = owner.replace("Grade", "Grade:") if owner.startswith("Grade") else owner
+    [document] = [each for each in text.split(prompts.DOCUMENT_MARK)[2:] if f"{mark}." in each]
+    return re.search(rf"\n{asked[1]}: (\d+)", document)[1]
+
+
+def left_on(text: str, prompt: str) -> str:
+    """The floor on which the asked item is left."""
+    asked = re.search(r"On which floor does (\w+) leave (\w+)\?<\|a\|>$", prompt)
+    [steps] = re.findall(rf"Round of {asked[1]}, (from floor \d\.\n[\s\S]*?)\nLeave {asked[2]}\.", text)
+    return str(int(steps[11]) + steps.count("Go up.") - steps.count("Go down."))
 
 
 def answer_in(text: str, prompt: str) -> str | None:
