@@ -54,6 +54,12 @@ def test_a_folder_that_cannot_be_cleared_is_not_kept_locked(tmp_path):
     DiskTier(tmp_path, FORM).close()
 
 
+def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
+    for _ in range(2):
+        with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
+            at_once(lambda: DiskTier(tmp_path, FORM))
+
+
 def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     holds = (
         "import sys, pathlib, torch\n"
@@ -66,9 +72,8 @@ def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     arguments = [sys.executable, "-c", holds, str(tmp_path)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
-        for _ in range(2):
-            with pytest.raises(BlockingIOError, match=f"another engine keeps its donors in {tmp_path / FOLDER}"):
-                at_once(lambda: DiskTier(tmp_path, FORM))
+        with pytest.raises(BlockingIOError, match="another engine keeps its donors"):
+            at_once(lambda: DiskTier(tmp_path, FORM))
         other.kill()
     DiskTier(tmp_path, FORM).close()
 
@@ -297,6 +302,16 @@ def test_an_older_file_that_was_put_back_is_not_read_for_a_newer_text(tmp_path, 
     path.write_bytes(older)
     with pytest.raises(DonorFileError):
         tier.read("donor", host_kv(TOKENS))
+
+
+def test_files_of_another_key_are_refused_and_removed(tmp_path):
+    first = DiskTier(tmp_path, FORM, tmp_path / "keys" / "one")
+    write(first, "donor")
+    first.close()
+    second = DiskTier(tmp_path, FORM, tmp_path / "keys" / "two")
+    assert [each.reason for each in second.scan()] == ["other_key"]
+    assert names(second) == []
+    second.close()
 
 
 @pytest.mark.parametrize("way", ["plain", "link"])
