@@ -339,10 +339,9 @@ class VllmArm:
             found.told[name] = sum(getattr(each, name) or 0 for each in known)
         found.told["largest_kept"] = max((each.largest_kept or 0.0 for each in known), default=0.0)
         sampled = [each for each in known if each.sampled_tokens]
-        found.told["sampled"] = {"requests": len(sampled)} | {
-            name: sum(getattr(each, name) or 0 for each in sampled)
-            for name in ("offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens")
-        }
+        found.told["sampled"] = {"requests": len(sampled)}
+        for name in ("offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens"):
+            found.told["sampled"][name] = sum(getattr(each, name) or 0 for each in sampled)
 
     # -- measurements ----------------------------------------------------------------------------------------------
 
@@ -584,9 +583,8 @@ class VllmArm:
         used. The check of what is measured as sampled_ms has a sample."""
         scheduler = self._scheduler
         runtime, namespace, check = scheduler._runtime, scheduler.namespace, self._profile.check
-        if namespace is None:
+        if namespace is None or check is None:
             return  # refused; the first prompt tells why
-        assert check is not None
         if measured == "sampled_ms":
             check = check.model_copy(update={"sample_every": SAMPLE_EVERY, "sample_threshold": check.threshold})
         here = ReuseProfile.made_for(namespace, runtime.pool.geometry, policy=ReusePolicy.EXACT)
