@@ -202,7 +202,7 @@ _REQUESTS = (
             b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
             b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
             b"Transfer-Encoding: nothing\r\n\r\n{}",
-            b"Expect: nothing\r\nContent-Length: 2\r\n\r\n{}",
+            *(b"Expect: " + what + b"\r\nContent-Length: 2\r\n\r\n{}" for what in (b"nothing", b"\xff")),
             *(b"Content-Encoding: " + kind + b"\r\nContent-Length: 2\r\n\r\n{}" for kind in (b"gzip", b"br")),
             b"Content-Length: 99\r\n\r\n{",
         )
