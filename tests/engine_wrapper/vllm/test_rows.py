@@ -37,9 +37,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     metadata = VllmRows._metadata
 
-    def counted(rows: VllmRows, sequences: Any) -> Any:
-        built = metadata(rows, sequences)
-        found.append(len(built[0].seq_lens))
+    def counted(rows: VllmRows, slots: Any) -> Any:
+        built = metadata(rows, slots)
+        found.append(len(built.seq_lens))
         return built
 
     monkeypatch.setattr(VllmRows, "_metadata", counted)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, Holder, Verdict
 from semblend_trt.fleet.events import MAX_MESSAGE_BYTES
-from semblend_trt.fleet.sketch import overlap, sketch_key, sketch_of
+from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.sketch_index import KnownNamespaces
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from tests.semblend_trt.fleet.conftest import Teller
-from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
+from tests.semblend_trt.samples import BASE_NAMESPACE, text
 
 WORKER, OTHER = (3, 0), (4, 1)
 NOW_S = 1_000_000.0
@@ -79,11 +79,6 @@ def test_a_missing_event_is_a_gap_until_the_next_reset(directory) -> None:
     assert is_synced(directory)
 
 
-def test_a_reader_that_comes_late_knows_it(directory) -> None:
-    assert feed(directory, said("reset", "a", "b")[1:]) == [Verdict.GAP, Verdict.UNSYNCED]
-    assert not is_synced(directory)
-
-
 def test_a_restart_is_believed_and_the_old_process_no_longer(directory) -> None:
     old, fresh = said("reset", "a", "reset"), said("reset", "b", generation=8)
     payloads = [old[0], fresh[0], *old[1:], fresh[1]]
@@ -140,15 +135,6 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory) -> 
     assert found[1].tokens == pytest.approx(1500, rel=0.3)
     assert directory.holders(prompt.tolist()) == found
     assert directory.holders(text(6, 2000)) == ()
-
-
-def test_a_lone_donors_estimate_is_that_of_its_sketch(directory) -> None:
-    teller, key = Teller(WORKER), sketch_key(NAMESPACE.key, None)
-    teller.add("a", text(1, 20_000))
-    feed(directory, teller.messages())
-    prompt = np.concatenate([text(1, 20_000)[3000:11_000], text(2, 4000)])
-    share = overlap(sketch_of(text(1, 20_000), key), prompt_fingerprints(prompt, key))
-    assert directory.holders(prompt) == (Holder(WORKER, round(share * len(prompt))),)
 
 
 def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.sketch import Sketch, overlap, sketch_of
+from semblend_trt.fleet.sketch import Sketch, sketch_of
 from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, KnownNamespaces, SketchIndex
 from semblend_trt.namespace import content_value
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints
@@ -67,18 +67,6 @@ def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> No
     for worker in range(WORKERS):
         assert found[worker] == pytest.approx(naive_share([each for of, each, _ in held if of == worker], prompt))
     assert is_whole(index)
-
-
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=8), st.sampled_from([4, 32, 256]))
-@settings(max_examples=40)
-def test_one_donors_share_is_its_sketchs_overlap(texts, entries) -> None:
-    sketch = sketch_of(np.concatenate([_TEXTS[each] for each in texts]), KEY, entries)
-    prompt = prompt_fingerprints(_TEXTS[:3].reshape(-1), KEY)
-    index = SketchIndex()
-    index.add(0, sketch)
-    expected = overlap(sketch, prompt)
-    if expected * prompt.eligible[sketch.level] >= FEWEST_MATCHES:
-        assert index.search(1, prompt)[0] == pytest.approx(expected)
 
 
 def random_sketch(rng: np.random.Generator, entries: int = 200) -> Sketch:
