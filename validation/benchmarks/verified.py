@@ -28,7 +28,7 @@ from validation.benchmarks.bench_model import (
     run_model,
     ttft_ms,
 )
-from validation.calibration.search import SAMPLE_RATES
+from validation.calibration.search import SAMPLE_EVERY
 
 if TYPE_CHECKING:
     from engine_wrapper.embedded.llm import LLM
@@ -63,7 +63,7 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
     with bench.engine(variables, max_num_tokens=at_once) as llm:
         check_every_plan(llm, check)
         in_parts = bench.hits(llm, size)
-    sampled_check = replace(check, sample_every=SAMPLE_RATES[0], sample_threshold=KEEP_ALL)
+    sampled_check = replace(check, sample_every=SAMPLE_EVERY, sample_threshold=KEEP_ALL)
     with bench.engine(variables) as llm:
         check_every_plan(llm, sampled_check)
         llm.executor.model_runner.warm_up((size,), (check_layer,))
@@ -77,13 +77,11 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
     rows.add(f"verified_ttft_{name}_ms", found.ttft, "ms", f"cold {cold:,.1f} ms; {found.sentence()}")
     baseline = f"the same, but at most {at_once} tokens in a forward; cold in one forward {cold:,.1f} ms"
     rows.add(f"verified_ttft_{name}_in_parts_ms", in_parts.ttft, "ms", baseline)
-    baseline = (
-        f"{sampled.ttft:,.2f} ms over cold {cold:,.1f} ms; one token in {SAMPLE_RATES[0]} is compared, all are kept"
-    )
+    baseline = f"{sampled.ttft:,.2f} ms over cold {cold:,.1f} ms; one token in {SAMPLE_EVERY} is compared, all are kept"
     rows.add(f"verified_sampled_over_cold_{name}", sampled.ttft / cold, "x", baseline, SAMPLED_OVER_COLD)
     rows.add(f"verified_sampled_ttft_{name}_ms", sampled.ttft, "ms", f"cold {cold:,.1f} ms; {sampled.sentence()}")
     baseline = f"{retrieval:,.2f} ms over cold {cold_retrieval:,.1f} ms; {SHOWN} documents of {each} tokens out of "
-    baseline += f"{HELD}, in random order; one token in {SAMPLE_RATES[0]} is compared, all are kept"
+    baseline += f"{HELD}, in random order; one token in {SAMPLE_EVERY} is compared, all are kept"
     rows.add(f"verified_over_cold_{label(SHOWN * each)}_rag", retrieval / cold_retrieval, "x", baseline, RAG_OVER_COLD)
     rows.add(f"verified_ttft_{name}_worst_ms", max(found.times), "ms", "slowest of the runs")
     rows.add(f"verified_ttft_{name}_first_ms", found.first, "ms", "the first prompt of this size")

@@ -30,7 +30,8 @@ MIN_SAVED_SHARE = 0.1
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # One token of so many is sampled, and quantiles of the means of harmless windows' samples that their bound is tried at.
-SAMPLE_RATES = (8, 4)
+SAMPLE_EVERY = 8
+_SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is tried as well: its sample may let more pass.
 _ABOUT_THE_SAME = 1.1
@@ -137,7 +138,7 @@ def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) ->
     """The check behind samples of each rate, with bounds at high quantiles of what they find in harmless windows."""
     return [
         check.model_copy(update={"sample_every": every, "sample_threshold": bound})
-        for every in SAMPLE_RATES
+        for every in _SAMPLE_RATES
         for bound in _rounded(
             _quantiles(_pooled(prompt.sample_means(check.layer, every) for prompt in harmless), _SAMPLE_QUANTILES)
         )

@@ -14,7 +14,7 @@ from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
 from validation.calibration.deviations import PromptDeviations
 from validation.calibration.search import (
-    SAMPLE_RATES,
+    SAMPLE_EVERY,
     Candidate,
     Found,
     Search,
@@ -94,12 +94,12 @@ def test_the_computed_share_is_that_of_the_layers_and_tokens(
 def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_compare() -> None:
     dense = ProfileCheck(layer=2, threshold=0.1)
     found = sampled_checks(dense, HARMLESS)
-    assert {check.sample_every for check in found} == set(SAMPLE_RATES)
+    assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
     assert all(0.03 < check.sample_threshold < dense.threshold for check in found)
     # Of 100 tokens the first window, and of the 68 behind it one in 8.
     loose = found[0].model_copy(update={"sample_threshold": 1.0})
     assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx((WINDOW_TOKENS + 9) / 100 * 0.5)
-    shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_RATES[0]]
+    shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_EVERY]
     assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
     # A sample that lets nothing pass leaves the whole check.
     strict = found[0].model_copy(update={"sample_threshold": 0.0})
@@ -117,11 +117,11 @@ def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window() -> No
 
 def test_what_a_sample_did_not_see_is_told() -> None:
     values = np.zeros((2, 96), dtype=np.float32)
-    compared = sample_of([96], SAMPLE_RATES[0], 0)
+    compared = sample_of([96], SAMPLE_EVERY, 0)
     hidden = next(token for token in range(64, 96) if token not in compared)
     values[1, [5, hidden]] = 0.9
     prompt = PromptDeviations("f", values, (96,), 0, 96)
-    check = ProfileCheck(layer=1, threshold=0.5, sample_every=SAMPLE_RATES[0], sample_threshold=0.2)
+    check = ProfileCheck(layer=1, threshold=0.5, sample_every=SAMPLE_EVERY, sample_threshold=0.2)
     # Token 5 is in the first window, which is checked with the next one: only itself is computed.
     kept, seen = prompt.kept_and_compared(SpanCheck(**check.model_dump()), 0)
     assert np.flatnonzero(~kept).tolist() == [5]
