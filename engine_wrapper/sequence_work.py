@@ -494,8 +494,7 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
     starts = [int(first_rows[positions.start - plan.num_computed_tokens]) for positions in checked]
     rows = tuple(range(start, start + len(positions)) for start, positions in zip(starts, checked, strict=True))
     witnesses = np.empty(0, dtype=np.int64)
-    # Where a gap between two rows costs as much as rows do, a witness would cost as much as its gaps.
-    if check.witness_every and not keys_per_row:
+    if check.witness_every:
         chosen = witnesses_of([*map(len, checked)], check.witness_every, plan.execution.sample_seed)
         witnesses = np.concatenate([np.arange(positions.start, positions.stop) for positions in checked])[chosen]
     return PendingCheck(plan, rows, witnesses, keys_per_row)
