@@ -4,8 +4,8 @@ Every run of neighbouring positions is a sequence of its own to the attention ba
 rows as queries, and as many keys as its last position. So no kernel of ours is needed, and every model whose layers
 vLLM runs can be planned.
 
-A sample's rows stand apart: each would read all keys before it. In its forward our own kernel takes the backend's place
-and reads the keys once for a tile of rows, in vLLM's cache as it lies.
+Where most rows stand apart, as those of a sample and witnesses do, each would read all keys before it. There our own
+kernel takes the backend's place and reads the keys once for a tile of rows, in vLLM's cache as it lies.
 
 Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py`,
 `model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called),
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 # A run reads all keys before it, which takes as long as one more row for so many of them (`works_of`): measured on an
 # H200 with FlashAttention 3 at the shape of Qwen2.5-7B, with 8k and 24k keys.
 KEYS_PER_ROW = 4096
+# With fewer rows for each gap between them, our kernel attends.
+ROWS_PER_GAP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +147,15 @@ class _ComparedError(Exception):
 
 class VllmRows:
     """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`), within vLLM's forward context. While it is
-    entered the context's metadata is its own."""
+    entered the context's metadata is its own. `sparse`: whether our kernel may attend."""
 
-    def __init__(self, parts: Decoder, schedule: LayerSchedule) -> None:
+    def __init__(self, parts: Decoder, schedule: LayerSchedule, sparse: bool) -> None:
         self._parts, self._schedule = parts, schedule
         self._hidden: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
         self._positions = schedule.positions
         self._sequences: tuple[SequenceRows, ...] = ()
-        self._is_sample = schedule.check is not None and schedule.check.is_sample
+        self._sparse = sparse
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
@@ -163,10 +165,11 @@ class VllmRows:
         # Graphs were captured of the engine's own batches.
         context.cudagraph_runtime_mode = CUDAGraphMode.NONE
         self._context = context
-        if self._is_sample:
+        if self._sparse:
             for layer, attention in enumerate(self._parts.attention):
+                stock = attention.impl.forward
                 self._left.callback(vars(attention.impl).pop, "forward")
-                attention.impl.forward = partial(self._attend, layer)
+                attention.impl.forward = partial(self._attend, layer, stock)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -184,7 +187,7 @@ class VllmRows:
         self._sequences = stage.sequences
         slots = self._slots()
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
-        metadata = stage.sequences if self._is_sample else self._metadata(slots)
+        metadata = self._sequences if self._stand_apart() else self._metadata(slots)
         self._context.attn_metadata = dict.fromkeys(self._parts.names, metadata)
 
     def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
@@ -241,20 +244,33 @@ class VllmRows:
             self._left.enter_context(op.set_priority(["vllm_c", "native"]))
         self._hidden = self._parts.decoder.embed_input_ids(self._schedule.token_ids)
 
+    def _stand_apart(self) -> bool:
+        """Whether our kernel attends."""
+        check = self._schedule.check
+        if not self._sparse or (check is not None and check.is_sample):
+            return self._sparse
+        rows = sum(each.count for each in self._sequences)
+        gaps = [np.count_nonzero(np.diff(each.host_positions.numpy()) != 1) for each in self._sequences]
+        return rows < ROWS_PER_GAP * sum(gaps)
+
     def _attend(
         self,
         layer: int,
+        stock: Callable[..., torch.Tensor],
         attention: Any,
         queries: torch.Tensor,
-        _keys: torch.Tensor,
-        _values: torch.Tensor,
-        _cache: torch.Tensor,
-        sequences: tuple[SequenceRows, ...],
+        *kv: Any,
         output: torch.Tensor,
-        **_: None,
+        **options: Any,
     ) -> torch.Tensor:
-        """In the place of the `forward` of an attention's implementation; the rows' K and V have been written."""
-        return output.copy_(sparse_prefill(queries, self._parts.cache(layer), sequences, attention.impl.scale))
+        """In the place of the `forward` of an attention's implementation. The rows' K and V have been written; the last
+        of `kv` is the metadata."""
+        if not isinstance(kv[-1], tuple):
+            return stock(attention, queries, *kv, output=output, **options)
+        rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
+        cache, scale = self._parts.cache(layer), attention.impl.scale
+        output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], scale)
+        return output
 
     # Nothing of the following waits for the device: the host prepares the forward while donors' KV is moved.
 
