@@ -1,23 +1,26 @@
 """Short iterations as CUDA graphs: the suffix behind reused KV, what a check leaves to compute, and decode steps.
 
-A graph holds the whole forward, or the layers from a check's on, for a bucket of rows and sequences. The inputs lie in
-one buffer on the device, which one copy from pinned memory fills; nothing waits for the device.
+A forward for a bucket of rows and sequences, whole or from a check's layer on, is a row of graphs of a few layers each:
+the first runs while the others are launched, and each waits for the KV of its own layers only. The inputs lie in one
+buffer in pinned memory, which the first graph reads; the host never waits for the device.
 """
 
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine_wrapper.fused_layers import BegunLayer
-from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.layer_schedule import build_schedule, no_hook
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layer_ops import slots_of
 from kernels.layout import PoolLayer
+from kernels.pinned import read_pinned
 from kernels.sparse_prefill.captured import (
     ITEM_FIELDS,
     TILE_FIELDS,
@@ -30,15 +33,18 @@ from kernels.sparse_prefill.captured import (
 from kernels.sparse_prefill.rows import check_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from engine_wrapper.fused_layers import FusedDecoder
-    from engine_wrapper.layer_schedule import LayerSchedule
+    from engine_wrapper.layer_schedule import LayerHook, LayerSchedule
     from kernels.layout import KvGeometry
 
 MAX_ROWS = 256
-# Further schedules run eagerly: each graph takes time once, and host memory for good.
-MAX_GRAPHS = 128
+# Further schedules run eagerly: each forward's graphs take time once, and host memory for good.
+MAX_FORWARDS = 128
+# Behind two graphs of one layer. A graph of fewer layers starts sooner behind a transfer, one of more costs less to
+# launch.
+LAYERS_A_GRAPH = 2
 # Sequences may share blocks: a graph's buffer has room for so many block ids beside those of the pool.
 SHARED_BLOCKS = 4096
 # Rows of the graphs that are captured ahead: of a decode step, and of the usual questions behind a document.
@@ -55,34 +61,36 @@ class StaticInputs:
 
     They are token ids, positions and slots [rows], output rows [sequences], launch tables and block ids. Spare rows
     hold token 0 at position 0 and write no slot. `block_room` is the most block ids of all sequences together. On a
-    card the host's buffer is pinned, and a copy out of it does not wait.
+    card the host's buffer is pinned, and the card reads it in place.
     """
 
     def __init__(self, shape: LaunchShape, block_room: int, pool: torch.Tensor, geometry: KvGeometry) -> None:
         self._shape = shape
         self._pool = pool
         self._geometry = geometry
-        self._sizes = sizes = _sizes(shape, block_room)
+        # Word 0 says how many words are in use.
+        sizes = [1, *_sizes(shape, block_room)]
         cuda = pool.is_cuda
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=cuda)
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=pool.device)
-        self._copied = torch.cuda.Event() if cuda else None
-        self.token_ids, positions, self.slots, self.output_rows, items, tiles, block_ids = self._device.split(sizes)
+        self._read = torch.cuda.Event() if cuda else None
+        self._used, *self._words = self._host.split(sizes)
+        _, self.token_ids, positions, self.slots, self.output_rows, items, tiles, block_ids = self._device.split(sizes)
         self.launch = LaunchTables(
             _table(items, shape.items, ITEM_FIELDS), _table(tiles, shape.tiles, TILE_FIELDS), positions, block_ids
         )
 
-    def upload(self, schedule: LayerSchedule, *, writes: bool = True) -> None:
-        """Fills the buffer on the device from a schedule on the host, in the order of the current stream.
+    def fill(self, schedule: LayerSchedule, *, writes: bool = True) -> None:
+        """Fills the host's buffer from a schedule on the host.
 
-        Without `writes` no row has a slot, as a warm-up needs it. Raises ValueError, before anything is copied, when
+        Without `writes` no row has a slot, as a warm-up needs it. Raises ValueError, before anything is written, when
         the schedule does not fit the shape or the pool.
         """
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy out of the host's buffer, which ended long ago
+        if self._read is not None:
+            self._read.synchronize()  # of the last forward, which ended long ago
         sequences, rows = schedule.stages[0].sequences, schedule.stages[0].num_rows
         check_rows({}, 0, PoolLayer(self._pool, 0, self._geometry), sequences)
-        tokens, positions, slots, outputs, items, tiles, block_ids = self._host.split(self._sizes)
+        tokens, positions, slots, outputs, items, tiles, block_ids = self._words
         known = len(schedule.token_ids)
         tokens[:known], tokens[known:] = schedule.token_ids, 0
         positions[:rows], positions[rows:] = torch.cat([each.host_positions for each in sequences]), 0
@@ -96,10 +104,16 @@ class StaticInputs:
             _table(items, self._shape.items, ITEM_FIELDS).numpy(),
             _table(tiles, self._shape.tiles, TILE_FIELDS).numpy(),
         )
-        end = sum(self._sizes[:-1]) + len(used)
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._used[0] = len(self._host) - len(block_ids) + len(used)
+
+    def read(self) -> None:
+        """Queues on the current stream that the device takes over what the host's buffer holds then."""
+        read_pinned(self._host, self._device)
+
+    def read_was_queued(self) -> None:
+        """The next `fill` waits until what is queued on the current stream has run."""
+        if self._read is not None:
+            self._read.record()
 
 
 def _sizes(shape: LaunchShape, block_room: int) -> list[int]:
@@ -115,10 +129,10 @@ def _table(words: torch.Tensor, count: int, fields: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, its inputs and its output: logits, float32 [sequences, vocabulary]. With rows `begun` in a layer, it is
-    normed hidden rows, [sequences, hidden]."""
+    """A forward's graphs, each with its layers, their inputs, and the last one's output: logits, float32 [sequences,
+    vocabulary]. With rows `begun` in a layer, it is normed hidden rows, [sequences, hidden]."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[tuple[range, torch.cuda.CUDAGraph], ...]
     inputs: StaticInputs
     begun: BegunLayer | None
     output: torch.Tensor
@@ -127,21 +141,21 @@ class _Captured:
 class GraphForward:
     """Runs schedules of one stage and at most MAX_ROWS rows by replaying graphs.
 
-    Unless `prepare` has, the first iteration of a bucket captures its graph, in some hundredths of a second. All graphs
-    share one memory pool: an output is copied before the next graph runs.
+    Unless `prepare` has, the first iteration of a bucket captures its graphs, in some hundredths of a second. All
+    graphs share one memory pool: an output is copied before another forward runs.
     """
 
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
-        self._graphs: dict[tuple[LaunchShape, int | None], _Captured] = {}
+        self._forwards: dict[tuple[LaunchShape, int | None], _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
+        """Forwards captured so far."""
+        return len(self._forwards)
 
     def fits(self, schedule: LayerSchedule, layer: int | None = None) -> bool:
-        """True when the schedule has one output row a sequence, and has a graph or room for one.
+        """True when the schedule has one output row a sequence, and has graphs or room for them.
 
         `layer`: the one within which the schedule begins; None for the lowest.
         """
@@ -152,20 +166,27 @@ class GraphForward:
         blocks = sum(len(sequence.block_ids) for sequence in sequences)
         if len(schedule.output_rows) != len(sequences) or blocks > self._block_room:
             return False
-        return len(self._graphs) < MAX_GRAPHS or (shape_of(schedule, self._decoder), layer) in self._graphs
+        return len(self._forwards) < MAX_FORWARDS or (shape_of(schedule, self._decoder), layer) in self._forwards
 
     @torch.inference_mode()
-    def __call__(self, schedule: LayerSchedule, begun: BegunLayer | None = None) -> torch.Tensor:
+    def __call__(
+        self, schedule: LayerSchedule, begun: BegunLayer | None = None, wait: LayerHook = no_hook
+    ) -> torch.Tensor:
         """Runs a schedule that fits, its tensors on the host; with `begun`, from these rows within a layer on.
 
-        Returns logits, float32 [sequences, vocabulary]; with `begun`, the normed hidden rows, [sequences, hidden].
-        Raises ValueError when a sequence reaches beyond its blocks or a block beyond the pool.
+        `wait` is called with each layer's index before the graph that holds the layer is launched. Returns logits,
+        float32 [sequences, vocabulary]; with `begun`, the normed hidden rows, [sequences, hidden]. Raises ValueError
+        when a sequence reaches beyond its blocks or a block beyond the pool.
         """
         captured = self._captured(schedule, None if begun is None else begun.layer, writes=True)
-        captured.inputs.upload(schedule)
+        captured.inputs.fill(schedule)
         if captured.begun is not None and begun is not None:
             captured.begun.fill(begun)
-        captured.graph.replay()
+        for layers, graph in captured.graphs:
+            for layer in layers:
+                wait(layer)
+            graph.replay()
+        captured.inputs.read_was_queued()
         return captured.output[: len(schedule.output_rows)].clone()
 
     @torch.inference_mode()
@@ -183,7 +204,7 @@ class GraphForward:
                 sequence = SequenceSlice(0, reach - rows, (0,) * rows, blocks)
                 schedule = build_schedule([sequence], geometry.num_layers)
                 for layer in layers:
-                    if len(self._graphs) < MAX_GRAPHS // 2 and self.fits(schedule, layer):
+                    if len(self._forwards) < MAX_FORWARDS // 2 and self.fits(schedule, layer):
                         self._captured(schedule, layer, writes=False)
 
     @property
@@ -193,32 +214,34 @@ class GraphForward:
     def _captured(self, schedule: LayerSchedule, layer: int | None, *, writes: bool) -> _Captured:
         decoder, geometry, shape = self._decoder, self._decoder.geometry, shape_of(schedule, self._decoder)
         key = shape, layer
-        if key not in self._graphs:
+        if key not in self._forwards:
             inputs, begun = StaticInputs(shape, self._block_room, decoder.pool, geometry), None
-            inputs.upload(schedule, writes=writes)
+            inputs.fill(schedule, writes=writes)
             if layer is not None:
                 residual = decoder.embed(inputs.token_ids)
                 heads = decoder.num_heads + 2 * geometry.kv_heads
                 begun = BegunLayer(layer, residual, residual.new_zeros(shape.rows, heads, geometry.head_dim))
-            self._graphs[key] = self._capture(shape, inputs, begun)
-        return self._graphs[key]
+            self._forwards[key] = self._capture(shape, inputs, begun)
+        return self._forwards[key]
 
     def _capture(self, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None) -> _Captured:
-        def run() -> torch.Tensor:
-            return run_static(self._decoder, shape, inputs, begun)
-
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()
         aside.wait_stream(current)
         # Kernels are compiled and libraries initialised outside the capture, on a stream as the capture uses.
         with torch.cuda.stream(aside):
-            run()
+            run_static(self._decoder, shape, inputs, begun)
         current.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # Saves may allocate in threads of their own meanwhile.
-        with _nothing_collected(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            output = run()
-        return _Captured(graph, inputs, begun, output)
+        graphs: list[tuple[range, torch.cuda.CUDAGraph]] = []
+
+        def captured(layers: range) -> torch.cuda.graph:
+            graphs.append((layers, torch.cuda.CUDAGraph()))
+            # Saves may allocate in threads of their own meanwhile.
+            return torch.cuda.graph(graphs[-1][1], pool=self._memory, capture_error_mode="thread_local")
+
+        with _nothing_collected():
+            output = run_static(self._decoder, shape, inputs, begun, captured)
+        return _Captured(tuple(graphs), inputs, begun, output)
 
 
 @contextmanager
@@ -246,27 +269,42 @@ def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
     )
 
 
+def parts_of(first: int, num_layers: int) -> list[range]:
+    """The layers from `first` on, a range for each graph."""
+    cuts = {first, first + 1, *range(first + 2, num_layers, LAYERS_A_GRAPH), num_layers}
+    return [range(start, end) for start, end in pairwise(sorted(cuts))]
+
+
 def run_static(
-    decoder: FusedDecoder, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None = None
+    decoder: FusedDecoder,
+    shape: LaunchShape,
+    inputs: StaticInputs,
+    begun: BegunLayer | None = None,
+    within: Callable[[range], AbstractContextManager[object]] = nullcontext,
 ) -> torch.Tensor:
     """The forward over what `inputs` hold: logits, float32 [shape.sequences, vocabulary].
 
     With `begun`, whose residual it writes, the forward from there on: normed hidden rows, [shape.sequences, hidden].
+    Each of `parts_of` the layers runs in the context that `within` gives for it.
     """
-
-    def attended(layer: int, heads: torch.Tensor) -> torch.Tensor:
-        query = heads[:, : decoder.num_heads]
-        return sparse_prefill(query, decoder.kv(layer), shape, inputs.launch, decoder.scale)
-
-    if begun is None:
-        residual, delta, first = decoder.embed(inputs.token_ids), None, 0
-    else:
-        residual, first = begun.residual, begun.layer + 1
-        delta = decoder.mix(begun.layer, attended(begun.layer, begun.heads), residual)
-    tables = decoder.tables(inputs.launch.positions, inputs.slots)
-    for layer in range(first, decoder.geometry.num_layers):
-        heads = decoder.project(layer, delta, residual, tables)
-        delta = decoder.mix(layer, attended(layer, heads), residual)
-    assert delta is not None
-    hidden = decoder.finish(delta, residual, inputs.output_rows)
-    return decoder.logits(hidden) if begun is None else hidden
+    num_layers, first = decoder.geometry.num_layers, 0 if begun is None else begun.layer
+    delta: torch.Tensor | None = None
+    for layers in parts_of(first, num_layers):
+        with within(layers):
+            if layers.start == first:
+                inputs.read()
+                residual = decoder.embed(inputs.token_ids) if begun is None else begun.residual
+                tables = decoder.tables(inputs.launch.positions, inputs.slots)
+            for layer in layers:
+                if begun is not None and layer == first:
+                    heads = begun.heads
+                else:
+                    heads = decoder.project(layer, delta, residual, tables)
+                query = heads[:, : decoder.num_heads]
+                attended = sparse_prefill(query, decoder.kv(layer), shape, inputs.launch, decoder.scale)
+                delta = decoder.mix(layer, attended, residual)
+            if layers.stop == num_layers:
+                assert delta is not None
+                hidden = decoder.finish(delta, residual, inputs.output_rows)
+                output = decoder.logits(hidden) if begun is None else hidden
+    return output

@@ -171,21 +171,22 @@ class SparseForward:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checks only. Without hooks, `graphs` run the rows that a
-        check leaves, if they fit. Raises ValueError when a sequence exceeds its blocks or a block id the pool.
+        each check found. The host waits for the device at checks only. Without `after_layer`, `graphs` run the rows
+        that a check leaves, if they fit; then `before_layer` is called ahead of several layers. Raises ValueError when
+        a sequence exceeds its blocks or a block id the pool.
         """
-        if before_layer is not None or after_layer is not None:
+        if after_layer is not None:
             graphs = None
-        hooks = before_layer or no_hook, after_layer or no_hook
+        before, after = before_layer or no_hook, after_layer or no_hook
         rows = self._rows(schedule)
 
         def replayed(left: LayerSchedule, begun: int) -> torch.Tensor | None:
             if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(left, begun):
                 return None
-            return graphs(left, rows.begun(begun, left.stages[0].keep))
+            return graphs(left, rows.begun(begun, left.stages[0].keep), before)
 
         layers = self._geometry.num_layers
-        return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, *hooks)
+        return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, before, after)
 
     @torch.inference_mode()
     def lowest(

@@ -7,6 +7,7 @@ memory. A slot holds some tokens of some layers, so that staging memory is bound
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
     from semblend_trt.donors.host_tier import HostKv
 
 
+# A slot's capacity is a multiple, so that it can be cut into 2, 3, 4, 6 or 12 equal rooms.
+_ROOMS = 12
+
+
 @dataclass(slots=True)
 class _Slot:
-    """One buffer, and the event behind which it may be written again."""
+    """One buffer, and the event behind which it may be written again. `number`: its place among the slots."""
 
+    number: int
     memory: torch.Tensor
     free: Event | None = None
 
@@ -48,8 +54,10 @@ class Staging:
                 f"staging of {byte_budget} bytes has no room for {slots} tokens of one layer; raise "
                 "SEMBLEND_STAGING_BYTES"
             )
-        memory = torch.empty((slots, self.capacity * token_elements), dtype=dtype, device=device)
-        self._slots = [_Slot(row) for row in memory]
+        if self.capacity > _ROOMS:
+            self.capacity -= self.capacity % _ROOMS
+        self._memory = torch.empty((slots, self.capacity * token_elements), dtype=dtype, device=device)
+        self._slots = [_Slot(number, row) for number, row in enumerate(self._memory)]
         self._turn = 0
 
     def next(self) -> _Slot:
@@ -57,6 +65,13 @@ class Staging:
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         return slot
+
+    def rooms(self, layers: int) -> torch.Tensor:
+        """All slots, each cut into `layers` rooms of equal size: as `view`, of so many layers a slot. `layers` divides
+        the capacity."""
+        geometry = self.geometry
+        shape = (-1, self.capacity // layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
+        return self._memory.view(shape).permute(0, 2, 3, 1, 4)
 
     def view(self, slot: _Slot, layers: int, tokens: int) -> torch.Tensor:
         """`slot` as [layers, kv_factor, kv_heads, tokens, head_dim], in memory token by token as in the host tier."""
@@ -77,29 +92,32 @@ class HostReader:
         wait(self._moves, [begun])
 
     def layers_at_once(self, most: int, tokens: int) -> int:
-        """How many layers of `tokens` tokens to place together: `most`, or as many as a slot holds."""
-        return max(1, min(most, self._staging.capacity // tokens))
+        """How many layers of `tokens` tokens to place together: at most `most`, or as many as a slot has rooms for."""
+        capacity = self._staging.capacity
+        counts = range(1, min(most, capacity // tokens) + 1)
+        return max((count for count in counts if capacity % count == 0), default=1)
 
     def placing(self, moves: Sequence[Move], target: PagedKv, layers: int) -> Callable[[int, int], None]:
         """A function that queues `moves`, all from ContiguousKv of the host, for the layers from a first one up to an
-        end: at most `layers` at once, of which a slot holds a token."""
-        divided = list(batches(moves, self._staging.capacity // layers))
-        # Laid out once for each slot: to do it for every few layers takes the host longer than the copies.
-        laid: dict[tuple[int, int], LayerMoves] = {}
+        end: at most `layers` at once, as `layers_at_once` has them."""
+        rooms = self._staging.rooms(layers)
+        divided = list(batches(moves, rooms.shape[3]))
+        laid: dict[int, LayerMoves] = {}
 
         def place(first_layer: int, end_layer: int) -> None:
+            count = end_layer - first_layer
             for number, batch in enumerate(divided):
                 slot = self._staging.next()
-                staged = self._staging.view(slot, layers, sum(move.length for move in batch))
+                own = range(slot.number * layers, slot.number * layers + count)
                 wait(self._copies, [slot.free])
                 with on(self._copies):
-                    staged_moves = _staged(batch, staged, first_layer, end_layer)
+                    _copy_layers(batch, rooms[own.start : own.stop], first_layer, end_layer)
                 wait(self._moves, [record(self._copies)])
                 with on(self._moves):
-                    key = (number, id(slot))
-                    if key not in laid:
-                        laid[key] = LayerMoves(staged_moves, target, self._rotation)
-                    laid[key].make(range(end_layer - first_layer), first_layer)
+                    # Once for all layers and slots, while the first copies run.
+                    if number not in laid:
+                        laid[number] = LayerMoves(_staged(batch, ContiguousKv(rooms)), target, self._rotation)
+                    laid[number].make(own, first_layer)
                 slot.free = record(self._moves)
 
         return place
@@ -157,7 +175,8 @@ class HostWriter:
             part = target.layers(first, end)
             for batch in batches(moves, staging.capacity // layers):
                 staged = staging.view(staging.next(), end - first, sum(move.length for move in batch))
-                kv_move(_staged(batch, staged, first, end), part, self._rotation)
+                _copy_layers(batch, staged, first, end)
+                kv_move(_staged(batch, ContiguousKv(staged)), part, self._rotation)
 
     def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
         """As `chunks`, for positions `first_token .. first_token + tokens - 1`, to the front of `held`."""
@@ -197,19 +216,23 @@ def batches(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
         yield batch
 
 
-def _staged(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> list[Move]:
-    """Queues copies of the given layers of `batch` into the first layers of `staged`, one move behind the other.
-    Returns the moves that read from there."""
-    moves: list[Move] = []
+def _copy_layers(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> None:
+    """Queues copies of the given layers of `batch` into `staged`, one move behind the other."""
     column = 0
     for move in batch:
         assert isinstance(move.source, ContiguousKv)  # as every donor of the host is
-        source = move.source.layers(first_layer, end_layer)
-        rows = source.tensor[:, :, :, move.source_start : move.source_start + move.length]
-        _copy_rows(rows, staged[: end_layer - first_layer, :, :, column : column + move.length])
-        moves.append(Move(ContiguousKv(staged), column, move.target_start, move.length, turn=move.shift))
+        rows = move.source.tensor[first_layer:end_layer, :, :, move.source_start : move.source_start + move.length]
+        _copy_rows(rows, staged[:, :, :, column : column + move.length])
         column += move.length
-    return moves
+
+
+def _staged(batch: Sequence[Move], staged: ContiguousKv) -> list[Move]:
+    """The moves that read `batch` from where `_copy_layers` puts it."""
+    columns = accumulate((move.length for move in batch), initial=0)
+    return [
+        Move(staged, column, move.target_start, move.length, turn=move.shift)
+        for column, move in zip(columns, batch, strict=False)
+    ]
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
 from engine_wrapper.embedded.models import adopt_model, load_model
-from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
+from engine_wrapper.layer_schedule import lowest_schedule, no_hook, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
@@ -39,7 +39,7 @@ class ModelRunner:
     The engine wrapper sets three attributes. `plan_source`: `forward` asks it once for each slice that has no plan yet.
     `readiness`: while KV is on its way into the pool, every layer waits for its own. `evidence_sink`: gets what the
     checks of a forward found. `before_layer` and `after_layer` are called with the layer's index around every layer of
-    every forward. On a card, short iterations without hooks and waits replay CUDA graphs. Several `ranks` run each
+    every forward. On a card, short iterations without these two replay CUDA graphs. Several `ranks` run each
     forward together, on the same slices, and have the same logits; they replay no graphs.
     """
 
@@ -179,12 +179,12 @@ class ModelRunner:
         assert self._forward is not None
         schedule = schedule_of(works, self.facts.num_layers)
         before_layer = self._before_layer()
-        without_hooks = before_layer is None and self.after_layer is None
-        if self._graphs is not None and without_hooks and self._graphs.fits(schedule):
-            return self._graphs(schedule)
+        graphs = self._graphs if self.before_layer is None and self.after_layer is None else None
+        if graphs is not None and graphs.fits(schedule):
+            return graphs(schedule, wait=before_layer or no_hook)
         schedule = schedule.to(self.device)
         found: list[CheckEvidence] = []
-        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, self._graphs)
+        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
         logits = self._forward.logits(hidden)
         for evidence in found if sink is not None else ():
             sink(evidence)  # type: ignore[misc]

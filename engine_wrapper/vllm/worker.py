@@ -14,9 +14,12 @@ from engine_wrapper.vllm.layers import in_order, layered_pool
 from engine_wrapper.vllm.model_runner import model_runner_of_caller
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.recovery import recovery_for
+from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
+from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.arguments import EngineArguments
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
+    from semblend_trt.config import Settings
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ class VllmWorker:
     def __init__(self, arguments: EngineArguments, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
         self._worker = SemBlendKvConnectorWorker(arguments)
+        self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
         self._recovery = recovery_for(arguments)
@@ -47,18 +52,23 @@ class VllmWorker:
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes vLLM's caches as a pool and hooks its model; what is not known is refused, and vLLM serves as stock.
-
-        Raises ConfigurationError when the memory asked for by our settings cannot be had.
-        """
+        """Takes vLLM's caches as a pool and hooks its model; what is not known, or memory that our settings ask for and
+        that cannot be had, is refused, and vLLM serves as stock. Never raises."""
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
-            self._runtime.refusal = self._runtime.refusal or "pool_layout"
-            logger.warning("KV is not reused (%s); vLLM serves as without us", self._runtime.refusal)
+            self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
+            logger.warning("KV is not reused (%s); vLLM serves as without us. %s", reason, REASONS.get(reason, ""))
             return
-        self._worker.register_kv_caches(pool)  # type: ignore[arg-type]
+        try:
+            self._worker.register_kv_caches(pool)  # type: ignore[arg-type]
+        except ConfigurationError as error:
+            logger.error("KV reuse is off: %s", error)
+            self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None:
             self._hook(pool, caches)
+        if self._runtime.refusal is None:
+            # Below vLLM's own loggers, so that it shows what is on.
+            logging.getLogger("vllm.semblend").info("KV reuse: %s", _what_is_on(self._settings))
 
     @never_raises(lambda: None)
     def start_load_kv(self, metadata: StepMetadata) -> None:
@@ -174,3 +184,11 @@ class VllmWorker:
                 found.remove()
             reason = error.reason if isinstance(error, LayoutError) else "model_runner"
             self._runtime.refusal = self._runtime.refusal or reason
+
+
+def _what_is_on(settings: Settings) -> str:
+    """The policy, its profile and the tiers."""
+    told = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
+    for name in ("profile_path", "device_bytes", "host_bytes", "disk_bytes"):
+        told += [f"{name} {value}"] if (value := getattr(settings, name)) else []
+    return ", ".join(told)

@@ -90,9 +90,8 @@ def test_device_tier_answers_as_the_host_tier(engine):
     assert_same(output, serve(on_host, question_about(0)))
 
 
-@pytest.mark.parametrize("overlap_from", [0, 1 << 40], ids=["layer by layer", "joined"])
-def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch, overlap_from):
-    monkeypatch.setattr(loader, "OVERLAP_FROM_BYTES", overlap_from)
+def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch):
+    monkeypatch.setattr(loader, "GROUP_BYTES", 1)
     llm, reference = engine(), engine(device_bytes=1 << 26)
     for each in (llm, reference):
         keep(each, 0, 1, 2)

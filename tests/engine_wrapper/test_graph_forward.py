@@ -4,6 +4,7 @@ both, and graphs made ahead write nothing."""
 from __future__ import annotations
 
 import gc
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from tests.engine_wrapper.forward_bench import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engine_wrapper.layer_schedule import LayerSchedule
@@ -106,8 +107,8 @@ def test_fixed_addresses_equal_the_eager_forward(
     inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
     with torch.inference_mode():
         if shape_of(first, bench.decoder) == shape:
-            inputs.upload(first)  # what an earlier batch left must not show
-        inputs.upload(second)
+            inputs.fill(first)  # what an earlier batch left must not show
+        inputs.fill(second)
         assert_close(run_static(bench.decoder, shape, inputs)[: len(wanted)], wanted)
 
 
@@ -140,8 +141,44 @@ def test_what_a_check_leaves_at_fixed_addresses_equals_the_eager_forward(
             check_layer, *(each.new_zeros(shape.rows, *each.shape[1:]) for each in (begun.residual, begun.heads))
         )
         room.fill(begun)
-        inputs.upload(rest)
+        inputs.fill(rest)
         assert_close(run_static(bench.decoder, shape, inputs, room)[: len(wanted)], wanted)
+
+
+@pytest.mark.parametrize("first", range(NUM_LAYERS))
+def test_parts_hold_every_layer_from_the_first_on_once(first: int, interpret: Callable[[], None]) -> None:
+    interpret()
+    from engine_wrapper.graph_forward import LAYERS_A_GRAPH, parts_of
+
+    for num_layers in (NUM_LAYERS, 28, 29):
+        parts = parts_of(first, num_layers)
+        assert [layer for part in parts for layer in part] == list(range(first, num_layers))
+        assert len(parts[0]) == 1
+        assert max(map(len, parts)) <= LAYERS_A_GRAPH
+
+
+def test_each_part_reads_the_kv_of_its_own_layers_only(tiny_qwen2_path: Path, interpret: Callable[[], None]) -> None:
+    bench = GraphBench(tiny_qwen2_path)
+    schedule = bench.schedule(*CASES["a suffix"])
+    present = bench.pool.clone()
+    wanted = bench.eager(schedule)
+    bench.clear()
+    interpret()
+    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
+
+    shape = shape_of(schedule, bench.decoder)
+    inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
+
+    @contextmanager
+    def arriving(layers: range) -> Iterator[None]:
+        own = slice(layers.start, layers.stop)
+        bench.pool[:, own] = present[:, own]
+        yield
+        bench.pool.fill_(float("nan"))
+
+    with torch.inference_mode():
+        inputs.fill(schedule)
+        assert_close(run_static(bench.decoder, shape, inputs, None, arriving)[: len(wanted)], wanted)
 
 
 def test_inputs_without_writes_leave_the_pool_alone(tiny_qwen2_path: Path, interpret: Callable[[], None]) -> None:
@@ -155,10 +192,10 @@ def test_inputs_without_writes_leave_the_pool_alone(tiny_qwen2_path: Path, inter
     shape = shape_of(schedule, bench.decoder)
     inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
     with torch.inference_mode():
-        inputs.upload(schedule, writes=False)
+        inputs.fill(schedule, writes=False)
         assert run_static(bench.decoder, shape, inputs)[0].isfinite().all()
         assert torch.equal(bench.pool, before)
-        inputs.upload(schedule)
+        inputs.fill(schedule)
         run_static(bench.decoder, shape, inputs)
         assert not torch.equal(bench.pool, before)
 
@@ -196,6 +233,31 @@ def test_replayed_graphs_equal_the_eager_forward(
             assert graphs.fits(schedule)
             assert close_by_norm(graphs(schedule), bench.eager(schedule), dtype)
     assert len(graphs) <= len(CASES)
+
+
+@needs_cuda
+def test_a_replay_waits_for_each_layer_ahead_of_its_graph(tiny_qwen2_path: Path) -> None:
+    from engine_wrapper.graph_forward import GraphForward
+
+    bench = GraphBench(tiny_qwen2_path)
+    graphs, schedule, asked = GraphForward(bench.decoder), bench.schedule(*CASES["a suffix"]), []
+    present, aside = bench.pool.clone(), torch.cuda.Stream()
+    wanted = bench.eager(schedule)
+
+    def arrive(layer: int) -> None:
+        """As a load does: the layer comes on another stream, and late."""
+        asked.append(layer)
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            torch.cuda._sleep(20_000_000)
+            bench.pool[:, layer] = present[:, layer]
+        torch.cuda.current_stream().wait_stream(aside)
+
+    for _ in range(2):
+        bench.clear()
+        asked.clear()
+        assert close_by_norm(graphs(schedule, wait=arrive), wanted)
+        assert asked == list(range(NUM_LAYERS))
 
 
 @needs_cuda
@@ -248,7 +310,7 @@ def test_graphs_made_ahead_serve_and_write_nothing(tiny_qwen2_path: Path, make_p
 def test_no_more_graphs_than_there_is_room_for(tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine_wrapper import graph_forward
 
-    monkeypatch.setattr(graph_forward, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(graph_forward, "MAX_FORWARDS", 1)
     bench = GraphBench(tiny_qwen2_path)
     graphs = graph_forward.GraphForward(bench.decoder)
     graphs(bench.schedule((1, 56, 61)))
@@ -267,19 +329,19 @@ def test_a_capture_survives_that_another_engine_is_dropped(
     dropped: list[Any] = [graph_forward.GraphForward(old.decoder)]
     dropped[0](old.schedule((1, 56, 57)))
     dropped.append(dropped)
-    own_run, runs = graph_forward.run_static, []
+    own_attention, attended = graph_forward.sparse_prefill, []
 
-    def run(*arguments: Any) -> torch.Tensor:
+    def attend(*arguments: Any) -> torch.Tensor:
         nonlocal dropped
-        runs.append(arguments)
-        if len(runs) == 2:  # the capture, behind a run that warms up
+        attended.append(arguments)
+        if len(attended) == NUM_LAYERS + 1:  # in a capture, behind a run that warms up
             dropped = []
             assert all(not each for each in [[] for _ in range(300_000)])  # so many objects start collections
-        return own_run(*arguments)
+        return own_attention(*arguments)
 
     schedule = bench.schedule((1, 56, 61))
     wanted = bench.eager(schedule)
-    monkeypatch.setattr(graph_forward, "run_static", run)
+    monkeypatch.setattr(graph_forward, "sparse_prefill", attend)
     try:
         actual = graph_forward.GraphForward(bench.decoder)(schedule)
     finally:

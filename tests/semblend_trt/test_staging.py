@@ -41,18 +41,20 @@ def staging(tokens: int, slots: int = 2, device: torch.device = CPU) -> Staging:
 
 @settings(max_examples=40)
 @given(
-    capacity=st.integers(1, 120),
+    room=st.integers(1, 60),
     layers=st.integers(1, 5),
     slots=st.integers(1, 3),
     data=st.data(),
 )
-def test_staged_spans_are_those_of_one_plain_move(capacity, layers, slots, data):
+def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
     donors = [host_donor(14, 1), host_donor(13, 2)]
     chosen = data.draw(st.lists(st.sampled_from(MOVES), min_size=1, unique=True))
     moves = [Move(donors[donor], *place) for donor, *place in chosen]
     expected, target = empty_target(), empty_target()
     kv_move(moves, expected, ROTATION)
-    place = HostReader(CPU, ROTATION, staging(max(capacity, layers), slots)).placing(moves, target, layers)
+    reader = HostReader(CPU, ROTATION, staging(room * layers, slots))
+    layers = reader.layers_at_once(layers, room)
+    place = reader.placing(moves, target, layers)
     for first in range(0, 5, layers):
         place(first, min(first + layers, 5))
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)

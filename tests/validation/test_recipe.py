@@ -66,6 +66,38 @@ def test_answers_follow_the_latest_list_of_a_place(tokenizer: Tokenizer, prose: 
     assert 0 < unknown < checked / 5
 
 
+@pytest.mark.parametrize("family", tasks.WRITERS)
+def test_answers_to_families_follow_from_their_documents(tokenizer: Tokenizer, prose: str, family: str) -> None:
+    ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
+    source = tasks.Source(tokenizer, [prose], ids, 1, (family,))
+    rows, _ = tasks.FamilyWriter(source, 5).batch(4, 2_048, 0.0)
+    assert np.array_equal(rows, tasks.FamilyWriter(source, 5).batch(4, 2_048, 0.0)[0])
+    checked = 0
+    texts = (tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows)
+    for prompt in SEPARATOR.join(texts).split(SEPARATOR):
+        shown, *asked = prompt.split("<|q|>")
+        for question, answer in re.findall(r"(.*)\?<\|a\|>(.*)<\|end", "\n".join(asked)):
+            assert answered(shown, question) == answer
+            checked += 1
+    assert checked > 60
+
+
+def answered(shown: str, question: str) -> str:
+    """What the documents say."""
+    if asked := re.match(r"On which floor does (\w+) leave (\w+)", question):
+        steps = re.search(rf"Round of {asked[1]}, from floor (\d)\.([\s\S]*?)\nLeave {asked[2]}\.", shown)
+        return str(int(steps[1]) + steps[2].count("Go up.") - steps[2].count("Go down."))
+    owners = dict(re.findall(r"((?:List|Grade) \w+) belongs to (\w+ \w+)\.", shown))
+    places = {}
+    for title, rest in re.findall(r"<\|doc\|>(?:Stock list of )?([\w ]+)\.\n([^<]*)", shown):
+        grade = re.match(r"Grade: (\w+)", rest)
+        owner = owners.get(f"Grade {grade[1]}" if grade else title, title)
+        rows = dict(re.findall(r"(\w+): (\d+)", rest))
+        places |= {f"{item} are in {name}": count for item, count in rows.items() for name in (title, owner)}
+        places |= {f"Who owns {title}": owner, f"Which grade has {title}": grade[1] if grade else ""}
+    return places[question.removeprefix("How many ")]
+
+
 def test_only_answers_and_their_ends_weigh_most(tokenizer: Tokenizer) -> None:
     encoding = tokenizer.encode("<|inst|>Go.<|doc|>lamps: 12<|q|>How many?<|a|>12<|end|><|q|>And?<|a|>7<|end|><|doc|>x")
     weights = tasks.answer_weights(np.asarray(encoding.ids, dtype=np.uint16))
@@ -112,7 +144,12 @@ def test_the_trainer_reads_the_model_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [(["--batch-tokens", "100"], "at least 8192"), (["--minutes", "0"], "must be above 0")]
+    ("wrong", "message"),
+    [
+        (["--batch-tokens", "100"], "at least 8192"),
+        (["--minutes", "0"], "must be above 0"),
+        (["--families", "link,prose"], "--families names prose; there are reordered, link"),
+    ],
 )
 def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

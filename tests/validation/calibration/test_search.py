@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from engine_wrapper.sequence_work import sample_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from validation.calibration.command import identity_of
-from validation.calibration.deviations import DeviationCollector, PromptDeviations
+from semblend_trt.reuse_profile import ProfileCheck
+from validation.calibration.deviations import PromptDeviations
 from validation.calibration.search import (
     SAMPLE_EVERY,
     WITNESS_EVERY,
@@ -29,30 +28,25 @@ from validation.calibration.search import (
     witness_bounds,
     witnessed,
 )
-from validation.calibration.trials import Rule, Trials
-from validation.families.catalog import FamilyRequest, write_cases
-from validation.measurement import ServingSettings
-from validation.models import PROFILE_NAME, shipped_model
+from validation.calibration.trials import Rule, Verdict
+from validation.families.catalog import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterable
 
-    from validation.cases import Case
-    from validation.embedded_engine import EmbeddedEngines
     from validation.samples import Sample
 
 LAYERS = 4
 LENGTHS = (100, 100)
 
 
-def prompts(means: tuple[float, float], seed: int) -> list[PromptDeviations]:
+def prompts(means: tuple[float, float], seed: int, layers: int = LAYERS) -> list[PromptDeviations]:
     """Ten prompts of two spans whose tokens deviate around `means`, in every layer."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(10):
         spans = [
-            mean * rng.uniform(0.5, 1.5, size=(LAYERS, length)) for mean, length in zip(means, LENGTHS, strict=True)
+            mean * rng.uniform(0.5, 1.5, size=(layers, length)) for mean, length in zip(means, LENGTHS, strict=True)
         ]
         found.append(PromptDeviations("family", np.concatenate(spans, axis=1).astype(np.float32), LENGTHS, 0, 200))
     return found
@@ -102,18 +96,28 @@ def test_the_computed_share_is_that_of_the_layers_and_tokens(
     assert computed_share(ProfileCheck(**check), heads, found, LAYERS) == pytest.approx(share)
 
 
-def test_samples_are_tried_at_thresholds_of_harmless_tokens_and_cost_what_they_compare() -> None:
+def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_compare() -> None:
     dense = ProfileCheck(layer=2, threshold=0.1)
-    first, second = sampled_checks(dense, HARMLESS)
-    assert dense.threshold > first.sample_threshold > second.sample_threshold > 0.05
+    found = sampled_checks(dense, HARMLESS)
+    assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
+    assert all(0.03 < check.sample_threshold < dense.threshold for check in found)
     # Of 100 tokens the first window, and of the 68 behind it one in 8.
-    loose = first.model_copy(update={"sample_threshold": 1.0})
+    loose = found[0].model_copy(update={"sample_threshold": 1.0})
     assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx((WINDOW_TOKENS + 9) / 100 * 0.5)
-    assert computed_share(loose, 0, HARMLESS, LAYERS) <= computed_share(second, 0, HARMLESS, LAYERS) < 0.5
+    shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_EVERY]
+    assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
     # A sample that lets nothing pass leaves the whole check.
-    strict = first.model_copy(update={"sample_threshold": 0.0})
+    strict = found[0].model_copy(update={"sample_threshold": 0.0})
     assert computed_share(strict, 0, HARMLESS, LAYERS) == computed_share(dense, 0, HARMLESS, LAYERS)
-    assert sampled_checks(ProfileCheck(layer=2, threshold=0.01), HARMLESS)[0].sample_threshold == 0.01
+
+
+def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window() -> None:
+    values = np.arange(2 * 70, dtype=np.float32).reshape(2, 70)
+    prompt = PromptDeviations("f", values, (33, 37), 0, 70)
+    compared = sample_of([33, 37], 8, 0)
+    windows = [range(32), range(32, 33), range(33, 65), range(65, 70)]
+    means = [np.mean([values[1, token] for token in compared if token in window]) for window in windows]
+    assert prompt.sample_means(1, 8) == pytest.approx(means)
 
 
 def test_what_a_sample_did_not_see_is_told() -> None:
@@ -183,61 +187,117 @@ def test_bounds_of_witnesses_lie_above_all_that_harmless_prompts_showed(make_sam
     assert found.name.startswith(alone.name)
 
 
-FAMILIES = {"header_trap": "trap", "reordered": "harmless"}
-SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=8)
+DEEP_LAYERS = 12
+DEEP, DEEP_TRAPS = prompts((0.04, 0.05), 1, DEEP_LAYERS), prompts((0.05, 0.26), 2, DEEP_LAYERS)
 
 
-@pytest.fixture(scope="module")
-def trials(shipped: EmbeddedEngines) -> Callable[[int], Trials]:
-    """Trials with prompts of a seed, whose cold answers are served once."""
-    collector = DeviationCollector(shipped.runner.model, shipped.facts, SETTINGS.min_span)
+class Answers:
+    """In place of trials: the candidates in `holding` lose nothing, all others fail."""
 
-    def write(seed: int, name: str, first: int, count: int) -> list[Case]:
-        asked = FamilyRequest((name,), groups=count, questions=1, tokens=512, seed=seed, first=first)
-        return write_cases(shipped, asked)
+    def __init__(self, holding: Collection[Candidate], asked: list[Candidate]) -> None:
+        self.holding, self.asked = holding, asked
 
-    return functools.cache(lambda seed: Trials(shipped, functools.partial(write, seed), SETTINGS, seed, collector))
+    def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
+        return list(families)
 
+    def deviations(self, family: str, count: int) -> list[PromptDeviations]:
+        return [replace(prompt, family=family) for prompt in (DEEP_TRAPS if family == "trap" else DEEP)]
 
-@pytest.fixture
-def search(
-    shipped: EmbeddedEngines, trials: Callable[[int], Trials], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[float], Search]:
-    """A search in the two lowest layers, where no check sees the header trap, that accepts a loss of `margin`. Prompts
-    are few, so witnesses are many."""
-    monkeypatch.setattr("engine_wrapper.sequence_work.LEAST_WITNESSES", 100)
-    namespace, geometry = identity_of(shipped, SETTINGS)
+    def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+        return Verdict((), inferior=None if self.asked[-1] in self.holding else "trap")
 
-    def written(candidate: Candidate) -> Path:
-        path, check, head = tmp_path / PROFILE_NAME, candidate.check, candidate.head_tokens
-        given = {"policy": candidate.policy, "check": check, "boundary": candidate.boundary, "head_tokens": head}
-        ReuseProfile.made_for(namespace, geometry, **given).write(path)
-        return path
-
-    def make(margin: float) -> Search:
-        rule = Rule((4,), margin, 0.95, proof=False)
-        return Search(2, FAMILIES, trials(3), rule, lambda _: (trials(4), rule), written, 50, print)
-
-    return make
+    def lost(self, samples: Iterable[Sample]) -> set[str]:
+        return {each.case_id for each in samples if not each.exact_match}
 
 
-def test_where_no_check_holds_witnesses_are_tried_behind_those_that_let_least_pass(
-    search: Callable[[float], Search],
+def searched(holding: Collection[Candidate]) -> Found:
+    asked: list[Candidate] = []
+    return search_of(Answers(holding, asked), asked).run()
+
+
+def search_of(trials: Any, asked: list[Candidate], **options: bool) -> Search:
+    """A search whose candidates come to `asked` one after the other."""
+    rule = Rule((1,), 0.1, 0.95, proof=False)
+    kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
+    written: Any = asked.append
+    fresh = (trials, rule)
+    return Search(DEEP_LAYERS, kinds, trials, rule, lambda _: fresh, written, 99, lambda _: None, **options)
+
+
+def test_of_checks_that_compute_about_the_same_the_deeper_one_wins_if_its_sample_lets_more_pass() -> None:
+    ordered = candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS)
+    deeper = next(each for each in ordered if each.check is not None and each.check.layer == 2)
+    near = [each for each in ordered if each.check is not None and each.check.layer == 1 and each != deeper]
+    about = [each for each in near if each.computed_share < deeper.computed_share < 1.1 * each.computed_share]
+    far = [each for each in near if 1.1 * each.computed_share < deeper.computed_share]
+    strictest = [max((e for e in ordered if e.check and e.check.layer == layer), key=share_of) for layer in (1, 2)]
+    samples = [
+        replace(deeper, check=check, computed_share=computed_share(check, deeper.head_tokens, DEEP, DEEP_LAYERS))
+        for check in sampled_checks(deeper.check, DEEP)
+    ]
+    cheapest = min(samples, key=share_of)
+    assert searched([*strictest, about[-1], deeper, *samples]).winner == cheapest
+    assert searched([*strictest, about[-1], deeper]).winner == about[-1]
+    assert searched([*strictest, far[-1], deeper, *samples]).winner == far[-1]
+    found = searched([*strictest, about[-1], deeper, *samples])
+    assert [each.candidate for each in found.tried if each.stage == "confirm"] == [cheapest]
+
+
+def share_of(candidate: Candidate) -> float:
+    return candidate.computed_share
+
+
+class Watching(Answers):
+    """Of four trap answers, which cold knows, a candidate without witnesses loses `lost`; it holds if `holds_alone`.
+    With witnesses, which deviate by 0.1 in harmless prompts, it refuses `caught` of these and loses nothing."""
+
+    def __init__(
+        self, make_sample: Callable[..., Sample], asked: list[Candidate], holds_alone: bool, lost: int, caught: int
+    ) -> None:
+        super().__init__((), asked)
+        self.make_sample, self.holds_alone, self.counts = make_sample, holds_alone, (lost, caught)
+
+    def judge(self, path: object, families: Iterable[str], rule: object, title: str) -> Verdict:
+        check, (lost, caught) = self.asked[-1].check, self.counts
+        is_watched = check is not None and check.witness_every > 0
+        holds = is_watched or (self.holds_alone and check is not None)
+        traps = [
+            self.make_sample(
+                case_id=str(number),
+                workload="trap",
+                exact_match=is_watched or number >= lost,
+                reason="witness_deviation" if is_watched and number < caught else None,
+            )
+            for number in range(4)
+        ]
+        harmless = self.make_sample(workload="harmless", largest_witness=(0.1, 0.1) if is_watched else ())
+        return Verdict((), inferior=None if holds else "trap", samples=(harmless, *traps))
+
+
+@pytest.mark.parametrize(
+    ("holds_alone", "lost", "caught", "always", "is_on"),
+    [
+        (True, 0, 0, False, False),
+        (True, 2, 1, False, True),
+        (True, 2, 0, False, False),
+        (True, 0, 0, True, True),
+        (False, 2, 2, False, True),
+    ],
+    ids=["nothing is lost", "what is lost is caught", "what is lost is not caught", "asked for", "needed"],
+)
+def test_the_winner_has_witnesses_where_they_catch_what_it_loses_without(
+    make_sample: Callable[..., Sample], holds_alone: bool, lost: int, caught: int, always: bool, is_on: bool
 ) -> None:
-    found = search(0.05).run()
-    assert found.winner.check.layer == 1
-    assert found.winner.check.witness_every
-    assert found.witnesses.is_on
-    assert {each.line.family for each in found.comparisons} == set(FAMILIES)
-    assert any(each.line.reused > 0 for each in found.comparisons if each.line.family == "reordered")
-
-
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
-def test_a_winner_has_witnesses_where_they_catch_what_it_has_lost(
-    search: Callable[[float], Search], threshold: float
-) -> None:
-    alone, found = Candidate("verified", 0.2, check=ProfileCheck(layer=1, threshold=threshold)), Found()
-    assert search(1.0)._is_confirmed(found, alone, list(FAMILIES))
-    loses = threshold == 1.0
-    assert found.witnesses.is_on == loses == bool(found.winner.check.witness_every)
-    assert (found.witnesses.lost > 0, found.witnesses.caught > 0) == (loses, loses)
+    asked: list[Candidate] = []
+    trials: Any = Watching(make_sample, asked, holds_alone, lost, caught)
+    found = search_of(trials, asked, always_witnesses=always).run()
+    check = found.winner.check
+    assert found.witnesses.is_on == is_on == bool(check.witness_every)
+    if is_on:
+        assert check.witness_every == WITNESS_EVERY
+        assert all(0.1 * 1.2 < bound <= 0.1 * 1.2**2 for bound in check.witness_bounds)
+    if holds_alone:
+        assert (found.witnesses.lost, found.witnesses.caught) == (lost, caught)
+    else:
+        strictest = [each.candidate for each in found.tried if each.stage == "screen" and each.candidate.check]
+        assert check.layer == strictest[0].check.layer == 1

@@ -1,6 +1,7 @@
 """Cold exact match of the shipped model: greedy answers on prompts that no training run has seen.
 
-`python -m validation.assets.recipe.evaluate --model DIR [--questions N] [--device cuda]` prints one JSON object.
+`python -m validation.assets.recipe.evaluate --model DIR [--questions N] [--device cuda]` prints one JSON object; with
+`--families NAMES`, of families instead of the shipped model's own suites.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from validation import documents, prompts
+from validation.families.catalog import write_family
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 EVALUATION_SEED = 20_260_000
+# Questions on the same documents of a family, and tokens of its prompts.
+_GROUP, _FAMILY_TOKENS = 4, 1_536
 
 
 def stock_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
@@ -120,6 +125,18 @@ def evaluate(model: Any, tokenizer: Any, count: int) -> dict[str, float]:
     return {suite: round(exact_match(model, tokenizer, cases(suite, tokenizer, count)), 4) for suite in SUITES}
 
 
+def evaluate_families(model: Any, tokenizer: Any, names: Iterable[str], count: int) -> dict[str, float]:
+    """Return the cold exact match of families over about `count` cases each, in groups on the same documents."""
+    form = prompts.form_for(tokenizer)
+
+    def scored(name: str) -> float:
+        groups = -(-count // _GROUP)
+        found = write_family(name, form, partial(_length, tokenizer), EVALUATION_SEED, groups, _GROUP, _FAMILY_TOKENS)
+        return exact_match(model, tokenizer, [documents.Question(each.prompt, each.reference or "") for each in found])
+
+    return {name: round(scored(name), 4) for name in dict.fromkeys(names)}
+
+
 def load(directory: Path, device: str = "cpu") -> tuple[Any, Any]:
     """Return the model in float32 and its tokenizer. Raises OSError if the directory holds no model."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -172,14 +189,19 @@ def _length(tokenizer: Any, text: str) -> int:
 
 
 def main() -> None:
-    """Print the exact match of a model directory on every suite."""
+    """Print the exact match of a model directory on every suite, or on families."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path(__file__).parent.parent / "model")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--families", type=lambda names: names.split(","), help="with commas, instead of the suites")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model, arguments.device)
-    print(json.dumps(evaluate(model, tokenizer, arguments.questions), indent=1))
+    if arguments.families:
+        found = evaluate_families(model, tokenizer, arguments.families, arguments.questions)
+    else:
+        found = evaluate(model, tokenizer, arguments.questions)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,21 +9,26 @@ import queue
 import random
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from validation import documents, prompts
+from validation.prompts import form_for
 
-from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID
+from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID, packaged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
+    from validation.prompts import PromptForm
+
     Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
+
+Item = TypeVar("Item")
 
 # Weights of predicted tokens in quarters, so that they fit into a byte.
 TEXT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT = 4, 1, 32
@@ -70,16 +75,20 @@ class _Knowledge:
 class TaskWriter:
     """Writes training rows of a fixed length; equal seeds write equal rows."""
 
-    def __init__(self, tokenizer: Tokenizer, books: Sequence[str], corpus: NDArray[np.uint16], seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        books: Sequence[str],
+        corpus: NDArray[np.uint16],
+        seed: int,
+        openings: Sequence[str] = (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS),
+    ) -> None:
         self._tokenizer = tokenizer
         self._books = books
         self._corpus = corpus
         self._rng = random.Random(seed)
-        self._sentences = [
-            sentence
-            for text in (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS)
-            for sentence in re.split(r"(?<=\.) ", text)
-        ]
+        self._openings = openings
+        self._sentences = [sentence for text in openings for sentence in re.split(r"(?<=\.) ", text)]
 
     def batch(self, rows: int, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
         """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
@@ -91,7 +100,12 @@ class TaskWriter:
         if rng.random() < text_share:
             ids = self._prose_row(length)
             return ids, np.full(length, TEXT_WEIGHT, dtype=np.uint8)
-        row: list[int] = []
+        ids = np.asarray(self._prompts(length)[:length], dtype=np.uint16)
+        return ids, answer_weights(ids)
+
+    def _prompts(self, length: int) -> list[int]:
+        """Prompts with answers, one after the other, of at least `length` tokens together."""
+        rng, row = self._rng, list[int]()
         alone = rng.random() < 0.5
         while len(row) < length:
             left = length - len(row)
@@ -99,8 +113,7 @@ class TaskWriter:
             if row:
                 row.append(END_OF_TEXT_ID)
             row.extend(self._dialogue(budget) if rng.random() < 0.4 else self._examination(budget))
-        ids = np.asarray(row[:length], dtype=np.uint16)
-        return ids, answer_weights(ids)
+        return row
 
     def _prose_row(self, length: int) -> NDArray[np.uint16]:
         rng = self._rng
@@ -187,7 +200,7 @@ class TaskWriter:
         rng = self._rng
         kind = rng.random()
         if kind < 0.5:
-            text = rng.choice((*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS))
+            text = rng.choice(self._openings)
         elif kind < 0.8:
             text = " ".join(rng.sample(self._sentences, rng.randint(1, 6)))
         else:
@@ -206,6 +219,116 @@ class TaskWriter:
         return ids
 
 
+# Documents of a prompt at most, and the share of a row that questions take at least.
+_MOST_LISTS, _MOST_DOCUMENTS, _QUESTION_SHARE, _MOST_QUESTIONS = 6, 14, 0.25, 30
+_MOST_MOVES, _MOST_LEFT = 7, 14
+
+
+class FamilyWriter(TaskWriter):
+    """Writes prompts of the kinds that `families` ask, in the form in which the tokenizer's model is asked; a family
+    that is named twice is written twice as often. A row ends with prose where the next prompt does not fit."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._form, self._families = form_for(packaged(source.tokenizer)), source.families
+        super().__init__(source.tokenizer, source.books, source.corpus, seed, self._form.instructions)
+
+    def _prompts(self, length: int) -> list[int]:
+        row = list[int]()
+        while len(row) < length:
+            prompt = self._encode(self._opening())
+            shown = WRITERS[self._rng.choice(self._families)](self._rng, self._form)
+            prompt += [token for each in shown for token in self._encode(prompts.DOCUMENT_MARK + each.text)]
+            if len(prompt) > (1 - _QUESTION_SHARE) * (length - len(row)) and row:
+                return [*row, *self._prose_row(length - len(row))]
+            asked = [question for document in shown for question in document.questions]
+            for question in self._rng.sample(asked, min(len(asked), _MOST_QUESTIONS)):
+                prompt += self._exchange(question)
+            row += [*prompt, END_OF_TEXT_ID]
+        return row
+
+
+def _stock_lists(rng: random.Random, form: PromptForm) -> list[documents.Document]:
+    places = _places(rng, form, rng.randint(2, _MOST_DOCUMENTS))
+    return [documents.counted_list(place, _counts(rng, form, _items(rng, form))) for place in places]
+
+
+def _linked_lists(rng: random.Random, form: PromptForm) -> list[documents.Document]:
+    """A register, then lists in another order."""
+    names, places, counts = _lists(rng, form)
+    owners = dict(zip(names, places, strict=True))
+    return [documents.register(owners), *_shuffled(rng, map(_with_names, names, places, counts))]
+
+
+def _graded_lists(rng: random.Random, form: PromptForm) -> list[documents.Document]:
+    """A key, then lists in another order."""
+    names, places, counts = _lists(rng, form)
+    grades = rng.sample(documents.GRADES, len(names))
+    owners = dict(zip(grades, places, strict=True))
+    return [documents.key(owners), *_shuffled(rng, map(_with_names, names, places, counts, grades))]
+
+
+def _rounds(rng: random.Random, form: PromptForm) -> list[documents.Document]:
+    names = rng.sample(documents.LIST_NAMES, rng.randint(1, _MOST_DOCUMENTS))
+    return [documents.round_of(name, *_walk(rng, form)) for name in names]
+
+
+def _walk(rng: random.Random, form: PromptForm) -> tuple[int, list[str]]:
+    """The floor on which a round starts, and its steps, which stay in the house."""
+    items = rng.sample(form.vocabulary.items, rng.randint(3, _MOST_LEFT))
+    steps = [*items, *rng.choices(tuple(documents.MOVES), k=rng.randint(0, _MOST_MOVES))]
+    rng.shuffle(steps)
+    path = documents.floors(0, steps)
+    start = rng.randint(documents.LOWEST_FLOOR - min(0, *path), documents.HIGHEST_FLOOR - max(0, *path))
+    return start, steps
+
+
+# What a model can be taught instead of the shipped model's tasks, by the name of the family that asks it.
+WRITERS: dict[str, Callable[[random.Random, PromptForm], list[documents.Document]]] = {
+    "reordered": _stock_lists,
+    "link": _linked_lists,
+    "state": _rounds,
+    "edited_field": _graded_lists,
+}
+
+
+def _lists(rng: random.Random, form: PromptForm) -> tuple[list[str], list[str], list[dict[str, int]]]:
+    """Names, places and counts of lists, now and then of the same items."""
+    names = rng.sample(documents.LIST_NAMES, rng.randint(2, _MOST_LISTS))
+    items, same = _items(rng, form), rng.random() < 0.7
+    counts = [_counts(rng, form, rng.sample(items, len(items)) if same else _items(rng, form)) for _ in names]
+    return names, _places(rng, form, len(names)), counts
+
+
+def _with_names(name: str, place: str, counts: Mapping[str, int], grade: str | None = None) -> documents.Document:
+    """A list that is asked about by its own name as well."""
+    document = documents.named_list(name, place, counts, grade)
+    by_name = [documents.Question(f"How many {item} are in List {name}?", str(counts[item])) for item in counts]
+    whose = [documents.Question(f"Who owns List {name}?", place)]
+    whose += [] if grade is None else [documents.Question(f"Which grade has List {name}?", grade)]
+    return documents.Document(document.text, (*document.questions, *by_name[: len(counts) // 3], *whose))
+
+
+def _places(rng: random.Random, form: PromptForm, count: int) -> list[str]:
+    words, places = form.vocabulary, set[str]()
+    while len(places) < count:
+        places.add(f"{rng.choice(words.place_kinds)} {rng.choice(words.place_names)}")
+    return _shuffled(rng, sorted(places))
+
+
+def _items(rng: random.Random, form: PromptForm) -> list[str]:
+    return rng.sample(form.vocabulary.items, rng.randint(form.rows[0] // 2, form.rows[1] + 1))
+
+
+def _counts(rng: random.Random, form: PromptForm, items: Sequence[str]) -> dict[str, int]:
+    return {item: rng.randint(form.vocabulary.least, form.vocabulary.most) for item in items}
+
+
+def _shuffled(rng: random.Random, values: Iterable[Item]) -> list[Item]:
+    found = list(values)
+    rng.shuffle(found)
+    return found
+
+
 def answer_weights(ids: NDArray[np.uint16]) -> NDArray[np.uint8]:
     """Return a weight for each token as a target: answers and their `<|end|>` count most, in one row of ids."""
     ended = np.concatenate(([False], ids[:-1] == END_ID))
@@ -222,12 +345,13 @@ def _place(document: documents.Document) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the writers draw from."""
+    """What the writers draw from; without `families` they write the shipped model's tasks."""
 
     tokenizer: Tokenizer
     books: Sequence[str]
     corpus: NDArray[np.uint16]
     seed: int
+    families: tuple[str, ...] = ()
 
 
 class BatchStream:
@@ -267,6 +391,10 @@ class BatchStream:
 def _write(source: Source, number: int, rows: int, length: int, text_share: float, batches: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     seed = (source.seed * 1_000 + number) * 10_000 + length
-    writer = TaskWriter(source.tokenizer, source.books, source.corpus, seed)
+    writer = (
+        FamilyWriter(source, seed)
+        if source.families
+        else TaskWriter(source.tokenizer, source.books, source.corpus, seed)
+    )
     while True:
         batches.put(writer.batch(rows, length, text_share))

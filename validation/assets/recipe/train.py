@@ -1,6 +1,7 @@
 """Train the shipped model: text, then tasks at 4,096 tokens, then tasks at 8,192.
 
 `python -m validation.assets.recipe.train --text FILE --out DIR --seed N [--minutes M]`
+With `--families NAMES --resume MODEL` a model is taught to answer families that it does not answer yet.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -24,7 +26,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from validation import prompts
 
 from . import evaluate
-from .tasks import TEXT_WEIGHT, BatchStream, Source
+from .tasks import TEXT_WEIGHT, WRITERS, BatchStream, Source
 from .tokenizer import (
     END_ID,
     END_OF_TEXT_ID,
@@ -40,7 +42,6 @@ from .tokenizer import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from tokenizers import Tokenizer
 
 
 def parse(values: list[str] | None = None) -> argparse.Namespace:
@@ -52,6 +53,12 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="training time without compilation")
     parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of --minutes")
     parser.add_argument("--resume", type=Path, help="a model directory to go on from, with a new warm-up")
+    parser.add_argument(
+        "--families",
+        type=lambda names: tuple(names.split(",")),
+        default=(),
+        help=f"instead of the shipped model's tasks, with commas: {', '.join(WRITERS)}; twice for twice as much",
+    )
     parser.add_argument("--rate", type=float, default=1.6e-3, help="highest learning rate")
     parser.add_argument("--batch-tokens", type=int, default=131_072)
     parser.add_argument("--layers", type=int, default=8)
@@ -68,6 +75,8 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(values)
     if arguments.batch_tokens < 8_192:
         parser.error("--batch-tokens must be at least 8192, one row of the last stage.")
+    if unknown := set(arguments.families) - set(WRITERS):
+        parser.error(f"--families names {', '.join(sorted(unknown))}; there are {', '.join(WRITERS)}.")
     if arguments.minutes <= 0 or arguments.steps < 0:
         parser.error("--minutes must be above 0 and --steps not below 0.")
     if not 1 <= arguments.probe_layers <= arguments.layers:
@@ -139,6 +148,9 @@ class Stage:
 
 STAGES = (Stage(0.15, 2_048, 1.0, 0.15), Stage(0.80, 4_096, 1 / 6, 0.55), Stage(1.0, 8_192, 1 / 6, 0.30))
 CONTINUED_STAGES = (Stage(0.70, 4_096, 1 / 6, 0.65), Stage(1.0, 8_192, 1 / 6, 0.35))
+FAMILY_STAGES = (Stage(1.0, 2_048, 0.0, 1.0),)
+# Families that a model must not unlearn meanwhile.
+KEPT = ("reordered", "header_trap")
 WARM_UP_STEPS = 150
 
 
@@ -253,8 +265,9 @@ class Trainer:
         with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
             hidden, early = hidden_states(self._model, ids, self._arguments.probe_layers)
             values = self._losses(hidden, self._model.lm_head.weight, ids, weights)
-            probe_loss = self._probe(early, ids)
-        torch.autograd.backward(values[0] + self._arguments.probe_weight * probe_loss)
+            weight = self._arguments.probe_weight
+            probe_loss = self._probe(early, ids) if weight else values.new_zeros(())
+        torch.autograd.backward(values[0] + weight * probe_loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -298,9 +311,11 @@ def main(values: list[str] | None = None) -> None:
         sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
-    tokenizer = train_tokenizer(books, arguments.seed)
-    source = Source(tokenizer, books, encode_books(tokenizer, books), arguments.seed + (1 if arguments.resume else 0))
-    stages = CONTINUED_STAGES if arguments.resume else STAGES
+    resumed = arguments.resume and str(arguments.resume / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(resumed) if resumed else train_tokenizer(books, arguments.seed)
+    seed = arguments.seed + (1 if arguments.resume else 0)
+    source = Source(tokenizer, books, encode_books(tokenizer, books), seed, arguments.families)
+    stages = FAMILY_STAGES if arguments.families else CONTINUED_STAGES if arguments.resume else STAGES
     streams = [
         BatchStream(
             source,
@@ -322,7 +337,11 @@ def main(values: list[str] | None = None) -> None:
             stream.close()
         save(model, tokenizer, arguments.out / "model")
         torch.set_float32_matmul_precision("highest")
-        figures = evaluate.evaluate(*evaluate.load(arguments.out / "model", arguments.device), arguments.questions)
+        trained = evaluate.load(arguments.out / "model", arguments.device)
+        if arguments.families:
+            figures = evaluate.evaluate_families(*trained, (*arguments.families, *KEPT), arguments.questions)
+        else:
+            figures = evaluate.evaluate(*trained, arguments.questions)
         line = json.dumps({"exact_match": figures, "questions_per_suite": arguments.questions})
         log.write(line + "\n")
     print(line)

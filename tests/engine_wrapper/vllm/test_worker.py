@@ -1,0 +1,73 @@
+"""What keeps the worker half out of an engine: it starts all the same, says why, and serves as stock vLLM."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm import worker
+from tests.engine_wrapper.vllm.conftest import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Answered, Served
+
+RANDOM = random.Random(9)
+DOCUMENT = [RANDOM.randrange(10, 2000) for _ in range(300)]
+
+
+@pytest.fixture(scope="module")
+def cold() -> Answered:
+    """The answer of vLLM without a connector."""
+    served = serving(enable_prefix_caching=False)
+    try:
+        answer: Answered = served.ask(DOCUMENT)
+        return answer
+    finally:
+        served.close()
+
+
+def no_layout(*_: Any) -> None:
+    """As for caches that no known view reads back."""
+
+
+def another_runner() -> None:
+    raise LookupError("the model runner is of a kind that is not known")
+
+
+def another_backend(*_: Any) -> None:
+    raise LayoutError("attention_backend", "the attention backend is FLASHINFER")
+
+
+@pytest.mark.parametrize(
+    ("reason", "changed", "settings", "sentence"),
+    [
+        ("pool_layout", ("layered_pool", no_layout), {}, "KV is not reused (pool_layout)"),
+        ("model_runner", ("model_runner_of_caller", another_runner), {}, "of a kind that is not known"),
+        ("attention_backend", ("own_builder", another_backend), {}, "the attention backend is FLASHINFER"),
+        ("settings_invalid", None, {"device_bytes": 100}, "raise SEMBLEND_DEVICE_BYTES to at least"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
+    engine: Callable[..., Served],
+    cold: Answered,
+    reason: str,
+    changed: tuple[str, Any] | None,
+    settings: dict[str, Any],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if changed is not None:
+        monkeypatch.setattr(worker, *changed)
+    served = engine("position_fix", settings)
+    assert served.ask(DOCUMENT) == cold
+    assert served.runtime.refusal == reason
+    assert served.scheduler.outcomes.reasons() == {reason: 1}
+    assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)
+    assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
