@@ -96,8 +96,7 @@ def with_lowest_layers_run(
     Most works can be divided as they are, and nothing runs; None needs no division. Otherwise `run` gets their parts,
     and `evidence_sink` what the check found; the host waits for the device there. The sample of a check runs here too.
     """
-    # Where a gap between two rows costs as much as rows do, a sample would cost more than the whole check.
-    if work.pending is not None and work.pending.check.sample_every and not work.pending.keys_per_row:
+    if work.pending is not None and work.pending.check.sample_every:
         compared = work.first_compared()
         found = _run_parts(work.sample(compared), work.pending.check.layer, max_rows, run)
         work, known = work.behind_sample(compared, found)

@@ -102,6 +102,11 @@ class DeviationCheck:
     num_layers: int
     works: tuple[SequenceWork, ...]
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether single rows of one work are compared, in a forward of their own."""
+        return any(work.pending is not None and work.pending.sampled is not None for work in self.works)
+
     def deviations(
         self,
         keys: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kernels.layout import KvGeometry
     from semblend_trt.ranks import Ranks
@@ -25,6 +26,8 @@ KEEP_ALL = 1e30
 _BOUNDS = {torch.float32: 1e-3}
 _HALF_BOUND = 0.05
 
+Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
+
 
 class LayoutError(SemBlendError):
     """Plans cannot be executed on this engine. It is counted under `reason`."""
@@ -35,12 +38,13 @@ class LayoutError(SemBlendError):
 
 
 def check_plan(
-    tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL
+    tokens: Sequence[int], geometry: KvGeometry, layer: int = 0, threshold: float = KEEP_ALL, sample_every: int = 0
 ) -> SemanticKvPlan:
     """A plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix.
 
     A check in layer 0 lets all layers above run on some of the rows. By default no token of the span deviates.
     """
+    check = SpanCheck(layer, threshold, sample_every=sample_every, sample_threshold=threshold)
     start, end = len(tokens) // 4, 3 * len(tokens) // 4
     return SemanticKvPlan(
         request_id=0,
@@ -50,7 +54,7 @@ def check_plan(
         num_computed_tokens=0,
         matched_tokens=end,
         block_size=geometry.block_size,
-        execution=EngineExecution(EngineMode.WRAPPER, geometry.num_layers, check=SpanCheck(layer, threshold)),
+        execution=EngineExecution(EngineMode.WRAPPER, geometry.num_layers, check=check),
     )
 
 
@@ -58,7 +62,7 @@ def differences(
     token_ids: torch.Tensor,
     engine_rows: torch.Tensor,
     geometry: KvGeometry,
-    run: Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor],
+    run: Run,
 ) -> Iterator[str | None]:
     """Computes a prompt again: whole, then by a plan in one forward, then by it in several. Yields what differs each
     time, None where nothing does.
@@ -69,10 +73,28 @@ def differences(
     tokens = len(token_ids)
     yield difference("hidden rows", run(Batch((0,), (0,), (tokens,), 1, token_ids), {}, None), engine_rows)
     plan = check_plan(token_ids.tolist(), geometry)
-    start = plan.prefix_end
-    suffix = Batch((0,), (start,), (tokens - start,), 1, token_ids[start:])
     for max_rows in (None, tokens // 4):  # the span has twice as many
-        yield difference("hidden rows of a plan", run(suffix, {0: plan}, max_rows), engine_rows[start:])
+        yield _behind("a plan", plan, token_ids, engine_rows, run, max_rows)
+
+
+def sample_difference(token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, run: Run) -> str | None:
+    """As `differences`, by a plan all of whose span is a check's sample, in all layers."""
+    plan = check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
+    return _behind("a sampled plan", plan, token_ids, engine_rows, run, None)
+
+
+def _behind(
+    what: str,
+    plan: SemanticKvPlan,
+    token_ids: torch.Tensor,
+    engine_rows: torch.Tensor,
+    run: Run,
+    max_rows: int | None,
+) -> str | None:
+    """The difference of the rows behind the plan's span."""
+    start = plan.prefix_end
+    suffix = Batch((0,), (start,), (len(token_ids) - start,), 1, token_ids[start:])
+    return difference(f"hidden rows of {what}", run(suffix, {0: plan}, max_rows), engine_rows[start:])
 
 
 def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:

@@ -142,6 +142,15 @@ def _one_of_each(begin: int, end: int, every: int, rng: np.random.Generator) -> 
     return chosen
 
 
+def windows_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Of each checked token the number of its window, int64. `lengths`: of the spans, each of which begins one."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    windows = -(-tokens // WINDOW_TOKENS)  # of each span
+    sizes = np.full(int(windows.sum()), WINDOW_TOKENS)
+    sizes[np.cumsum(windows) - 1] = tokens - (windows - 1) * WINDOW_TOKENS
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
 def suspects_of(
     check: SpanCheck,
     compared: npt.NDArray[np.int64],
@@ -153,17 +162,16 @@ def suspects_of(
     """Which tokens are in windows that a sample does not let pass, bool [checked tokens].
 
     `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`. One that is not a
-    number exceeds every threshold.
+    number exceeds every threshold. A window without any is not let pass.
     """
-    tokens = np.asarray(lengths, dtype=np.int64)
-    windows = -(-tokens // WINDOW_TOKENS)  # of each span
-    lasts = np.cumsum(windows) - 1
-    sizes = np.full(int(windows.sum()), WINDOW_TOKENS)
-    sizes[lasts] = tokens - (windows - 1) * WINDOW_TOKENS
-    window_of = np.repeat(np.arange(len(sizes)), sizes)
-    fails, has_next = np.zeros(len(sizes), dtype=bool), np.ones(len(sizes), dtype=bool)
-    fails[window_of[compared[~(deviations <= check.sample_threshold)]]] = True
-    has_next[lasts] = False
+    deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
+    window_of = windows_of(lengths)
+    own, windows = window_of[compared], int(window_of[-1]) + 1
+    sums, counts = (np.bincount(own, weights, windows) for weights in (deviations, None))
+    fails = ~(sums <= check.sample_threshold * counts) | (counts == 0)
+    fails[own[_deviating(check, deviations)]] = True
+    has_next = np.ones(windows, dtype=bool)
+    has_next[window_of[np.cumsum(lengths) - 1]] = False
     wider = fails.copy()
     wider[1:] |= fails[:-1] & has_next[:-1]
     wider[:-1] |= fails[1:] & has_next[:-1]
@@ -486,8 +494,7 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
     starts = [int(first_rows[positions.start - plan.num_computed_tokens]) for positions in checked]
     rows = tuple(range(start, start + len(positions)) for start, positions in zip(starts, checked, strict=True))
     witnesses = np.empty(0, dtype=np.int64)
-    # Where a gap between two rows costs as much as rows do, a witness would cost as much as its gaps.
-    if check.witness_every and not keys_per_row:
+    if check.witness_every:
         chosen = witnesses_of([*map(len, checked)], check.witness_every, plan.execution.sample_seed)
         witnesses = np.concatenate([np.arange(positions.start, positions.stop) for positions in checked])[chosen]
     return PendingCheck(plan, rows, witnesses, keys_per_row)

@@ -163,6 +163,11 @@ class TokenisedCase:
     prompt: list[int]
     forced: tuple[int, ...] | None
 
+    @property
+    def texts(self) -> tuple[list[int], ...]:
+        """The donors', and the prompt behind them."""
+        return (*self.donors, self.prompt)
+
     def shared_prefix(self, donor: int) -> int:
         """Tokens that the prompt shares from position 0 on with its donor of that index."""
         return equal_start(self.donors[donor], self.prompt)

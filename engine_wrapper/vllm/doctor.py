@@ -13,8 +13,9 @@ from engine_wrapper.vllm.refusals import OLDEST, REASONS, engine_refusal_of
 from semblend_trt.doctor.finding import Area
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
+    from engine_wrapper.vllm.arguments import EngineArguments
     from semblend_trt.doctor.finding import Finding
 
 OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
@@ -27,19 +28,20 @@ _DEFAULT = {
 }
 
 
-def vllm(model: str | None, options: Any) -> Iterator[Finding]:
+def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArguments | None]:
     """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, None without one.
 
-    vLLM makes its own configuration of both, which may take some seconds; no engine is started.
+    vLLM makes its own configuration of both, which may take some seconds; no engine is started. Returns the engine's
+    arguments, None where vLLM makes none of these.
     """
     area, version = Area("engine"), vllm_version()
     if version is None:
         yield area.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
-        return
+        return None
     told = f"vLLM {version[0]}.{version[1]} is installed"
     if version < OLDEST:
         yield area.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
-        return
+        return None
     if version in _TESTED:
         yield area.ok(told)
     else:
@@ -48,11 +50,11 @@ def vllm(model: str | None, options: Any) -> Iterator[Finding]:
     name = given.get("model") or model
     if name is None:
         yield area.note("without --model nothing can be said of an engine's options")
-        return
-    yield from _of_configuration(str(name), given)
+        return None
+    return (yield from _of_configuration(str(name), given))
 
 
-def _of_configuration(model: str, given: dict[str, Any]) -> Iterator[Finding]:
+def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, None, EngineArguments | None]:
     from vllm.engine.arg_utils import EngineArgs
 
     area = Area("options")
@@ -61,11 +63,11 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Iterator[Finding]:
         transfer = json.loads(transfer)  # as it stands on a command line
     if not isinstance(transfer, dict):
         yield area.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
-        return
+        return None
     named = (transfer.get("kv_connector"), transfer.get("kv_connector_module_path"))
     if named != OUR_CONNECTOR:
         yield area.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
-        return
+        return None
     known = {each for each in EngineArgs.__dataclass_fields__ if each != "model"}
     arguments = {each: value for each, value in given.items() if each in known}
     arguments["kv_transfer_config"] = _transfer_config(transfer)
@@ -73,16 +75,18 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Iterator[Finding]:
         configuration = EngineArgs(model=model, **arguments).create_engine_config()
     except Exception as error:  # vLLM and pydantic each raise their own
         yield area.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
-        return
+        return None
     warnings: list[str] = []
     with _heard(warnings):
-        refusal = arguments_of(configuration).refusal or engine_refusal_of(configuration, None)
+        read = arguments_of(configuration)
+        refusal = read.refusal or engine_refusal_of(configuration, None)
     for warning in warnings:
         yield area.note(warning)
     if refusal is not None:
         yield area.refused(refusal, _sentence(refusal))
     else:
         yield area.ok("nothing in these options is refused")
+    return read
 
 
 def _transfer_config(transfer: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,15 @@ import torch
 
 from engine_wrapper.batch import Batch
 from engine_wrapper.layer_schedule import follow, follow_all
-from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, LayoutError, differences, raise_difference
+from engine_wrapper.self_check import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    LayoutError,
+    differences,
+    raise_difference,
+    sample_difference,
+)
+from engine_wrapper.vllm.refusals import sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
 from semblend_trt.plan import EngineMode
 
@@ -69,7 +78,7 @@ class PlannedForward:
         self._runner, self._parts, self._runtime = runner, parts, runtime
         self._failed, self._max_rows, self._sink = failed, max_rows, sink
         self._stock = runner.model.forward
-        self._is_proven = False
+        self._is_proven, self._sparse = False, False
         self._graphs: StepGraphs  # those of the step that is proven
         # What the scheduler told of the running step, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
@@ -127,15 +136,17 @@ class PlannedForward:
     ) -> torch.Tensor:
         ranks, pool, geometry = self._runtime.ranks, self._parts.pool, self._parts.geometry
         layers = geometry.num_layers
+        if not self._sparse:
+            plans = {number: _without_single_rows(plan) for number, plan in plans.items()}
 
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
-            with VllmRows(self._parts, schedule) as rows:
+            with VllmRows(self._parts, schedule, self._sparse) as rows:
                 if schedule.check is None and len(schedule.stages) == 1:
                     return rows.whole(self._stock, self._graphs)
                 return follow_all(rows, schedule, layers, ranks, sink)
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
-            with VllmRows(self._parts, schedule) as rows:
+            with VllmRows(self._parts, schedule, self._sparse) as rows:
                 found = follow(rows, schedule, layers, ranks)
             assert found is not None
             return found
@@ -195,3 +206,24 @@ class PlannedForward:
             return self._run(batch, [block_ids], plans, max_rows)
 
         raise_difference(differences(ids, engine_rows, self._parts.geometry, run), self._runtime.ranks)
+        problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
+        self._sparse = problem is None
+        try:
+            problem = problem or sample_difference(ids, engine_rows, self._parts.geometry, run)
+        except Exception as error:
+            problem = error
+        if problem is not None:
+            self._sparse = False
+            raised = problem if isinstance(problem, Exception) else None
+            logger.warning(
+                "checks compare every token on this engine, without sample and witnesses: %s", problem, exc_info=raised
+            )
+
+
+def _without_single_rows(plan: SemanticKvPlan) -> SemanticKvPlan:
+    """The plan whose check has neither a sample nor witnesses."""
+    check = plan.execution.check
+    if check is None or not (check.sample_every or check.witness_every):
+        return plan
+    check = replace(check, sample_every=0, witness_every=0, witness_bounds=())
+    return replace(plan, execution=replace(plan.execution, check=check))

@@ -109,6 +109,18 @@ _CACHE: _Rules = {
     "sliding_window": (_OFF, "sliding_window attention_chunk_size"),
     "non_causal": (_OFF, "non_causal"),
 }
+# Of a layer's attention: our own kernel, which computes a check's sample, knows none of these.
+_SAMPLE: _Rules = {
+    "alibi": (_OFF, "impl.alibi_slopes"),
+    "logits_soft_cap": ((*_OFF, 0, 0.0), "impl.logits_soft_cap"),
+    "attention_sinks": (_OFF, "impl.sinks"),
+    "sliding_window": ((*_OFF, -1, (-1, -1)), "impl.sliding_window"),
+    "chunk_lookback": ((*_OFF, -1), "impl.chunk_lookback"),
+    "kv_sharing": (_OFF, "impl.kv_sharing_target_layer_name"),
+    "non_causal": (("DECODER", "decoder"), "impl.attn_type"),
+    "query_quantisation": (_OFF, "query_quant"),
+    "kv_cache_update": ((False,), "attn_backend.forward_includes_kv_cache_update"),
+}
 # prompt_logprobs has vLLM skip its prefix cache, too.
 _REQUEST: _Rules = {
     "pooling": (_OFF, "pooling_params"),
@@ -134,6 +146,12 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector" or _is_chained():
         return "other_connector"
     return _first(vllm_config, _ENGINE) or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
+
+
+def sample_refusal(attention: Any) -> str | None:
+    """The reason for which checks of this vLLM Attention's layer have no sample, None when there is none. Raises
+    nothing."""
+    return _first(attention, _SAMPLE) or (None if type(attention).__name__ == "Attention" else "attention")
 
 
 def request_refusal(request: Any) -> str | None:

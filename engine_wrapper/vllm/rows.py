@@ -4,15 +4,21 @@ Every run of neighbouring positions is a sequence of its own to the attention ba
 rows as queries, and as many keys as its last position. So no kernel of ours is needed, and every model whose layers
 vLLM runs can be planned.
 
-Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py`, and the decoders under
-`model_executor/models/` (0.25.1 to 0.32): a layer is called with positions, hidden rows and residual.
+Where most rows stand apart, as those of a sample and witnesses do, each would read all keys before it. There our own
+kernel takes the backend's place and reads the keys once for a tile of rows, in vLLM's cache as it lies.
+
+Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py`,
+`model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called),
+and the decoders under `model_executor/models/` (0.25.1 to 0.32): a layer is called with positions, hidden rows and
+residual.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +31,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.refusals import BACKENDS
+from kernels.layout import PoolLayer
+from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
@@ -34,12 +42,13 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry, LayeredPool
-    from kernels.sparse_prefill import SequenceRows
     from semblend_trt.ranks import Ranks
 
 # A run reads all keys before it, which takes as long as one more row for so many of them (`works_of`): measured on an
 # H200 with FlashAttention 3 at the shape of Qwen2.5-7B, with 8k and 24k keys.
 KEYS_PER_ROW = 4096
+# With fewer rows for each gap between them, our kernel attends.
+ROWS_PER_GAP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,10 @@ class Decoder:
     pool: LayeredPool
     geometry: KvGeometry
     unfused: tuple[CustomOp, ...] = ()
+
+    def cache(self, layer: int) -> PoolLayer:
+        """The cache of one layer."""
+        return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
@@ -134,14 +147,15 @@ class _ComparedError(Exception):
 
 class VllmRows:
     """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`), within vLLM's forward context. While it is
-    entered the context's metadata is its own."""
+    entered the context's metadata is its own. `sparse`: whether our kernel may attend."""
 
-    def __init__(self, parts: Decoder, schedule: LayerSchedule) -> None:
+    def __init__(self, parts: Decoder, schedule: LayerSchedule, sparse: bool) -> None:
         self._parts, self._schedule = parts, schedule
         self._hidden: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
         self._positions = schedule.positions
-        self._slots: torch.Tensor | None = None
+        self._sequences: tuple[SequenceRows, ...] = ()
+        self._sparse = sparse
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
@@ -151,6 +165,11 @@ class VllmRows:
         # Graphs were captured of the engine's own batches.
         context.cudagraph_runtime_mode = CUDAGraphMode.NONE
         self._context = context
+        if self._sparse:
+            for layer, attention in enumerate(self._parts.attention):
+                stock = attention.impl.forward
+                self._left.callback(vars(attention.impl).pop, "forward")
+                attention.impl.forward = partial(self._attend, layer, stock)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -165,9 +184,11 @@ class VllmRows:
             )
             if self._residual is not None:
                 self._residual = self._residual.index_select(0, stage.keep)
-        metadata, self._slots = self._metadata(stage.sequences)
+        self._sequences = stage.sequences
+        slots = self._slots()
+        self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
+        metadata = self._sequences if self._stand_apart() else self._metadata(slots)
         self._context.attn_metadata = dict.fromkeys(self._parts.names, metadata)
-        self._context.slot_mapping = dict.fromkeys(self._parts.names, self._slots)
 
     def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
         """The output rows of a schedule of one stage, by the model's own forward, compiled where vLLM compiles it."""
@@ -190,9 +211,7 @@ class VllmRows:
         def leave(_: Any, arguments: tuple[Any, ...]) -> None:
             keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
             found.append(check.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
-            assert self._slots is not None
-            blocks, slots = self._slots // geometry.block_size, self._slots % geometry.block_size
-            pool.keys[layer][blocks, :, slots], pool.values[layer][blocks, :, slots] = keys, values
+            write_rows(keys, values, self._parts.cache(layer), self._sequences)
             raise _ComparedError
 
         if self._hidden is None:
@@ -225,17 +244,48 @@ class VllmRows:
             self._left.enter_context(op.set_priority(["vllm_c", "native"]))
         self._hidden = self._parts.decoder.embed_input_ids(self._schedule.token_ids)
 
-    def _metadata(self, sequences: Sequence[SequenceRows]) -> tuple[Any, torch.Tensor]:
-        """The backend's metadata for these rows, and the slots of their K and V, int64 [rows].
+    def _stand_apart(self) -> bool:
+        """Whether our kernel attends."""
+        check = self._schedule.check
+        if not self._sparse or (check is not None and check.is_sample):
+            return self._sparse
+        rows = sum(each.count for each in self._sequences)
+        gaps = [np.count_nonzero(np.diff(each.host_positions.numpy()) != 1) for each in self._sequences]
+        return rows < ROWS_PER_GAP * sum(gaps)
 
-        Nothing waits for the device: the host prepares the forward while donors' KV is moved.
-        """
-        size, device = self._parts.geometry.block_size, self._positions.device
-        places = [each.host_positions.numpy() for each in sequences]
-        tables = [each.host_block_ids.numpy() for each in sequences]
-        slots = np.concatenate(
-            [table[own // size] * size + own % size for own, table in zip(places, tables, strict=True)]
-        )
+    def _attend(
+        self,
+        layer: int,
+        stock: Callable[..., torch.Tensor],
+        attention: Any,
+        queries: torch.Tensor,
+        *kv: Any,
+        output: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        """In the place of the `forward` of an attention's implementation. The rows' K and V have been written; the last
+        of `kv` is the metadata."""
+        if not isinstance(kv[-1], tuple):
+            return stock(attention, queries, *kv, output=output, **options)
+        rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
+        cache, scale = self._parts.cache(layer), attention.impl.scale
+        output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], scale)
+        return output
+
+    # Nothing of the following waits for the device: the host prepares the forward while donors' KV is moved.
+
+    def _slots(self) -> torch.Tensor:
+        """Of the rows' K and V, int64 [rows]."""
+        size = self._parts.geometry.block_size
+        pairs = [(each.host_positions, each.host_block_ids) for each in self._sequences]
+        slots = torch.cat([blocks[own // size] * size + own % size for own, blocks in pairs])
+        return to_device(slots, self._positions.device)
+
+    def _metadata(self, slots: torch.Tensor) -> Any:
+        """The backend's metadata for the rows."""
+        device = self._positions.device
+        places = [each.host_positions.numpy() for each in self._sequences]
+        tables = [each.host_block_ids.numpy() for each in self._sequences]
         runs = [np.split(own, np.flatnonzero(np.diff(own) != 1) + 1) for own in places]
         lengths = np.array([len(run) for own in runs for run in own])
         ends = np.array([run[-1] + 1 for own in runs for run in own])
@@ -245,7 +295,7 @@ class VllmRows:
             table[row : row + len(own), : len(blocks)] = blocks
             row += len(own)
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        seq_lens, slot_mapping = torch.from_numpy(ends.astype(np.int32)), to_device(torch.from_numpy(slots), device)
+        seq_lens = torch.from_numpy(ends.astype(np.int32))
         common = CommonAttentionMetadata(
             query_start_loc=to_device(starts, device),
             query_start_loc_cpu=starts,
@@ -256,11 +306,11 @@ class VllmRows:
             max_query_len=int(lengths.max()),
             max_seq_len=int(ends.max()),
             block_table_tensor=to_device(torch.from_numpy(table), device),
-            slot_mapping=slot_mapping,
+            slot_mapping=slots,
             causal=True,
             positions=self._positions,
         )
-        return self._parts.builder.build(0, common), slot_mapping
+        return self._parts.builder.build(0, common)
 
 
 def _ir_ops() -> list[Any]:

@@ -15,6 +15,7 @@ from engine_wrapper.vllm.model_runner import model_runner_of_caller
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
+from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.errors import ConfigurationError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.arguments import EngineArguments
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
+    from semblend_trt.config import Settings
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class VllmWorker:
     def __init__(self, arguments: EngineArguments, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
         self._worker = SemBlendKvConnectorWorker(arguments)
+        self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
         self._recovery = recovery_for(arguments)
@@ -62,6 +65,9 @@ class VllmWorker:
             self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None:
             self._hook(pool, caches)
+        if self._runtime.refusal is None:
+            # Below vLLM's own loggers, so that it shows what is on.
+            logging.getLogger("vllm.semblend").info("KV reuse: %s", _what_is_on(self._settings))
 
     @never_raises(lambda: None)
     def start_load_kv(self, metadata: StepMetadata) -> None:
@@ -177,3 +183,11 @@ class VllmWorker:
                 found.remove()
             reason = error.reason if isinstance(error, LayoutError) else "model_runner"
             self._runtime.refusal = self._runtime.refusal or reason
+
+
+def _what_is_on(settings: Settings) -> str:
+    """The policy, its profile and the tiers."""
+    told = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
+    for name in ("profile_path", "device_bytes", "host_bytes", "disk_bytes"):
+        told += [f"{name} {value}"] if (value := getattr(settings, name)) else []
+    return ", ".join(told)

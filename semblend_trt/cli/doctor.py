@@ -68,7 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plugged() -> dict[str, metadata.EntryPoint]:
-    """Other engines by name: what looks at one is told by the package that serves it."""
+    """Other engines by name, each with what looks at one, told by the package that serves it.
+
+    It is called with the model and the options, yields findings, and returns the engine's arguments as a connector
+    reads them, or None.
+    """
     return {point.name: point for point in metadata.entry_points(group="semblend_trt.doctor")}
 
 
@@ -77,17 +81,19 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
     from semblend_trt.doctor import settings as settings_checks
     from semblend_trt.doctor.finding import Area
 
-    settings, problem = _settings()
+    arguments = None
+    if engine_name in _plugged():
+        arguments = yield from Area("engine").collect(_plugged()[engine_name].load()(name, llm_args))
+        llm_args = None
+    given = None if arguments is None else arguments.settings
+    settings, problem = _settings(given or {})
     yield from Area("software").collect(software.software(settings))
     if settings is not None:
         yield from Area("software").collect(software.embedder(settings))
-    if engine_name in _plugged():
-        yield from Area("engine").collect(_plugged()[engine_name].load()(name, llm_args))
-        llm_args = None
-    else:
+    if engine_name not in _plugged():
         yield from Area("engine").collect(trtllm.engine())
     yield from Area("machine").collect(machine.machine(settings))
-    yield from Area("settings").collect(settings_checks.variables(settings, problem))
+    yield from Area("settings").collect(settings_checks.variables(settings, problem, given))
     if settings is not None:
         yield from Area("fleet").collect(settings_checks.nats(settings))
         yield from Area("files").collect(settings_checks.disk(settings))
@@ -95,14 +101,16 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
     if llm_args is not None:
         yield from Area("options").collect(trtllm.options(llm_args, settings))
         kv_dtype = trtllm.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
-    yield from Area("model").collect(_of_model(name, kv_dtype, settings, llm_args))
+    yield from Area("model").collect(_of_model(name, kv_dtype, settings, llm_args, arguments))
 
 
-def _of_model(name: str | None, kv_dtype: str, settings: Settings | None, llm_args: Any) -> Iterator[Finding]:
+def _of_model(
+    name: str | None, kv_dtype: str, settings: Settings | None, llm_args: Any, arguments: Any
+) -> Iterator[Finding]:
     from semblend_trt.doctor import machine, model
     from semblend_trt.doctor.finding import Finding
 
-    known = None if name is None else model.known_model(name, kv_dtype)
+    known = None if name is None else model.known_model(name, kv_dtype, arguments)
     if isinstance(known, Finding):
         yield known
         return
@@ -113,12 +121,12 @@ def _of_model(name: str | None, kv_dtype: str, settings: Settings | None, llm_ar
         yield from model.profile(settings, known)
 
 
-def _settings() -> tuple[Settings | None, str | None]:
+def _settings(given: dict[str, Any]) -> tuple[Settings | None, str | None]:
     from semblend_trt.config import load_settings
     from semblend_trt.errors import ConfigurationError
 
     try:
-        return load_settings(), None
+        return load_settings(**given), None
     except ConfigurationError as error:
         return None, str(error)
 

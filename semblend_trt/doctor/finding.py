@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
 
 class Status(str, Enum):
@@ -53,11 +53,12 @@ class Area:
     def failed(self, text: str, **details: Any) -> Finding:
         return Finding(self.area, Status.FAILED, text, details=details)
 
-    def collect(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """`findings`, and an error that ends them as a finding that failed: one broken package must not end the other
-        checks."""
+    def collect(self, findings: Iterable[Finding]) -> Generator[Finding, None, Any]:
+        """`findings`, and what they return. An error that ends them is a finding that failed: one broken package must
+        not end the other checks."""
         try:
-            yield from findings
+            return (yield from findings)
         except Exception as error:
             first_line = str(error).strip().split("\n", 1)[0]
             yield self.failed(f"cannot be checked: {type(error).__name__}: {first_line}"[:500])
+            return None

@@ -28,16 +28,19 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEFT_OPEN = "dtypes other than the KV cache's, and the parallel layout, are compared when the engine starts"
+_LAYOUT_OPEN = "the order of the caches in memory is compared when the engine starts"
 _model, _profile = Area("model"), Area("profile")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that is not refused. `dtype` is that of its KV, None where it is not known."""
+    """A model that is not refused. `dtype` is that of its KV, None where it is not known. `arguments`: those of another
+    engine than TensorRT-LLM, one that executes plans."""
 
     name: str
     facts: ModelFacts
     dtype: torch.dtype | None
+    arguments: Any = None
 
     def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
         """One rank's sizes, in blocks of one token."""
@@ -50,11 +53,13 @@ class KnownModel:
         return namespace_for(llm_args, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
 
-def known_model(name: str, kv_dtype: str) -> KnownModel | Finding:
-    """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for the model's own.
+def known_model(name: str, kv_dtype: str, arguments: Any = None) -> KnownModel | Finding:
+    """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for that of `arguments`, or the model's own.
 
     What an engine would refuse comes back as a finding with its reason.
     """
+    if kv_dtype == AUTO and arguments is not None and arguments.dtype is not None:
+        kv_dtype = arguments.dtype.removeprefix("torch.")
     try:
         facts = model_facts(name)
     except UnsupportedModelError as error:
@@ -67,7 +72,7 @@ def known_model(name: str, kv_dtype: str) -> KnownModel | Finding:
     if dtype not in SUPPORTED_DTYPES and (kv_dtype != AUTO or dtype is not None):
         name = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
         return _model.refused("pool_layout", f"a KV cache of {name} is not taken; float32, bfloat16 and float16 are")
-    return KnownModel(name, facts, dtype)
+    return KnownModel(name, facts, dtype, arguments)
 
 
 def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
@@ -78,7 +83,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
     elif settings is not None:
         yield _size(known, known.dtype, settings)
     if settings is not None:
-        yield from _policy(known.facts, settings)
+        yield from _policy(known, settings)
         yield from _identity(known, settings)
 
 
@@ -108,7 +113,8 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     if differences:
         yield _profile.refused("profile_mismatch", " ".join(differences), differences=differences)
     else:
-        yield _profile.ok(f"it can hold for {known.name} in {' or '.join(held.engines)}; {_LEFT_OPEN}")
+        is_open = _LEFT_OPEN if known.arguments is None else _LAYOUT_OPEN
+        yield _profile.ok(f"it can hold for {known.name} in {' or '.join(held.engines)}; {is_open}")
 
 
 def _described(facts: ModelFacts) -> Iterator[Finding]:
@@ -150,15 +156,15 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
     return _model.ok(text, bytes_per_token=per_token, tokens=tokens)
 
 
-def _policy(facts: ModelFacts, settings: Settings) -> Iterator[Finding]:
+def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
     """What the policy means for every request."""
     try:
-        terms = terms_of(settings.policy, settings, facts.num_layers)
+        terms = terms_of(settings.policy, settings, known.facts.num_layers)
     except ConfigurationError as error:
         yield _model.refused("configuration", str(error))
         return
     reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
-    if reason:
+    if reason and known.arguments is None:
         yield _model.note(
             f"policy {settings.policy.value} needs the wrapper; a stock engine reuses identical text from position 0",
             reason,
@@ -189,6 +195,11 @@ def _own_dtype(name: str) -> torch.dtype | None:
 
 def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> list[str]:
     """Why the profile holds for no engine of the model; what depends on the engine is left open."""
+    if (own := model.arguments) is not None:
+        kv_dtype = "unknown" if model.dtype is None else model.dtype
+        namespace = namespace_for(own, model.facts, settings, 1, kv_dtype)
+        layout = next((each for each in held.engines if each.startswith(f"{own.engine}/")), own.engine)
+        return held.differences(replace(namespace, backend_cache_layout=layout), model.geometry())
     made_for: dict[str, Any] = held.namespace
     ranks = made_for["tensor_parallel"]
     namespace = model.namespace(

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.config import Settings, masked, settings_in_use, unknown_variables
 from semblend_trt.doctor.finding import Area
@@ -15,7 +15,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from semblend_trt.doctor.finding import Finding
@@ -25,8 +25,11 @@ NATS_SECONDS = 3.0
 _settings, _fleet, _files = Area("settings"), Area("fleet"), Area("files")
 
 
-def variables(settings: Settings | None, problem: str | None) -> Iterator[Finding]:
-    """Variables that are not read, and settings that switch reuse off; `problem` says why there are no `settings`."""
+def variables(
+    settings: Settings | None, problem: str | None, options: Mapping[str, Any] | None = None
+) -> Iterator[Finding]:
+    """Variables that are not read, and settings that switch reuse off; `problem` says why there are no `settings`.
+    `options`: what the options of another engine than TensorRT-LLM give of them."""
     for name, close in unknown_variables(os.environ).items():
         yield _settings.failed(f"{name} is not read" + (f"; did you mean {close}?" if close else ""), variable=name)
     if settings is None:
@@ -36,11 +39,12 @@ def variables(settings: Settings | None, problem: str | None) -> Iterator[Findin
     for row in rows:
         for ignored in row.ignored:
             yield _settings.note(f"{ignored} is set and not read, because {row.source} is set too")
-    given = [row.source for row in rows if row.source is not None]
+    given = [row.source for row in rows if row.source is not None and row.name not in (options or {})]
+    given += [f"{name} of the engine's options" for name in options or {}]
     text = f": {', '.join(given)}" if given else ""
     yield _settings.ok(f"{len(given)} of {len(rows)} settings are given{text}")
     short = [name for name in given if not name.startswith("TRTLLM")]
-    if short:
+    if short and options is None:
         yield _settings.note(
             f"TensorRT-LLM hands only variables that begin with TRTLLM on to its workers: give {', '.join(short)} with "
             "the prefix TRTLLM_SEMBLEND_ there"

@@ -138,14 +138,14 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     (whole, [evidence]), (parts, [in_parts]), (_, [dense]), _ = found
     assert close(parts, whole)
     assert alike([in_parts], [evidence])
-    if keys_per_row:
-        assert replace(evidence, largest_kept=dense.largest_kept) == dense
-        return
     # Each donor deviates in its tokens 2 to 6: in two windows, whose neighbours are checked with them.
     checked = [min(end - start, 12) for start, end in SPANS]
     assert (evidence.checked_tokens, dense.checked_tokens) == (sum(checked), dense.offered_tokens)
     assert evidence.sampled_tokens > 0
-    assert evidence.recomputed_tokens == dense.recomputed_tokens > 0
+    # Gaps that cost less to compute than to skip are closed, but windows that the sample has let pass stay open.
+    deviating = 5 * len(SPANS)
+    assert deviating + 4 * keys_per_row == evidence.recomputed_tokens
+    assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

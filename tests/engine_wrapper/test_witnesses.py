@@ -107,9 +107,7 @@ def test_what_the_check_has_computed_is_no_witness(bench: Bench, make_plan: Plan
 
 def test_without_witnesses_nothing_is_copied_or_compared(bench: Bench, make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=SpanCheck(1, 0.5))
-    for keys_per_row, check in ((0, SpanCheck(1, 0.5)), (1, WATCHING)):
-        plan = make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=check)
-        assert not bench.forward.witnesses(works_of([bench.planned(plan)], NUM_LAYERS, keys_per_row))
+    assert not bench.forward.witnesses(works_of([bench.planned(plan)], NUM_LAYERS))
 
 
 def test_ranks_that_share_the_heads_refuse_alike(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:

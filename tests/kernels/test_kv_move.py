@@ -186,14 +186,6 @@ def test_a_donor_in_pinned_host_memory_is_read_in_place() -> None:
     assert_same(actual.pool, expected.pool)
 
 
-@pytest.mark.parametrize("paged_source", [False, True])
-def test_a_contiguous_target(paged_source: bool, device: str) -> None:
-    donor = donor_of(geometry_of(kv_heads=3), 19, seed=5)
-    source = paged(donor) if paged_source else donor
-    target = ContiguousKv(torch.full_like(donor.tensor[:, :, :, :16], math.nan))
-    assert_matches_naive(device, [Move(source, 2, 0, 9), Move(source, 12, 12, 3)], target)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_shift_zero_copies_bit_for_bit_and_v_is_never_touched(dtype: torch.dtype, device: str) -> None:
     donor, target = donor_of(geometry_of(), 12, seed=4, dtype=dtype), target_of(geometry_of(), dtype)

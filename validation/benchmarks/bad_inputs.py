@@ -202,7 +202,7 @@ _REQUESTS = (
             b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
             b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
             b"Transfer-Encoding: nothing\r\n\r\n{}",
-            b"Expect: nothing\r\nContent-Length: 2\r\n\r\n{}",
+            *(b"Expect: " + what + b"\r\nContent-Length: 2\r\n\r\n{}" for what in (b"nothing", b"\xff")),
             *(b"Content-Encoding: " + kind + b"\r\nContent-Length: 2\r\n\r\n{}" for kind in (b"gzip", b"br")),
             b"Content-Length: 99\r\n\r\n{",
         )
@@ -288,8 +288,8 @@ def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
     limits: dict[str, Any] = {"header_seconds": GRANTED, "body_seconds": GRANTED, "max_body_bytes": LONGEST_BODY}
     with fleet(folder, [serving], [_TENANT], **limits) as front:
         for name, server in (("router", front), ("worker", serving)):
-            rng, good = random.Random(0), _request(json.dumps(_GOOD).encode())
-            asked = list(_bad(name))
+            rng, good = random.Random(0), good_request()
+            asked = list(bad_requests(name))
             asked += [(f"spoiled {number}", spoiled_bytes(rng, good), False) for number in range(spoiled)]
             port = urlsplit(server.address()).port or 0
             with ThreadPoolExecutor(SENDERS) as threads:
@@ -297,7 +297,7 @@ def request_tries(folder: Path, spoiled: int) -> Iterator[Tried]:
             yield _is_well(name, server, port)
 
 
-def _bad(server: str) -> Iterator[tuple[str, bytes, bool]]:
+def bad_requests(server: str) -> Iterator[tuple[str, bytes, bool]]:
     """A name for each request, its bytes, and whether it is certainly bad."""
     for body in _NO_JSON:
         yield f"body {body[:40]!r}", _request(body), True
@@ -317,6 +317,11 @@ def _bad(server: str) -> Iterator[tuple[str, bytes, bool]]:
         yield f"Authorization {value[:40]!r}", _request(json.dumps(_GOOD).encode(), value), True
     for cut in (1, 10, 30, 60):
         yield f"a header of {cut} bytes", _request(b"{}")[:cut], True
+
+
+def good_request() -> bytes:
+    """A request that is served."""
+    return _request(json.dumps(_GOOD).encode())
 
 
 def _request(body: bytes, authorization: bytes = b"Bearer " + key_of(_TENANT).encode()) -> bytes:
@@ -363,7 +368,7 @@ def _is_whole(said: bytes) -> bool:
 
 def _is_well(name: str, server: ServerProcess, port: int) -> Tried:
     """Whether the server still serves, without a traceback in its log. This does not count as an input."""
-    said = _answer(_request(json.dumps(_GOOD).encode()), port)
+    said = _answer(good_request(), port)
     is_well = said.startswith(b"HTTP/1.1 200") and "Traceback" not in server.log
     return Tried(
         name, "a good request", Answer.TAKEN if is_well else Answer.FAULT, f"{said[:200]!r} {server.log[-600:]}"

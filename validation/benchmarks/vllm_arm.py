@@ -22,6 +22,7 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileMatcher, ReuseProfile
 from validation.benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
@@ -214,8 +215,9 @@ class VllmArm:
         self._vocabulary = int(config.vocab_size)
         self._asked = 0
         self._profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
+        self._folder = folder
         if name == VERIFIED:
-            self._use_profile(folder / "reuse-profile.json")
+            self._use_profile("shifted_ms")
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -250,7 +252,8 @@ class VllmArm:
         if self.name == VERIFIED:
             told["profile"] = (
                 f"the shipped model's, made for this engine: {self._profile.check}, head_tokens "
-                f"{self._profile.head_tokens}; dummy weights are so small that K and V hardly hang on other tokens, so "
+                f"{self._profile.head_tokens}; for sampled_ms one token in {SAMPLE_EVERY} is compared first, at the "
+                "same threshold; dummy weights are so small that K and V hardly hang on other tokens, so "
                 "that nearly all is kept, as of harmless text"
             )
         return told
@@ -335,6 +338,10 @@ class VllmArm:
         for name in ("exact_prefix_tokens", "offered_tokens", "reused_tokens", "recomputed_tokens"):
             found.told[name] = sum(getattr(each, name) or 0 for each in known)
         found.told["largest_kept"] = max((each.largest_kept or 0.0 for each in known), default=0.0)
+        sampled = [each for each in known if each.sampled_tokens]
+        found.told["sampled"] = {"requests": len(sampled)}
+        for name in ("offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens"):
+            found.told["sampled"][name] = sum(getattr(each, name) or 0 for each in sampled)
 
     # -- measurements ----------------------------------------------------------------------------------------------
 
@@ -353,9 +360,13 @@ class VllmArm:
         with self._turn():
             self.ask([self.prompts.donor(document)])
             self.settle()
+        names = ("shifted_ms", "sampled_ms") if self.name == VERIFIED else ("shifted_ms",)
         with self.watched() as served:
-            times = self._times({"shifted_ms": lambda: self.prompts.shifted(document)})
-        problem = served.problem(len(document) * self.sizes.turns * (1 + self.sizes.in_turn))
+            times = self._times(dict.fromkeys(names, lambda: self.prompts.shifted(document)))
+        asked = self.sizes.turns * (1 + self.sizes.in_turn)
+        problem = served.problem(len(document) * asked * len(names))
+        if problem is None and served.told["sampled"]["requests"] != asked * (len(names) - 1):
+            problem = f"{served.told['sampled']['requests']} checks had a sample, and {asked} prompts should have one"
         return {"tokens": size, **times, "served": served.told, "problem": problem}
 
     def miss(self) -> dict[str, Any]:
@@ -483,6 +494,8 @@ class VllmArm:
             with self._turn():
                 self._wake()
                 for name, own in prompts.items():
+                    if self.name == VERIFIED:
+                        self._use_profile(name)
                     for prompt in own:
                         times[name].append(self.ttft_ms(prompt))
                         self.settle()
@@ -565,22 +578,19 @@ class VllmArm:
             return 0
         return int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
 
-    def _use_profile(self, path: Path) -> None:
+    def _use_profile(self, measured: str) -> None:
         """Makes the shipped model's profile one for this engine, whose name only the running engine knows, and has it
-        used."""
+        used. The check of what is measured as sampled_ms has a sample."""
         scheduler = self._scheduler
-        runtime, namespace = scheduler._runtime, scheduler.namespace
-        if namespace is None:
+        runtime, namespace, check = scheduler._runtime, scheduler.namespace, self._profile.check
+        if namespace is None or check is None:
             return  # refused; the first prompt tells why
-        shipped = self._profile
-        profile = ReuseProfile.made_for(
-            namespace,
-            runtime.pool.geometry,
-            policy=ReusePolicy.VERIFIED,
-            check=shipped.check,
-            head_tokens=shipped.head_tokens,
-        )
-        profile.write(path)
+        if measured == "sampled_ms":
+            check = check.model_copy(update={"sample_every": SAMPLE_EVERY, "sample_threshold": check.threshold})
+        here = ReuseProfile.made_for(namespace, runtime.pool.geometry, policy=ReusePolicy.EXACT)
+        own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
+        path = self._folder / "reuse-profile.json"
+        self._profile.model_copy(update=own | {"check": check}).write(path)
         scheduler._profiles = ProfileMatcher(scheduler._settings.model_copy(update={"profile_path": path}))
         runtime.check_layers = scheduler._profiles.check_layers
 

@@ -6,14 +6,15 @@ of the donor and of the prompt, give the deviations of every layer.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of
+from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of, windows_of
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
@@ -25,7 +26,7 @@ from validation.cases import groups
 from validation.engines import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -35,8 +36,13 @@ if TYPE_CHECKING:
 
 _BLOCK_SIZE = 32
 _NAMESPACE = "calibration"
+# A forward of a small model costs its launches, whatever it computes.
+_TOKENS_AT_ONCE = 16_384
 # Without cuDNN's attention, which compiles for each length of a text: tens of milliseconds on a card.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,14 @@ class PromptDeviations:
     def window_means(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean deviation of each window of each span, float64 [windows]."""
         return self._means(layer, np.concatenate([np.arange(length) % WINDOW_TOKENS == 0 for length in self.lengths]))
+
+    def sample_means(self, layer: int, every: int) -> npt.NDArray[np.float64]:
+        """Mean deviation of what a sample of one token in `every` compares in each window, float64 [windows]."""
+        compared = sample_of(self.lengths, every, seed=0)
+        own = windows_of(self.lengths)[compared]
+        sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
+        means: npt.NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
+        return means
 
     def span_means(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean deviation of each span, float64 [spans]."""
@@ -107,21 +121,27 @@ class DeviationCollector:
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
-    def collect(self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]) -> list[PromptDeviations]:
-        """Deviations of the first prompt of each group, where there is anything to check."""
-        found = []
-        for group in groups(list(cases)):
-            tokens = tokens_of(group[0])
-            prompt = self._prompt(group[0].workload, tokens)
-            found += [] if prompt is None else [prompt]
+    def collect(
+        self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]
+    ) -> list[PromptDeviations | None]:
+        """Deviations of the first prompt of each group; None where there is nothing to check."""
+        asked = [(group[0].workload, tokens_of(group[0])) for group in groups(list(cases))]
+        plans = [self._plan(tokens) for _, tokens in asked]
+        found: list[PromptDeviations | None] = [None] * len(asked)
+        numbers = [number for number, plan in enumerate(plans) if plan is not None]
+        for together in _at_once(numbers, lambda number: sum(map(len, asked[number][1].texts))):
+            computed = iter(self._prefill([text for number in together for text in asked[number][1].texts]))
+            for number in together:
+                (family, tokens), plan = asked[number], plans[number]
+                assert plan is not None
+                *donors, fresh = itertools.islice(computed, len(tokens.texts))
+                found[number] = self._compared(family, plan, donors, fresh)
         return found
 
-    def _prompt(self, family: str, tokens: TokenisedCase) -> PromptDeviations | None:
-        plan = self._plan(tokens)
-        checked = [] if plan is None else [span for span in plan.spans if not span.exact]
-        if plan is None or not checked:
-            return None
-        *donors, fresh = self._prefill([*tokens.donors, tokens.prompt])
+    def _compared(
+        self, family: str, plan: SemanticKvPlan, donors: Sequence[PagedKv], fresh: PagedKv
+    ) -> PromptDeviations:
+        checked = [span for span in plan.spans if not span.exact]
         moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
         # [layers, kv_factor, tokens]; the larger of K and V decides
         layers = [deviation(moves, fresh, layer, self._rotation) for layer in range(self._geometry.num_layers)]
@@ -130,6 +150,7 @@ class DeviationCollector:
         return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)
 
     def _plan(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
+        """The prompt's plan; None where there is nothing to check."""
         index = SpanIndex()
         for number, donor in enumerate(tokens.donors):
             index.add(_NAMESPACE, str(number), np.asarray(donor, dtype=np.int32))
@@ -143,32 +164,30 @@ class DeviationCollector:
             mode=EngineMode.WRAPPER,
             publication_guard=True,
         )
-        return planner.plan(lookup).plan
+        plan = planner.plan(lookup).plan
+        return None if plan is None or all(span.exact for span in plan.spans) else plan
 
     def _prefill(self, texts: Sequence[Sequence[int]]) -> list[PagedKv]:
-        """Computes each text cold, into blocks of its own."""
-        geometry = self._geometry
-        counts = [geometry.blocks_for(len(text)) for text in texts]
-        inner = (geometry.kv_heads, geometry.block_size, geometry.head_dim)
-        shape = (sum(counts), geometry.num_layers, 2, *inner)
-        pool = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
-        filled, first = [], 0
-        for text, count in zip(texts, counts, strict=True):
-            for layer, pair in enumerate(self._computed(text)):
-                for factor, rows in enumerate(pair):  # [kv_heads, tokens, head_dim]
-                    padded = torch.nn.functional.pad(rows, (0, 0, 0, count * geometry.block_size - len(text)))
-                    blocks = padded.unflatten(1, (count, geometry.block_size)).transpose(0, 1)
-                    pool[first : first + count, layer, factor] = blocks
-            filled.append(PagedKv(pool.flatten(3), torch.arange(first, first + count), geometry))
-            first += count
-        return filled
+        """Computes each text cold, into blocks of its own; texts of about one length together."""
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        filled: dict[int, PagedKv] = {}
+        for together in _at_once(by_length, lambda index: len(texts[index])):
+            # [texts, blocks, layers, kv_factor, kv_heads, block_size, head_dim]
+            pool = self._computed([texts[index] for index in together])
+            blocks = torch.arange(pool.shape[0] * pool.shape[1]).view(pool.shape[:2])
+            for index, own in zip(together, blocks, strict=True):
+                count = self._geometry.blocks_for(len(texts[index]))
+                filled[index] = PagedKv(pool.flatten(0, 1).flatten(3), own[:count], self._geometry)
+        return [filled[index] for index in range(len(texts))]
 
     @torch.inference_mode()
-    def _computed(self, text: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of each layer, [kv_heads, tokens, head_dim], from a cold run without a head."""
-        token_ids = torch.tensor([list(text)], device=self._model.device)
+    def _computed(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """K and V of the texts from a cold run without a head, in blocks: [texts, blocks, layers, kv_factor, kv_heads,
+        block_size, head_dim]. Tokens behind a text's end fill its blocks up; no token in front of them sees them."""
+        longest = self._geometry.blocks_for(max(map(len, texts))) * _BLOCK_SIZE
+        padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
-            cache = self._model.base_model(token_ids, use_cache=True).past_key_values
+            cache = self._model.base_model(padded, use_cache=True).past_key_values
         # Transformers 4.53 keeps its caches in two lists, later ones in layers.
         layers = getattr(cache, "layers", None)
         found = (
@@ -176,4 +195,21 @@ class DeviationCollector:
             if layers is None
             else ((layer.keys, layer.values) for layer in layers)
         )
-        return [(keys[0], values[0]) for keys, values in found]
+        # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
+        rows = torch.stack([torch.stack(pair) for pair in found])
+        blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
+        return blocks
+
+
+def _at_once(items: Iterable[_Item], tokens_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """The items in order, as many at once as have _TOKENS_AT_ONCE tokens together."""
+    together: list[_Item] = []
+    tokens = 0
+    for item in items:
+        if together and tokens + tokens_of(item) > _TOKENS_AT_ONCE:
+            yield together
+            together, tokens = [], 0
+        together.append(item)
+        tokens += tokens_of(item)
+    if together:
+        yield together

@@ -53,26 +53,32 @@ class Planter:
 
     def __init__(self, collector: DeviationCollector, tokens_of: Callable[[Case], TokenisedCase]) -> None:
         self._collector, self._tokens_of = collector, tokens_of
-        self._deviations: dict[str, list[PromptDeviations]] = {}
+        self._deviations: dict[str, PromptDeviations | None] = {}
 
     def hardest(self, plants: Sequence[Case], profile: ReuseProfile, count: int) -> list[Case]:
         """The `count` plants that the profile's policy misses most."""
-        return sorted(plants, key=lambda plant: -self.missed(plant, profile))[:count]
+        missed = self.missed(plants, profile)
+        order = sorted(range(len(plants)), key=lambda index: -missed[index])
+        return [plants[index] for index in order[:count]]
 
-    def missed(self, plant: Case, profile: ReuseProfile) -> float:
-        """Sum of the deviations of all tokens that the policy keeps, over the layers that it does not compute."""
-        terms, found = profile.terms, self.deviations_of(plant)
-        if terms is None or not found:
-            return 0.0
-        [prompt] = found
-        kept = prompt.kept(terms.check, terms.head_tokens)
-        return float(np.nansum(prompt.values[full_layers_of(profile) :, kept], dtype=np.float64))
+    def missed(self, plants: Sequence[Case], profile: ReuseProfile) -> list[float]:
+        """For each plant: the sum of the deviations of all kept tokens, over the layers that the policy leaves out."""
+        terms = profile.terms
+        if terms is None:
+            return [0.0] * len(plants)
+        found = self.deviations_of(plants)
+        above = slice(full_layers_of(profile), None)
+        kept = [
+            None if each is None else each.values[above, each.kept(terms.check, terms.head_tokens)] for each in found
+        ]
+        return [0.0 if values is None else float(np.nansum(values, dtype=np.float64)) for values in kept]
 
-    def deviations_of(self, plant: Case) -> list[PromptDeviations]:
-        """Its deviations; empty where there is nothing to check."""
-        if plant.id not in self._deviations:
-            self._deviations[plant.id] = self._collector.collect([plant], self._tokens_of)
-        return self._deviations[plant.id]
+    def deviations_of(self, plants: Sequence[Case]) -> list[PromptDeviations | None]:
+        """The deviations of each, None where there is nothing to check."""
+        unknown = [plant for plant in plants if plant.id not in self._deviations]
+        found = self._collector.collect(unknown, self._tokens_of)
+        self._deviations |= {plant.id: each for plant, each in zip(unknown, found, strict=True)}
+        return [self._deviations[plant.id] for plant in plants]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +178,10 @@ class Trials:
         """Deviations of the first prompt of each of the first `count` groups, and of every plant."""
         cases = self._cases(family, 0, count)
         if family == PLANTED:
-            return [found for plant in cases for found in self._planter.deviations_of(plant)]
-        return self._collector.collect(cases, self._server.tokens_of)
+            found = self._planter.deviations_of(cases)
+        else:
+            found = self._collector.collect(cases, self._server.tokens_of)
+        return [each for each in found if each is not None]
 
     def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
         """The families that the model can answer cold, or that are scored by perplexity; the others show nothing."""
@@ -199,22 +207,29 @@ class Trials:
         found: dict[str, Comparison] = {}
         with self._server.keeping(arm), progress(title, rule.looks[-1] * len(families)) as on_step:
             for before, groups_now in itertools.pairwise((0, *rule.looks)):
-                chosen = {name: self._chosen(name, before, groups_now, profile) for name in waiting}
-                self._serve_cold([*itertools.chain(*chosen.values())])
-                together = [waiting] if self._engines.starts_slowly else [[family] for family in waiting]
-                for names in together:
-                    served = self._served(arm, [case for name in names for case in chosen[name]], on_step)
-                    for name in names:
-                        samples[name] += [sample for sample in served if sample.workload == name]
-                        found[name] = self._compared(name, samples[name], rule)
-                        if found[name].fails:
-                            return Verdict(tuple(found.values()), inferior=name)
+                for names in self._served_together(waiting):
+                    chosen = {name: self._chosen(name, before, groups_now, profile) for name in names}
+                    self._serve_cold([*itertools.chain(*chosen.values())])
+                    for asked in [names] if self._engines.starts_slowly else [[name] for name in names]:
+                        served = self._served(arm, [case for name in asked for case in chosen[name]], on_step)
+                        for name in asked:
+                            samples[name] += [sample for sample in served if sample.workload == name]
+                            found[name] = self._compared(name, samples[name], rule)
+                            if found[name].fails:
+                                return Verdict(tuple(found.values()), inferior=name)
                 waiting = [name for name in waiting if not rule.passes(found[name], is_all=name in self._ended)]
                 undecided += [name for name in waiting if name in self._ended]
                 waiting = [name for name in waiting if name not in self._ended]
                 if not waiting:
                     break
         return Verdict(tuple(found.values()), undecided=(*undecided, *waiting))
+
+    def _served_together(self, families: Sequence[str]) -> list[list[str]]:
+        """The families whose cases are chosen and served cold at once. Plants are chosen alone, as it takes long, and
+        in vain where a family in front of them fails."""
+        if self._engines.starts_slowly:
+            return [list(families)]
+        return [list(names) for _, names in itertools.groupby(families, key=PLANTED.__eq__)]
 
     def _serve_cold(self, cases: Sequence[Case]) -> None:
         """Both cold runs of the cases that have none yet."""

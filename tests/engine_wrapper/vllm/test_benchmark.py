@@ -30,7 +30,8 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     rows = {row.name: row for row in read_rows(tmp_path / "json")["vllm"]}
     assert rows == {row.name: row for row in read_rows(out / "rows")["vllm"]}
     measured = ("verified_ttft_1k_over_cold", "rag_throughput_gain_verified", "rag_ttft_p95_ratio_verified")
-    for name in (*measured, "decode_slowdown_verified", "stock_hit_ttft_1k_ms", "stock_rag_requests_per_s"):
+    sampled = ("verified_ttft_1k_over_exact_hit", "verified_sampled_ttft_1k_ms")
+    for name in (*measured, *sampled, "decode_slowdown_verified", "stock_hit_ttft_1k_ms", "stock_rag_requests_per_s"):
         assert rows[f"vllm_{name}"].value > 0
     assert "vllm_miss_overhead_512_verified" in rows
     assert rows["vllm_contaminated_hits_verified"].value == 0
@@ -43,6 +44,9 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     reused = [parts[name]["served"] for name in ("ttft", "decode", "rag", "arrivals", "contaminated")]
     assert all(each["reused_tokens"] > 0.9 * each["offered_tokens"] > 0 for each in reused)
     assert all(0 < each["largest_kept"] < 0.01 for each in reused)
+    few = parts["ttft"]["served"]["sampled"]
+    assert 0 == few["checked_tokens"] < few["sampled_tokens"] < few["offered_tokens"] / 4
+    assert not any(parts[name]["served"]["sampled"]["requests"] for name in ("decode", "rag", "arrivals"))
     assert told["engine"]["engine_key"].startswith("vllm-")
     assert "| `vllm_verified_ttft_1k_over_cold` |" in (out / "rows" / "vllm.md").read_text()
 

@@ -6,16 +6,19 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import vllm
 
 from engine_wrapper.vllm.refusals import REASONS
 from semblend_trt.cli.main import main
-from validation.models import shipped_model
+from semblend_trt.reuse_profile import ReuseProfile
+from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER as OURS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 AREAS = ("engine", "options")
+VERSION = ".".join(vllm.__version__.split(".")[:2])
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +26,13 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def looked_at(options: dict[str, Any] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[Any]:
-    """The findings of areas engine and options."""
+def looked_at(
+    options: dict[str, Any] | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    areas: tuple[str, ...] = AREAS,
+) -> list[Any]:
+    """The findings of these areas."""
     arguments = ["doctor", "--json", "--engine", "vllm", "--model", str(shipped_model())]
     if options is not None:
         (tmp_path / "vllm.yaml").write_text(json.dumps(options))
@@ -32,9 +40,7 @@ def looked_at(options: dict[str, Any] | None, tmp_path: Path, capsys: pytest.Cap
     main(arguments)
     told = capsys.readouterr().out
     findings = json.loads(told[told.index("{\n") :])["findings"]
-    return [
-        (each["status"], each["reason"], each["text"]) for each in findings if each["area"] in ("engine", "options")
-    ]
+    return [(each["status"], each["reason"], each["text"]) for each in findings if each["area"] in areas]
 
 
 def test_options_that_are_fine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +88,36 @@ def test_keys_that_no_setting_has_are_notes(tmp_path: Path, capsys: pytest.Captu
     options = {"kv_transfer_config": {**OURS, "kv_connector_extra_config": extra}}
     told = [text for status, _, text in looked_at(options, tmp_path, capsys) if status == "note"]
     assert any("lookup_top_k" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "status", "sentence"),
+    [
+        (f"vllm-{VERSION}/ANY/0.1.2.3", "float32", "ok", "it can hold for"),
+        ("vllm-0.1/ANY/0.1.2.3", "float32", "refused", f"runs vllm-{VERSION}, which `python -m validation confirm`"),
+        (f"vllm-{VERSION}/ANY/0.1.2.3", "bfloat16", "refused", "made for KV dtype float32; this engine runs bfloat16"),
+    ],
+    ids=["listed", "another engine", "another dtype"],
+)
+def test_the_profile_that_the_options_name_is_compared_with_the_engine(
+    engine: str, dtype: str, status: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped, path = profile_of(None, None), tmp_path / "profile.json"
+    assert shipped is not None
+    held = ReuseProfile.read(shipped)
+    held.model_copy(update={"engines": [held.engines[0], engine]}).write(path)
+    extra = {"profile": str(path), "host_bytes": 1 << 28}
+    options = {"dtype": dtype, "kv_transfer_config": {**OURS, "kv_connector_extra_config": extra}}
+    given, *_, compared = looked_at(options, tmp_path, capsys, ("settings", "model", "profile"))
+    assert "profile_path of the engine's options, host_bytes of the engine's options" in given[2]
+    assert (compared[0], compared[1]) == (status, "profile_mismatch" if status == "refused" else None)
+    assert sentence in compared[2]
+
+
+def test_notes_on_tensorrt_llm_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "96")
+    found = looked_at(None, tmp_path, capsys, ("settings", "model"))
+    assert "SEMBLEND_MIN_SPAN" in found[0][2]
+    assert {status for status, _, _ in found} == {"ok"}

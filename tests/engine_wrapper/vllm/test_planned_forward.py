@@ -65,7 +65,8 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
         told.removeHandler(caplog.handler)
     assert served.scheduler.namespace.backend_cache_layout.startswith("vllm-0.99/")
     assert {each.getMessage() for each in caplog.records if each.name == told.name} == {
-        "plans are executed on this engine: its first prompt came out the same"
+        "KV reuse: policy position_fix, host_bytes 268435456",
+        "plans are executed on this engine: its first prompt came out the same",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +67,13 @@ def cannot_be_read(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     monkeypatch.setattr(forward, "_batch", lambda options: (_ for _ in ()).throw(LookupError("injected")))
 
 
+def is_disordered(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """The rows of a step stand in another order than its requests are told in."""
+    forward = served.worker._forward
+    runner = forward._runner
+    monkeypatch.setattr(forward, "_runner", replace(runner, order=lambda: runner.order()[::-1]))
+
+
 def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """vLLM runs its steps past our forward."""
     served.worker._forward.remove()
@@ -84,7 +92,7 @@ def is_unread(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     monkeypatch.setattr(half._steps, "read", fails)
 
 
-FAILURES = [fails_twice, cannot_be_read, is_lost, is_unread]
+FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 
 
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)

@@ -17,12 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import refusals
-from engine_wrapper.vllm.refusals import REASONS, engine_refusal_of, request_refusal
+from engine_wrapper.vllm.refusals import REASONS, engine_refusal_of, request_refusal, sample_refusal
 from tests.engine_wrapper.vllm.engine_configs import engine_config
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
@@ -226,6 +227,60 @@ def test_a_request_is_refused_by_name(reason: str, asked: Request) -> None:
 @pytest.mark.parametrize("asked", [None, object(), SimpleNamespace(prompt_token_ids=[1], num_output_tokens=None)])
 def test_a_request_of_unknown_shape_is_refused(asked: object) -> None:
     assert request_refusal(asked) in REASONS
+
+
+class Attention(SimpleNamespace):
+    """A layer's attention, as far as it is asked about."""
+
+
+def attention(kind: type[Any] = Attention, **changes: Any) -> Any:
+    given = {
+        "alibi_slopes": None,
+        "logits_soft_cap": 0,
+        "sinks": None,
+        "sliding_window": (-1, -1),
+        "kv_sharing_target_layer_name": None,
+        "attn_type": "decoder",
+        **changes,
+    }
+    backend = SimpleNamespace(forward_includes_kv_cache_update=given.pop("updates", False))
+    return kind(impl=SimpleNamespace(**given), query_quant=given.get("query_quant"), attn_backend=backend)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        attention(),
+        attention(sliding_window=-1, logits_soft_cap=0.0, chunk_lookback=-1),
+        attention(sliding_window=None, logits_soft_cap=None),
+        attention(attn_type=AttentionType.DECODER),
+    ],
+)
+def test_plain_causal_attention_has_a_sample(known: Any) -> None:
+    assert sample_refusal(known) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "unknown"),
+    [
+        ("alibi", attention(alibi_slopes=torch.ones(4))),
+        ("logits_soft_cap", attention(logits_soft_cap=50.0)),
+        ("attention_sinks", attention(sinks=torch.zeros(4))),
+        ("sliding_window", attention(sliding_window=(4095, 0))),
+        ("sliding_window", attention(sliding_window=4096)),
+        ("chunk_lookback", attention(chunk_lookback=1)),
+        ("kv_sharing", attention(kv_sharing_target_layer_name="layers.0")),
+        ("non_causal", attention(attn_type=AttentionType.ENCODER_ONLY)),
+        ("query_quantisation", attention(query_quant=object())),
+        ("kv_cache_update", attention(updates=True)),
+        ("attention", attention(SimpleNamespace)),
+        ("non_causal", object()),
+    ],
+)
+def test_attention_that_our_kernel_does_not_know_has_no_sample(reason: str, unknown: Any) -> None:
+    assert sample_refusal(unknown) == reason
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert f"`{reason}`" in page.split("## Samples and witnesses")[1].split("\n## ")[0]
 
 
 def test_every_reason_has_one_sentence() -> None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.vllm import planned_forward, rows
+from engine_wrapper.vllm.rows import VllmRows
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.serving import Engines
+from tests.engine_wrapper.vllm.conftest import SHORT
 from validation.documents import stock_list
 from validation.families.catalog import write_family
+from validation.models import shipped_model
 from validation.prompts import INSTRUCTIONS, form_for, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from engine_wrapper.layer_schedule import Stage
     from tests.engine_wrapper.vllm.conftest import Served
     from validation.cases import Case
 
 GROUPS, TOKENS = 6, 700
 
 
-def cases_of(served: Served, family: str) -> list[Case]:
-    tokenizer = served.llm.get_tokenizer()
-
+def cases_of(tokenizer: Any, family: str) -> list[Case]:
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
@@ -49,7 +55,7 @@ def answers(served: Served, cases: list[Case], *, donors: bool) -> tuple[int, in
 @pytest.mark.parametrize("family", [pytest.param("header_trap", marks=pytest.mark.every_version), "mid_sentence_trap"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine: Callable[..., Served], family: str) -> None:
     served = engine(None, enable_prefix_caching=False)
-    cases = cases_of(served, family)
+    cases = cases_of(served.llm.get_tokenizer(), family)
     cold, _, _ = answers(served, cases, donors=False)
     assert cold >= GROUPS - 1
     served = engine("position_fix")
@@ -62,12 +68,125 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine: Callable[...
 
 def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> None:
     served = engine("verified")
-    cases = cases_of(served, "reordered")
+    cases = cases_of(served.llm.get_tokenizer(), "reordered")
     right, _, cached = answers(served, cases, donors=True)
     assert right == GROUPS
     assert cached > 0
     evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
     assert sum(each.reused_tokens for each in evidence) > 0.25 * GROUPS * TOKENS
+    assert not served.runtime.faults
+
+
+@pytest.fixture
+def sampled(
+    request: pytest.FixtureRequest, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Settings of a profile with a sample and witnesses, with a bound on these; all requests have the same ones."""
+    monkeypatch.setattr("semblend_trt.discovery.planner.secrets.randbits", lambda _: 7)
+    found = ReuseProfile.read(profile)
+    assert found.check is not None
+    witnesses = {"witness_every": 16, "witness_bounds": (getattr(request, "param", 1e3),) * 2}
+    check = found.check.model_copy(update={"sample_every": 4, "sample_threshold": 0.1, **witnesses})
+    found.model_copy(update={"check": check}).write(tmp_path / "sampled.json")
+    return {"policy": "verified", "profile": str(tmp_path / "sampled.json")}
+
+
+def told(report: Any) -> tuple[int | None, ...]:
+    """What became of a request's tokens."""
+    found = report.offered_tokens, report.sampled_tokens, report.checked_tokens, report.recomputed_tokens
+    return *found, report.witness_tokens
+
+
+FAMILIES = "reordered", "header_trap"
+
+
+@pytest.fixture
+def expected(sampled: dict[str, Any], tmp_path: Path) -> list[tuple[int | None, ...]]:
+    """What becomes of them in the embedded engine."""
+    engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
+    settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
+    cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
+    llm = engines(cache=cache, PROFILE=sampled["profile"], HOST_BYTES=SHORT["host_bytes"], **settings)
+
+    def ask(texts: list[str]) -> list[Any]:
+        tokens = [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = llm.generate(tokens, [SamplingParams(max_tokens=1)] * len(tokens))
+        llm.settle()
+        return [llm.connector_scheduler.reuse_of(output.request_id) for output in outputs]
+
+    for family in FAMILIES:
+        cases = cases_of(llm.tokenizer, family)
+        ask([donor for case in cases for donor in case.donors])
+        found += map(told, ask([case.prompt for case in cases]))
+    engines.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sampled", "options"),
+    [
+        (1e3, {"enforce_eager": False}),
+        (1e3, {"max_num_batched_tokens": 128, "max_num_seqs": 4}),
+        (0.0, {}),
+    ],
+    indirect=["sampled"],
+    ids=str,
+)
+def test_samples_and_witnesses_find_what_they_do_in_the_embedded_engine(
+    engine: Callable[..., Served],
+    sampled: dict[str, Any],
+    expected: list[tuple[int | None, ...]],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served, most, enter = engine("boundary", sampled, **options), [0], VllmRows.enter
+
+    def watched(rows: VllmRows, stage: Stage) -> None:
+        most.append(stage.num_rows)
+        enter(rows, stage)
+
+    monkeypatch.setattr(VllmRows, "enter", watched)
+    monkeypatch.setattr(rows, "ROWS_PER_GAP", 1000)
+    found = []
+    for family in FAMILIES:
+        right, followed, _ = answers(served, cases_of(served.llm.get_tokenizer(), family), donors=True)
+        assert (right, followed) == (GROUPS, 0)
+        reports = [served.scheduler.outcomes.of(served.last - i) for i in reversed(range(GROUPS))]
+        found += map(told, reports)
+    assert found == expected
+    # Of harmless text some is served by the sample alone, and all that was checked of a trap is computed.
+    assert any(checked == 0 < sample < offered / 2 for offered, sample, checked, *_ in found[:GROUPS])
+    assert all(0 < sample < checked < recomputed for _, sample, checked, recomputed, _ in found[GROUPS:])
+    assert all(witnesses for *_, witnesses in found[:GROUPS])
+    assert max(most) <= served.core.scheduler.max_num_scheduled_tokens
+    assert not served.runtime.faults
+
+
+@pytest.mark.parametrize("problem", ["alibi", "no kernel for this card"])
+def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_engines(
+    engine: Callable[..., Served],
+    sampled: dict[str, Any],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError(problem)
+
+    if problem == "alibi":
+        monkeypatch.setattr(planned_forward, "sample_refusal", lambda _: problem)
+    else:
+        monkeypatch.setattr(rows, "sparse_prefill", fails)
+    served = engine("boundary", sampled)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm")
+    cases = cases_of(served.llm.get_tokenizer(), "header_trap")
+    assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
+    found = [told(served.scheduler.outcomes.of(served.last - i)) for i in range(GROUPS)]
+    assert all(sample == witnesses == 0 < checked <= offered for offered, sample, checked, _, witnesses in found)
+    assert {each.getMessage() for each in caplog.records if each.name == "vllm.semblend"} == {
+        f"checks compare every token on this engine, without sample and witnesses: {problem}"
+    }
     assert not served.runtime.faults
 
 
@@ -98,7 +217,7 @@ def test_a_profile_without_this_engine_is_refused_by_name(
     others = [each for each in listed.engines if not each.startswith("vllm-")]
     listed.model_copy(update={"engines": others}).write(profile_elsewhere := tmp_path / "profile.json")
     served = engine("boundary", {"policy": "verified", "profile": str(profile_elsewhere)})
-    cases = cases_of(served, "reordered")
+    cases = cases_of(served.llm.get_tokenizer(), "reordered")
     assert answers(served, cases, donors=True)[0] == GROUPS
     settled = list(filter(None, map(served.scheduler.outcomes.of, range(1, served.last + 1))))
     assert "profile_mismatch" in {each.reason for each in settled}

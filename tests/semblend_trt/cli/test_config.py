@@ -76,9 +76,3 @@ def test_the_page_in_the_repository_is_that_of_the_code() -> None:
 def test_every_setting_has_one_row() -> None:
     rows = [code_in(row[0])[0] for row in Page("docs/configuration.md").rows if "`" in row[0]]
     assert rows == [row.variables[1] for row in settings_table()]
-
-
-def test_older_names_are_told() -> None:
-    older = [name for row in settings_table() for name in row.variables[2:]]
-    assert older
-    assert [name for name in older if f"`{name}`" not in settings_page()] == []

@@ -217,16 +217,10 @@ def test_no_span_holds_a_differing_token_and_margins_are_kept(
                 assert not reused & set(range(place, min(place + margin, end)))
 
 
-@settings(max_examples=40)
-@given(seed=st.integers(0, 2**32 - 1), min_span=st.integers(1, 100), margin=st.integers(0, 20))
-def test_with_the_setting_off_the_margin_means_nothing(seed: int, min_span: int, margin: int) -> None:
-    rng = np.random.default_rng(seed)
-    prompt = np.concatenate([HEAD, changed(DOCUMENT, rng.integers(0, 480, 6).tolist()), TAIL])
-    values = {"min_span_tokens": min_span, "min_reuse_ratio": 0.1, "fuzzy_chunks": False}
-    plain, asked = (
-        lookup({"a": DOCUMENT, "b": DOCUMENT[100:]}, prompt, fuzzy_margin_tokens=each, **values) for each in (4, margin)
-    )
-    assert plain == asked
-    if plain.plan is not None:
-        assert all(span.length >= min_span for span in plain.plan.spans)
-        assert "fuzzy_chunks" not in plain.plan.diagnostics
+def test_with_the_setting_off_the_margin_means_nothing() -> None:
+    prompt = changed(DOCUMENT, [240])
+    plans = [
+        plan_of(lookup({"a": DOCUMENT}, prompt, fuzzy_chunks=False, fuzzy_margin_tokens=margin)) for margin in (4, 20)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0].reused_tokens == 480 - 1 - 1

@@ -86,35 +86,9 @@ def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
     assert plan.holes == ()
 
 
-@pytest.mark.parametrize("policy", ["exact", "position_fix", "boundary"])
-def test_only_exact_spans_make_an_exact_plan_under_every_policy(policy: str) -> None:
-    values = {"recompute_boundary_layer": 2} if policy == "boundary" else {}
-    plan = plan_of(planner({"a": PROMPT}, policy, **values).plan(request(computed=96)))
-    assert plan.spans == (PlanSpan("a", 96, 96, 839 - 96, exact=True),)
-    assert plan.kind is PlanKind.EXACT_PREFIX
-    assert plan.execution.recompute_boundary_layer == 0
-    assert plan.is_exact
-
-
 def test_one_prompt_token_always_stays() -> None:
     for donor in (PROMPT, np.concatenate([text(5, 3), PROMPT, text(6, 50)])):
         assert plan_of(planner({"a": donor}).plan(request())).prefix_end == len(PROMPT) - 1
-
-
-@pytest.mark.parametrize("computed", [0, 1, 96, 250, 512])
-def test_the_engines_own_prefix_is_never_written(computed: int) -> None:
-    donors = {"a": np.concatenate([text(5, 64), SYSTEM, DOCUMENT, OTHER])}
-    plan = plan_of(planner(donors).plan(request(computed=computed)))
-    assert plan.spans == (PlanSpan("a", 64 + computed, computed, 800 - computed),)
-    assert plan.matched_tokens == 800 - computed
-
-
-def test_exact_needs_the_donors_own_start() -> None:
-    # The same positions, but other text before: KV of moved-in context is not what a cold run would produce.
-    donor = np.concatenate([text(5, 100), DOCUMENT, OTHER])
-    plan = plan_of(planner({"a": donor}).plan(request()))
-    assert plan.spans == (PlanSpan("a", 100, 100, 700, exact=False),)
-    assert_refused(planner({"a": donor}, "exact").plan(request()), "not_exact")
 
 
 def test_more_runs_than_can_be_tried_leave_the_longest() -> None:

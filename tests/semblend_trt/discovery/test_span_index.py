@@ -136,25 +136,6 @@ def test_answers_stay_right_within_tight_bounds(seed: int) -> None:
     assert len(runs) <= 3
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_removal_removes_and_leaves_the_others(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    parts, prompt = random_case(rng, 3)
-    donors = {str(number): part for number, part in enumerate(parts)}
-    index = index_of(donors, UNBOUNDED)
-    gone = {donor_id for donor_id in donors if rng.integers(0, 2)}
-    for donor_id in gone:
-        assert index.remove(donor_id)
-        assert not index.remove(donor_id)
-        assert donor_id not in index
-    left = {donor_id: tokens for donor_id, tokens in donors.items() if donor_id not in gone}
-    assert index.find("space", prompt) == index_of(left, UNBOUNDED).find("space", prompt)
-    for donor_id in gone:
-        index.add("space", donor_id, donors[donor_id])
-    assert index.find("space", prompt) == index_of(donors, UNBOUNDED).find("space", prompt)
-    assert len(index) == len(donors)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_other_namespaces_give_nothing_and_change_nothing(seed: int) -> None:
     parts, prompt = random_case(np.random.default_rng(seed), 3)

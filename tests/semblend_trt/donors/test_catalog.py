@@ -26,16 +26,6 @@ def catalog_with(**sizes):
     return catalog
 
 
-def test_a_donor_is_ready_once_it_is_committed_and_takes_its_real_size():
-    catalog = catalog_of()
-    assert catalog.reserve("a", 60).dropped == ()
-    assert catalog.stats() == CatalogStats(ready=0, saving=1, leases=0, used_bytes=600)
-    with pytest.raises(DonorUnavailableError, match="a is not held"):
-        catalog.lease("a")
-    catalog.commit("a", 25)
-    assert catalog.stats() == CatalogStats(ready=1, saving=0, leases=0, used_bytes=250)
-
-
 @pytest.mark.known_defect(19)
 def test_many_times_the_capacity_leaves_the_capacity():
     catalog = catalog_of(max_donors=7)
@@ -63,22 +53,6 @@ def test_leased_and_saving_donors_stay_and_a_failed_reservation_changes_nothing(
     assert not catalog.drop("saving")
     lease.release()
     assert catalog.reserve("c", 50).dropped == ("b", "a")
-
-
-def test_releasing_twice_releases_once_and_no_donor_of_the_same_name():
-    catalog = catalog_with(a=10)
-    first, second = catalog.lease("a"), catalog.lease("a")
-    first.release()
-    first.release()
-    assert catalog.stats().leases == 1
-    assert not catalog.drop("a")
-    second.release()
-    assert catalog.drop("a")
-    keep(catalog, "a", 10)
-    third = catalog.lease("a")
-    second.release()
-    assert catalog.stats().leases == 1
-    third.release()
 
 
 def test_threads_keep_the_budget_and_the_leases():
@@ -232,17 +206,6 @@ def two_tiers(blocks=4, host_tokens=40, max_donors=10):
     return catalog_of(host_tokens, max_donors, device_blocks=blocks, block_size=10)
 
 
-def test_donors_go_to_the_device_while_it_has_room_then_the_oldest_move_down():
-    catalog = two_tiers()
-    assert keep(catalog, "a", 20) == TierMoves(Tier.DEVICE)
-    assert keep(catalog, "b", 11) == TierMoves(Tier.DEVICE)
-    catalog.touch("a")
-    assert keep(catalog, "c", 15) == TierMoves(Tier.DEVICE, offloaded=("b",))
-    assert [catalog.tier(donor_id) for donor_id in "abc"] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
-    stats = catalog.stats()
-    assert (stats.used_bytes, stats.device_blocks_used, stats.offloaded, stats.evicted) == (110, 4, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("limits", "held", "new", "moves"),
     [
@@ -273,14 +236,6 @@ def test_leased_and_saving_donors_stay_on_the_device_and_the_new_one_goes_to_the
     assert keep(catalog, "c", 20) == TierMoves(Tier.DEVICE, offloaded=("a",))
     with pytest.raises(CapacityError, match="5 device blocks of 4"):
         catalog.reserve("d", 41)
-
-
-def test_a_commit_gives_blocks_back_that_it_does_not_need():
-    catalog = two_tiers()
-    catalog.reserve("a", 40)
-    catalog.commit("a", 21)
-    assert catalog.stats().device_blocks_used == 3
-    assert keep(catalog, "b", 10) == TierMoves(Tier.DEVICE)
 
 
 def test_places_are_made_from_the_bottom():

@@ -151,22 +151,6 @@ def test_layers_that_changed_places_are_refused(written, places):
     assert_refused("corrupt", kv_in, path, seal)
 
 
-@pytest.mark.parametrize("part", ["header", "kv", "tokens"])
-def test_parts_of_another_file_of_ours_are_refused(written, tmp_path, part):
-    """Both files are sealed with our key and of the same size."""
-    path, _, seal = written
-    write(tmp_path / "other", host_kv(TOKENS, fill=1.0), "other")
-    data, other = path.read_bytes(), (tmp_path / "other").read_bytes()
-    cuts = (0, FORM.header_bytes, len(data) - 4 * TOKENS, len(data))
-    place = slice(*cuts[["header", "kv", "tokens"].index(part) :][:2])
-    other = other[: cuts[2]] + bytes(4 * TOKENS)
-    path.write_bytes(data[: place.start] + other[place] + data[place.stop :])
-    if part == "tokens":
-        assert_refused("corrupt", text_in, path)
-    else:
-        assert_refused("corrupt", kv_in, path, seal)
-
-
 def test_another_file_of_the_same_donor_is_refused_where_it_is_known(written, tmp_path):
     """A file that was put back is whole, and found at the next start; until then the donor's text is another one."""
     *_, seal = written

@@ -115,15 +115,6 @@ def test_save_lands_in_the_tier_that_was_decided_and_only_what_is_on_the_device_
     assert torch.equal(rank.read("a", 11), pattern(1, 11))
 
 
-def test_offloaded_donor_is_the_same_on_the_host_and_its_blocks_are_free(rank):
-    rank.keep("a", Tier.DEVICE, 1, 21)
-    rank.saver.offload("a")
-    rank.keep("b", Tier.DEVICE, 2, 24)  # needs every block of the arena
-    assert ("a" in rank.store.host, "a" in rank.store.device) == (True, False)
-    assert torch.equal(rank.read("a", 21), pattern(1, 21))
-    assert torch.equal(rank.read("b", 24), pattern(2, 24))
-
-
 def test_offload_that_does_not_fit_says_that_the_donor_is_lost():
     rank = Rank(host_tokens=3)
     rank.keep("a", Tier.DEVICE, 1, 8)
@@ -194,16 +185,6 @@ def test_blocks_that_are_read_are_given_to_no_other_donor(rank):
         assert torch.equal(contents(kv, 24), pattern(1, 24))
     rank.saver.drain()
     assert torch.equal(rank.read("b", 24), pattern(2, 24))
-
-
-@pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_a_save_is_whole_whichever_thread_queues_its_chunks(at_once):
-    rank = Rank(at_once=at_once)
-    rank.keep("first", Tier.HOST, 1, 4)
-    rank.keep("a", Tier.HOST, 2, 13)  # 2 layers in chunks of 10 tokens: four chunks
-    assert torch.equal(rank.read("a", 13), pattern(2, 13))
-    assert torch.equal(rank.read("first", 4), pattern(1, 4))
-    rank.saver.close()
 
 
 def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():

@@ -181,21 +181,6 @@ def reading(server, check, **options) -> None:
     asyncio.run(run())
 
 
-def test_what_was_told_before_it_began_to_read_is_learnt(nats_server, make_workers) -> None:
-    workers = make_workers(nats_server)
-    for worker in workers.values():
-        worker.churn(np.random.default_rng(1), 30)
-        assert worker.publisher.flush(30)
-
-    async def check(directory, reader) -> None:
-        await directory.until(lambda: directory.equals(workers))
-        assert all(worker.counters.resyncs["requested"] for worker in workers.values())
-        workers[WORKERS[0]].announcer.close()
-        await directory.until(lambda: directory.donors_of(WORKERS[0]) == {})
-
-    reading(nats_server, check)
-
-
 @pytest.mark.parametrize("loss", [0.0, 0.2])
 def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make_workers, loss) -> None:
     workers, rng = make_workers(nats_server), np.random.default_rng(5)
@@ -235,21 +220,6 @@ def test_a_worker_that_comes_back_with_a_wrong_clock_is_learnt(
         await directory.until(lambda: directory.equals({WORKERS[0]: back}))
         assert directory.counts[counted] > 0
         assert directory.counts["expired"] == 1
-
-    reading(nats_server, check, directory=STOPPED_CLOCK)
-
-
-def test_forged_donors_are_forgotten_by_the_workers_own_heartbeats(nats_server, make_worker, make_reader) -> None:
-    worker, forger = make_worker(nats_server, worker=WORKERS[0]), make_reader(nats_server.url)
-    worker.add("a")
-    writer = EventWriter(Emitter(*WORKERS[0], generation()), EventFormat.JSON)
-
-    async def check(directory, reader) -> None:
-        await directory.until(lambda: directory.equals({WORKERS[0]: worker}))
-        for payload in (writer.reset(), writer.heartbeat(86400.0, 0, 0)):
-            await asyncio.to_thread(forger.publish, payload)
-        await directory.until(lambda: directory.counts["stale"])
-        await directory.until(lambda: directory.equals({WORKERS[0]: worker}))
 
     reading(nats_server, check, directory=STOPPED_CLOCK)
 

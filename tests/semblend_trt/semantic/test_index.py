@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from semblend_trt.semantic import index as index_module
 from semblend_trt.semantic.index import NamespaceIndex, SemanticIndex
 from semblend_trt.semantic.word_embedders import StaticEmbedder
+from tests.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 EXCERPT = ROOT / "validation" / "assets" / "excerpt.txt"
-BOOKS = ROOT.parent / "shared" / "data" / "text" / "books_public_domain.txt.gz"
 DIM = 32
 
 
@@ -29,12 +26,6 @@ def unit(seed: int, count: int = 1) -> np.ndarray:
 
 def names(count: int) -> list[str]:
     return [str(number) for number in range(count)]
-
-
-def filled(count: int, key: str = "space") -> tuple[SemanticIndex, np.ndarray]:
-    index, vectors = SemanticIndex(DIM), unit(1, count)
-    index.add(key, [f"donor-{number}" for number in range(count)], vectors)
-    return index, vectors
 
 
 class AgainstPlainSearch(RuleBasedStateMachine):
@@ -69,34 +60,6 @@ class AgainstPlainSearch(RuleBasedStateMachine):
 
 AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestAgainstPlainSearch = AgainstPlainSearch.TestCase
-
-
-def test_another_namespace_finds_nothing():
-    index, vectors = filled(10)
-    assert index.find("space", vectors[3], 1) == [("donor-3", pytest.approx(1.0, abs=1e-3))]
-    assert index.find("space, salted", vectors[3], 5) == []
-
-
-def test_a_large_namespace_finds_what_a_plain_search_finds(monkeypatch):
-    monkeypatch.setattr(index_module, "EXACT_ENTRIES", 500)
-    index, vectors = SemanticIndex(DIM), unit(2, 3000)
-    for start in range(0, 3000, 100):
-        index.add("space", [str(number) for number in range(start, start + 100)], vectors[start : start + 100])
-    gone = set(range(0, 3000, 7))
-    for number in sorted(gone):
-        assert index.remove(str(number))
-    assert len(index) == 3000 - len(gone)
-    queries = unit(3, 100)
-    kept = np.array([number for number in range(3000) if number not in gone])
-    right = 0
-    for query in queries:
-        expected = kept[np.argsort(-(vectors[kept] @ query))[:10]]
-        found = [int(entry_id) for entry_id, _ in index.find("space", query, 10)]
-        assert not gone.intersection(found)
-        right += len(set(found) & set(expected.tolist()))
-    assert right / 1000 > 0.99
-    for number in kept[:50]:
-        assert index.find("space", vectors[number], 1)[0][0] == str(number)
 
 
 def test_an_odd_size_is_refused():
@@ -171,21 +134,6 @@ def test_codes_find_passages_of_the_excerpt(monkeypatch):
     monkeypatch.setattr(index_module, "CANDIDATES_PER_HIT", 1)
     monkeypatch.setattr(index_module, "LEAST_CANDIDATES", 10)
     assert 0.4 < recall(index, vectors, queries) < 0.95
-
-
-def test_codes_of_all_find_passages_of_books_and_those_of_some_clusters_do_not(monkeypatch):
-    if not BOOKS.is_file():
-        pytest.skip("../shared not present")
-    with gzip.open(BOOKS, "rt", encoding="utf-8") as file:
-        vectors, queries = passages(file.read(5_200_000), 300, 17_000)
-    index = NamespaceIndex(384)
-    index.add(names(17_000), vectors)
-    assert recall(index, vectors, queries) >= 0.98
-    # These passages do not cluster: neighbours stand in the clusters that are left out as well.
-    monkeypatch.setattr(index_module, "COMPARED", 10_000)
-    index = NamespaceIndex(384)
-    index.add(names(17_000), vectors)
-    assert recall(index, vectors, queries) < 0.95
 
 
 def test_any_change_leaves_what_a_plain_search_finds(coded):

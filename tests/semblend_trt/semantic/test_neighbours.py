@@ -32,7 +32,6 @@ from tests.semblend_trt import samples
 
 WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
-DEFAULT = Settings.model_fields["embedder"].default
 COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
@@ -140,6 +139,7 @@ def made(neighbours_of):
 def test_the_donor_of_a_shared_document_is_found(made, records):
     for number in range(5):
         made.donor_held("space", f"donor-{number}", text(number))
+    made.donor_held("another salt", "foreign", text(3))
     made.look_up(7, "space", np.concatenate([text(50, 40), text(3)]))
     made.look_up(8, "space", text(99))
     made.drain()
@@ -151,7 +151,8 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
         (7, ["donor-3"]),
         (8, []),
     ]
-    assert records.counts() == {"donor_embedded": 5, "request_embedded": 2}
+    assert records.counts() == {"donor_embedded": 6, "request_embedded": 2}
+    assert records.similarities() == 1
     for number in range(5):
         (vector,) = static().embed([decoder()(text(number))])
         np.testing.assert_array_equal(records.publisher.embedded_donors[f"donor-{number}"], vector)
@@ -335,24 +336,6 @@ class Scheduled(Records):
         self.neighbourhood.look_up(TrackedRequest(request_id, key, tokens, 0))
         self.neighbourhood.neighbours.drain()
         return [each.donor_id for each in self.neighbourhood.report(request_id, COLD).nearest]
-
-
-def test_near_donors_are_reported_written_and_counted(tmp_path):
-    made = Scheduled(tmp_path / "audit")
-    made.hold("one", text(1))
-    made.hold("two", text(2))
-    made.hold("foreign", text(2), key="another salt")
-    assert made.nearest(5, np.concatenate([text(9, 30), text(2)])) == ["two"]
-    assert made.nearest(6, text(7)) == []
-    report = made.neighbourhood.report(5, COLD)
-    assert report.reused_tokens == 0
-    assert "nearest" not in report.figures
-    made.neighbourhood.close()
-    near, none = made.events()
-    assert (near["request_id"], [name for name, _ in near["nearest"]], none["nearest"]) == (5, ["two"], [])
-    assert 0.6 <= near["nearest"][0][1] <= 1.0
-    assert (made.count("donor_embedded"), made.count("request_embedded"), made.count("dropped")) == (3, 2, 0)
-    assert made.similarities() == 1
 
 
 def test_donors_near_a_request_are_given_to_the_scheduler_once(tmp_path):

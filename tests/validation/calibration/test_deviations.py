@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 def collected(shipped: EmbeddedEngines, family: str) -> list[PromptDeviations]:
     cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
-    return DeviationCollector(shipped.runner.model, shipped.facts, min_span=64).collect(
-        cases, Tokeniser(shipped, 8).tokenise
-    )
+    collector = DeviationCollector(shipped.runner.model, shipped.facts, min_span=64)
+    return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
 
 
 def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEngines) -> None:
@@ -41,3 +40,21 @@ def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEn
 
 def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:
     assert collected(shipped, "unrelated") == []
+
+
+def test_prompts_of_all_lengths_at_once_deviate_as_each_alone(shipped: EmbeddedEngines) -> None:
+    cases = [
+        case
+        for family, tokens in (("reordered", 640), ("unrelated", 640), ("header_trap", 512), ("planted", 512))
+        for case in write_cases(shipped, FamilyRequest((family,), groups=2, questions=1, tokens=tokens))
+    ]
+    collector = DeviationCollector(shipped.runner.model, shipped.facts, min_span=64)
+    tokenise = Tokeniser(shipped, 8).tokenise
+    together = collector.collect(cases, tokenise)
+    alone = [found for case in cases for found in collector.collect([case], tokenise)]
+    assert [found is None for found in together] == [found is None for found in alone]
+    assert [found.family for found in together if found] == [found.family for found in alone if found]
+    for one, other in zip(together, alone, strict=True):
+        if one and other:
+            assert (one.lengths, one.exact_tokens, one.promised) == (other.lengths, other.exact_tokens, other.promised)
+            np.testing.assert_allclose(one.values, other.values, atol=1e-3)

@@ -62,11 +62,12 @@ def test_the_planter_takes_those_of_which_most_is_kept(
     planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
     half = with_check(profile, threshold=0.8, window_threshold=None)
     chosen = planter.hardest(plants, half, 8)
-    missed = [planter.missed(plant, half) for plant in chosen]
+    missed = planter.missed(chosen, half)
     assert missed == sorted(missed, reverse=True)
     assert missed[0] > 0
     assert chosen[:3] == planter.hardest(plants, half, 3)
-    [prompt] = planter.deviations_of(chosen[0])
+    [prompt] = planter.deviations_of(chosen[:1])
+    assert prompt is not None
     kept = prompt.kept(half.terms.check, half.head_tokens)
     assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
 
@@ -74,12 +75,12 @@ def test_the_planter_takes_those_of_which_most_is_kept(
 def test_what_a_policy_computes_whole_is_not_missed(
     shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
 ) -> None:
-    [plant] = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
+    plants = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
     planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
-    assert planter.missed(plant, with_check(profile, threshold=0.0)) == 0.0
-    assert planter.missed(plant, with_check(profile, **BLIND)) > 0.0
+    assert planter.missed(plants, with_check(profile, threshold=0.0)) == [0.0]
+    assert planter.missed(plants, with_check(profile, **BLIND))[0] > 0.0
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
-    assert planter.missed(plant, exact) == 0.0
+    assert planter.missed(plants, exact) == [0.0]
 
 
 FEW = ("system_prompt", "far_header_trap")

@@ -1,0 +1,103 @@
+"""What vLLM's own block pool publishes of a request that has approximate KV, at every way of publishing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from engine_wrapper.vllm import scheduler
+from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
+from tests.engine_wrapper.vllm.conftest import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+SIZE = 16
+
+
+def request(name: str, tokens: int = 4 * SIZE) -> Request:
+    init_none_hash(sha256)
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(range(tokens)),
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(SIZE, sha256),
+    )
+
+
+def published(blocks: list[Any]) -> list[bool]:
+    return [block.block_hash is not None for block in blocks]
+
+
+@pytest.mark.every_version
+def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended() -> None:
+    pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
+    guard, asked, other = BlockPoolGuard(pool), request("a"), request("b")
+    guard.limit("a", 2 * SIZE + 5)
+    own, others = pool.get_new_blocks(4), pool.get_new_blocks(4)
+    for first, end in ((0, 1), (1, 3), (3, 4)):
+        pool.cache_full_blocks(asked, own, first, end, SIZE, 0)
+        pool.cache_full_blocks(other, others, first, end, SIZE, kv_cache_group_id=0)
+    assert (published(own), published(others)) == ([True, True, False, False], [True] * 4)
+    guard.release("a")
+    pool.cache_full_blocks(asked, own, 2, 4, SIZE, 0)
+    assert published(own) == [True] * 4
+
+
+@pytest.mark.every_version
+def test_a_mask_of_blocks_is_cut_with_them() -> None:
+    pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
+    guard, own = BlockPoolGuard(pool), pool.get_new_blocks(4)
+    guard.limit("a", 3 * SIZE)
+    pool.cache_full_blocks(request("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
+    assert published(own) == [True, False, True, False]
+
+
+@pytest.mark.every_version
+@pytest.mark.skipif(not hasattr(BlockPool, "cache_partial_block"), reason="this version publishes whole blocks alone")
+def test_no_part_of_a_block_is_published() -> None:
+    pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
+    guard, [own, another] = BlockPoolGuard(pool), pool.get_new_blocks(2)
+    guard.limit("a", 4 * SIZE)
+    pool.cache_partial_block(request("a"), own, 3 * SIZE, 0, 2 * SIZE)
+    pool.cache_partial_block(request("b"), another, 3 * SIZE, 0, 2 * SIZE)
+    assert published([own, another]) == [False, True]
+
+
+@pytest.mark.every_version
+def test_a_pool_is_left_as_it_was_found() -> None:
+    pool = BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=SIZE)
+    before = set(vars(pool))
+    BlockPoolGuard(pool).remove()
+    assert set(vars(pool)) == before
+    with pytest.raises(AttributeError):
+        BlockPoolGuard(object())
+
+
+def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(
+    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor, moved = list(range(10, 510)), [*range(900, 970), *range(10, 510)]
+    served = serving(enable_prefix_caching=False)
+    try:
+        cold = served.ask(moved).tokens
+    finally:
+        served.close()
+    monkeypatch.setattr(scheduler, "BlockPoolGuard", lambda _: BlockPoolGuard(object()))
+    served = engine("position_fix")
+    served.ask(donor)
+    served.settle()
+    served.forget()
+    assert served.ask(donor).cached > 400
+    answer = served.ask(moved)
+    assert (answer.cached, answer.tokens) == (0, cold)
+    assert not served.runtime.faults
