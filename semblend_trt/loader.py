@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.kv_move import Move, kv_move
+from kernels.kv_move import Move, prepared
 from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
 from semblend_trt.donors.host_tier import HostKv
@@ -115,7 +115,8 @@ class PlanLoader:
 
     def _issue(self, loads: Sequence[_Load], began: Event | None) -> None:
         for load in loads:
-            kv_move(load.near, load.target, self._rotation)
+            if load.near:
+                prepared(load.near, load.target, self._rotation)(range(self._geometry.num_layers), 0)
         distant = [load for load in loads if load.far]
         if self._reader is None or not distant:
             return

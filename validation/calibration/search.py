@@ -30,7 +30,7 @@ MIN_SAVED_SHARE = 0.1
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # One token of so many is sampled, and quantiles of the means of harmless windows' samples that their bound is tried at.
-SAMPLE_EVERY = 8
+SAMPLE_EVERY = 16
 _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is tried as well: its sample may let more pass.

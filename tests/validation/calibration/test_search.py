@@ -100,9 +100,10 @@ def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_comp
     found = sampled_checks(dense, HARMLESS)
     assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
     assert all(0.03 < check.sample_threshold < dense.threshold for check in found)
-    # Of 100 tokens the first window, and of the 68 behind it one in 8.
+    # Of 100 tokens the first window, and of the 68 behind it one of each stratum.
     loose = found[0].model_copy(update={"sample_threshold": 1.0})
-    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx((WINDOW_TOKENS + 9) / 100 * 0.5)
+    compared = WINDOW_TOKENS + -(-68 // SAMPLE_EVERY)
+    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx(compared / 100 * 0.5)
     shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_EVERY]
     assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
     # A sample that lets nothing pass leaves the whole check.
