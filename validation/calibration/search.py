@@ -45,13 +45,14 @@ _HEADS = (0, 8)
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A policy that a profile can hold. `computed_share`: predicted share of tokens times layers that it computes, of
-    those that plans offer for harmless prompts."""
+    those that plans offer for harmless prompts; `generations` do not enter it."""
 
     policy: str
     computed_share: float
     boundary: int = 0
     check: ProfileCheck | None = None
     head_tokens: int = 0
+    generations: int = 0
 
     @property
     def full_layers(self) -> int:
@@ -65,7 +66,9 @@ class Candidate:
             window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
             every, bound = self.check.sample_every, self.check.sample_threshold
             sample = f" sample of one in {every} under {bound:.4g}" if every else ""
-            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}{sample}"
+            built = f" generations {self.generations}" if self.generations else ""
+            threshold = f"layer {self.check.layer} threshold {self.check.threshold:.4g}"
+            return f"{self.policy} {threshold}{window}{head}{sample}{built}"
         return f"{self.policy} {self.boundary}" if self.boundary else self.policy
 
 
@@ -183,6 +186,11 @@ class Tried:
     stage: str
     verdict: Verdict
 
+    @property
+    def generation(self) -> int:
+        """The highest generation of a donor that a prompt was served with."""
+        return max((each.line.generation for each in self.verdict.comparisons), default=0)
+
 
 @dataclass(slots=True)
 class Found:
@@ -200,17 +208,20 @@ class Found:
 class Search:
     """Tries candidates by the answers of an engine; deviations under Transformers only nominate them.
 
-    `screening` prompts choose, by the rule `screen`; `fresh(n)` gives new prompts for the n-th confirmation, and its
-    rule. `written` writes a candidate's profile where an engine reads it. At most `max_tries` candidates are screened.
+    `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
+    confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
+    engine reads it. At most `max_tries` candidates are screened. `generations` are tried with the check that is
+    confirmed, ascending.
     """
 
     num_layers: int
     kinds: Mapping[str, str]
     screening: Trials
     screen: Rule
-    fresh: Callable[[int], tuple[Trials, Rule]]
+    fresh: Callable[[int, int], tuple[Trials, Rule]]
     written: Callable[[Candidate], Path]
     max_tries: int
+    generations: Sequence[int]
     tell: Callable[[str], None]
 
     def run(self) -> Found:
@@ -237,8 +248,15 @@ class Search:
             rivals += [each for rival in rivals for each in self._sampled(found, rival, families)]
             for rival in sorted(rivals, key=lambda each: each.computed_share):
                 if self._is_confirmed(found, rival, families):
+                    self._allow_generations(found, rival, families)
                     return found
         return found
+
+    def _allow_generations(self, found: Found, winner: Candidate, families: list[str]) -> None:
+        """The winner may build on its own KV as often as is shown to hold."""
+        if winner.check is not None:
+            grown = (replace(winner, generations=each) for each in self.generations)
+            all(self._is_confirmed(found, each, families) for each in grown)
 
     def _deeper(
         self, candidate: Candidate, others: Sequence[Candidate], holds: Callable[[Candidate], bool]
@@ -256,11 +274,16 @@ class Search:
         """Whether the candidate holds on new prompts; it is the winner then. None is tried twice."""
         if any(each.stage == "confirm" and each.candidate == candidate for each in found.tried):
             return False
-        trials, rule = self.fresh(sum(each.stage == "confirm" for each in found.tried))
+        number = sum(each.stage == "confirm" for each in found.tried)
+        trials, rule = self.fresh(number, candidate.generations)
         verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
         if not self._told(found, candidate, "confirm", verdict):
             return False
-        found.winner, found.comparisons = candidate, verdict.comparisons
+        if found.tried[-1].generation < candidate.generations:
+            self.tell(f"no prompt was served from a donor of generation {candidate.generations}, so it is not allowed")
+            return False
+        # Those with donors of a later generation are told among what was tried.
+        found.winner, found.comparisons = candidate, found.comparisons or verdict.comparisons
         return True
 
     def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> list[Candidate]:
