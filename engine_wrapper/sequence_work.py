@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from semblend_trt.errors import PlanError
+from semblend_trt.loader import block_vector
 from semblend_trt.plan import WINDOW_TOKENS, CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
+    import torch
 
     from semblend_trt.plan import SpanCheck
 
@@ -444,7 +445,7 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
         np.arange(sequence.begin, sequence.end, dtype=np.int64),
         np.full(len(own_tokens), num_layers, dtype=np.int64),
         len(own_tokens),
-        torch.tensor(sequence.block_ids, dtype=torch.int64),
+        block_vector(sequence.block_ids),
     )
     plan = sequence.plan
     # A discovery-only plan reports spans, but promises and moves nothing.

@@ -31,7 +31,7 @@ MIN_SAVED_SHARE = 0.1
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # One token of so many is sampled, and quantiles of the means of harmless windows' samples that their bound is tried at.
-SAMPLE_EVERY = 8
+SAMPLE_EVERY = 16
 _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is tried as well: its sample may let more pass.
@@ -52,13 +52,14 @@ _HEADS = (0, 8)
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A policy that a profile can hold. `computed_share`: predicted share of tokens times layers that it computes, of
-    those that plans offer for harmless prompts."""
+    those that plans offer for harmless prompts; `generations` do not enter it."""
 
     policy: str
     computed_share: float
     boundary: int = 0
     check: ProfileCheck | None = None
     head_tokens: int = 0
+    generations: int = 0
 
     @property
     def full_layers(self) -> int:
@@ -74,7 +75,9 @@ class Candidate:
             sample = f" sample of one in {every} under {bound:.4g}" if every else ""
             witnesses = ", ".join(f"{each:.4g}" for each in self.check.witness_bounds)
             sample += f" witnesses under {witnesses}" if witnesses else ""
-            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}{sample}"
+            built = f" generations {self.generations}" if self.generations else ""
+            threshold = f"layer {self.check.layer} threshold {self.check.threshold:.4g}"
+            return f"{self.policy} {threshold}{window}{head}{sample}{built}"
         return f"{self.policy} {self.boundary}" if self.boundary else self.policy
 
 
@@ -208,6 +211,11 @@ class Tried:
     stage: str
     verdict: Verdict
 
+    @property
+    def generation(self) -> int:
+        """The highest generation of a donor that a prompt was served with."""
+        return max((each.line.generation for each in self.verdict.comparisons), default=0)
+
 
 @dataclass(slots=True)
 class Found:
@@ -237,18 +245,20 @@ class Witnessing:
 class Search:
     """Tries candidates by the answers of an engine; deviations under Transformers only nominate them.
 
-    `screening` prompts choose, by the rule `screen`; `fresh(n)` gives new prompts for the n-th confirmation, and its
-    rule. `written` writes a candidate's profile where an engine reads it. At most `max_tries` candidates are screened.
-    The winner has witnesses where they catch a trap answer that it loses without, or `always`.
+    `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
+    confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
+    engine reads it. At most `max_tries` candidates are screened. `generations` are tried with the check that is
+    confirmed, ascending. The winner has witnesses where they catch a trap answer that it loses without, or `always`.
     """
 
     num_layers: int
     kinds: Mapping[str, str]
     screening: Trials
     screen: Rule
-    fresh: Callable[[int], tuple[Trials, Rule]]
+    fresh: Callable[[int, int], tuple[Trials, Rule]]
     written: Callable[[Candidate], Path]
     max_tries: int
+    generations: Sequence[int]
     tell: Callable[[str], None]
     always_witnesses: bool = False
 
@@ -276,14 +286,22 @@ class Search:
             rivals += [each for rival in rivals for each in self._sampled(found, rival, families)]
             for rival in sorted(rivals, key=lambda each: each.computed_share):
                 if self._is_confirmed(found, rival, families):
-                    return found
+                    return self._with_generations(found, families)
         # What none of them has seen, witnesses behind those that let least pass may see.
         for strict in (each for each in strictest.values() if self._is_lost_to_traps(found, each)):
             watched = self._bounded(strict, families)
             if watched is None or not self._is_screened(found, watched, families):
                 continue
             if self._is_confirmed(found, watched, families):
-                return found
+                return self._with_generations(found, families)
+        return found
+
+    def _with_generations(self, found: Found, families: list[str]) -> Found:
+        """The winner may build on its own KV as often as is shown to hold."""
+        winner = found.winner
+        if winner is not None and winner.check is not None:
+            grown = (replace(winner, generations=each) for each in self.generations)
+            all(self._is_confirmed(found, each, families) for each in grown)
         return found
 
     def _deeper(
@@ -302,12 +320,17 @@ class Search:
         """Whether the candidate holds on new prompts; it is the winner then. None is tried twice."""
         if any(each.stage == "confirm" and each.candidate == candidate for each in found.tried):
             return False
-        trials, rule = self.fresh(sum(each.stage == "confirm" for each in found.tried))
+        number = sum(each.stage == "confirm" for each in found.tried)
+        trials, rule = self.fresh(number, candidate.generations)
         verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
         if not self._told(found, candidate, "confirm", verdict):
             return False
-        found.winner, found.comparisons = candidate, verdict.comparisons
-        if candidate.check is not None:
+        if found.tried[-1].generation < candidate.generations:
+            self.tell(f"no prompt was served from a donor of generation {candidate.generations}, so it is not allowed")
+            return False
+        # Those with donors of a later generation are told among what was tried.
+        found.winner, found.comparisons = candidate, found.comparisons or verdict.comparisons
+        if candidate.check is not None and not candidate.generations:
             found.witnesses = self._witnesses(found, candidate, verdict, trials, rule, families)
             self.tell(f"witnesses {'on' if found.witnesses.is_on else 'off'}: {found.witnesses.reason}")
         return True
@@ -390,7 +413,7 @@ class Search:
 
     def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
         """Records and tells a verdict; True when it holds."""
-        found.tried.append(Tried(candidate, stage, verdict))
+        found.tried.append(Tried(candidate, stage, replace(verdict, samples=())))  # of all tries they would be many
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {verdict.outcome()}")
         return verdict.holds

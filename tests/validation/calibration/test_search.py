@@ -28,11 +28,13 @@ from validation.calibration.search import (
     witness_bounds,
     witnessed,
 )
-from validation.calibration.trials import Rule, Verdict
+from validation.calibration.trials import Comparison, Rule, Verdict
 from validation.families.catalog import Kind
+from validation.metrics import evidence
+from validation.samples import line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from validation.samples import Sample
 
@@ -101,9 +103,10 @@ def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_comp
     found = sampled_checks(dense, HARMLESS)
     assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
     assert all(0.03 < check.sample_threshold < dense.threshold for check in found)
-    # Of 100 tokens the first window, and of the 68 behind it one in 8.
+    # Of 100 tokens the first window, and of the 68 behind it one of each stratum.
     loose = found[0].model_copy(update={"sample_threshold": 1.0})
-    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx((WINDOW_TOKENS + 9) / 100 * 0.5)
+    compared = WINDOW_TOKENS + -(-68 // SAMPLE_EVERY)
+    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx(compared / 100 * 0.5)
     shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_EVERY]
     assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
     # A sample that lets nothing pass leaves the whole check.
@@ -192,10 +195,12 @@ DEEP, DEEP_TRAPS = prompts((0.04, 0.05), 1, DEEP_LAYERS), prompts((0.05, 0.26), 
 
 
 class Answers:
-    """In place of trials: the candidates in `holding` lose nothing, all others fail."""
+    """In place of trials: the candidates in `holding` lose nothing, all others fail; what was compared is `told`."""
 
-    def __init__(self, holding: Collection[Candidate], asked: list[Candidate]) -> None:
-        self.holding, self.asked = holding, asked
+    def __init__(
+        self, holding: Collection[Candidate], asked: list[Candidate], told: tuple[Comparison, ...] = ()
+    ) -> None:
+        self.holding, self.asked, self.told = holding, asked, told
 
     def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
         return list(families)
@@ -204,24 +209,26 @@ class Answers:
         return [replace(prompt, family=family) for prompt in (DEEP_TRAPS if family == "trap" else DEEP)]
 
     def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
-        return Verdict((), inferior=None if self.asked[-1] in self.holding else "trap")
+        return Verdict(self.told, inferior=None if self.asked[-1] in self.holding else "trap")
 
     def lost(self, samples: Iterable[Sample]) -> set[str]:
         return {each.case_id for each in samples if not each.exact_match}
 
 
-def searched(holding: Collection[Candidate]) -> Found:
+def searched(
+    holding: Collection[Candidate], generations: Sequence[int] = (), told: tuple[Comparison, ...] = ()
+) -> Found:
     asked: list[Candidate] = []
-    return search_of(Answers(holding, asked), asked).run()
+    return search_of(Answers(holding, asked, told), asked, generations).run()
 
 
-def search_of(trials: Any, asked: list[Candidate], **options: bool) -> Search:
+def search_of(trials: Any, asked: list[Candidate], generations: Sequence[int] = (), **options: bool) -> Search:
     """A search whose candidates come to `asked` one after the other."""
     rule = Rule((1,), 0.1, 0.95, proof=False)
     kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
     written: Any = asked.append
-    fresh = (trials, rule)
-    return Search(DEEP_LAYERS, kinds, trials, rule, lambda _: fresh, written, 99, lambda _: None, **options)
+    fresh: Any = lambda *_: (trials, rule)  # noqa: E731
+    return Search(DEEP_LAYERS, kinds, trials, rule, fresh, written, 99, generations, lambda _: None, **options)
 
 
 def test_of_checks_that_compute_about_the_same_the_deeper_one_wins_if_its_sample_lets_more_pass() -> None:
@@ -241,6 +248,24 @@ def test_of_checks_that_compute_about_the_same_the_deeper_one_wins_if_its_sample
     assert searched([*strictest, far[-1], deeper, *samples]).winner == far[-1]
     found = searched([*strictest, about[-1], deeper, *samples])
     assert [each.candidate for each in found.tried if each.stage == "confirm"] == [cheapest]
+
+
+@pytest.mark.parametrize(
+    ("holding", "reached", "allowed"), [((1, 3), 3, 3), ((1,), 3, 1), ((3,), 3, 0), ((1, 3), 1, 1), ((1, 3), 0, 0)]
+)
+def test_a_profile_allows_the_generations_that_hold_and_that_prompts_were_served_from(
+    make_sample: Callable[..., Sample], holding: tuple[int, ...], reached: int, allowed: int
+) -> None:
+    sample = make_sample(generation=reached)
+    same = evidence([0.0, 0.0], [0, 1], 0.1, 0.95)
+    told = Comparison(line_of("harmless", "verified", [sample], {sample.case_id: sample}), same, None, same)
+    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
+    first = max(checks, key=share_of)
+    found = searched([first, *(replace(first, generations=each) for each in holding)], (1, 3), (told,))
+    assert found.winner == replace(first, generations=allowed)
+    assert found.comparisons == (told,)
+    names = [each.candidate.name for each in found.tried if each.stage == "confirm"]
+    assert names[:2] == [first.name, f"{first.name} generations 1"]
 
 
 def share_of(candidate: Candidate) -> float:
