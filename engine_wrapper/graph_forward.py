@@ -18,7 +18,6 @@ import torch
 from engine_wrapper.fused_layers import BegunLayer
 from engine_wrapper.layer_schedule import build_schedule, no_hook
 from engine_wrapper.sequence_work import SequenceSlice
-from kernels.layer_ops import slots_of
 from kernels.layout import PoolLayer
 from kernels.pinned import read_pinned
 from kernels.sparse_prefill.captured import (
@@ -68,17 +67,16 @@ class StaticInputs:
         self._shape = shape
         self._pool = pool
         self._geometry = geometry
-        # Word 0 says how many words are in use.
-        sizes = [1, *_sizes(shape, block_room)]
-        cuda = pool.is_cuda
-        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=cuda)
-        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=pool.device)
-        self._read = torch.cuda.Event() if cuda else None
-        self._used, *self._words = self._host.split(sizes)
-        _, self.token_ids, positions, self.slots, self.output_rows, items, tiles, block_ids = self._device.split(sizes)
-        self.launch = LaunchTables(
-            _table(items, shape.items, ITEM_FIELDS), _table(tiles, shape.tiles, TILE_FIELDS), positions, block_ids
+        words = sum(_sizes(shape, block_room))
+        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=pool.is_cuda)
+        self._device = torch.zeros(words, dtype=torch.int64, device=pool.device)
+        self._read = torch.cuda.Event() if pool.is_cuda else None
+        # NumPy writes so few words in a fraction of torch's time.
+        self._parts = [each.numpy() for each in _parts(self._host, shape, block_room)]
+        _, self.token_ids, positions, self.slots, self.output_rows, items, tiles, block_ids = _parts(
+            self._device, shape, block_room
         )
+        self.launch = LaunchTables(items, tiles, positions, block_ids)
 
     def fill(self, schedule: LayerSchedule, *, writes: bool = True) -> None:
         """Fills the host's buffer from a schedule on the host.
@@ -90,21 +88,20 @@ class StaticInputs:
             self._read.synchronize()  # of the last forward, which ended long ago
         sequences, rows = schedule.stages[0].sequences, schedule.stages[0].num_rows
         check_rows({}, 0, PoolLayer(self._pool, 0, self._geometry), sequences)
-        tokens, positions, slots, outputs, items, tiles, block_ids = self._words
-        known = len(schedule.token_ids)
-        tokens[:known], tokens[known:] = schedule.token_ids, 0
-        positions[:rows], positions[rows:] = torch.cat([each.host_positions for each in sequences]), 0
-        slots[:rows], slots[rows:] = slots_of(sequences, self._geometry.block_size) if writes else -1, -1
-        outputs[: len(sequences)], outputs[len(sequences) :] = schedule.output_rows, 0
-        used = torch.cat([sequence.block_ids for sequence in sequences])
-        block_ids[: len(used)] = used
-        fill_tables(
-            self._shape,
-            sequences,
-            _table(items, self._shape.items, ITEM_FIELDS).numpy(),
-            _table(tiles, self._shape.tiles, TILE_FIELDS).numpy(),
-        )
-        self._used[0] = len(self._host) - len(block_ids) + len(used)
+        used, tokens, positions, slots, outputs, items, tiles, block_ids = self._parts
+        known, size, blocks = len(schedule.token_ids), self._geometry.block_size, 0
+        tokens[:known], tokens[known:] = schedule.token_ids.numpy(), 0
+        outputs[: len(sequences)], outputs[len(sequences) :] = schedule.output_rows.numpy(), 0
+        positions[rows:], slots[rows:] = 0, -1
+        for sequence in sequences:
+            own = slice(sequence.first_row, sequence.first_row + sequence.count)
+            at, held = sequence.host_positions.numpy(), sequence.host_block_ids.numpy()
+            positions[own] = at
+            slots[own] = held[at // size] * size + at % size if writes else -1
+            block_ids[blocks : blocks + len(held)] = held
+            blocks += len(held)
+        fill_tables(self._shape, sequences, items, tiles)
+        used[0] = len(self._host) - len(block_ids) + blocks
 
     def read(self) -> None:
         """Queues on the current stream that the device takes over what the host's buffer holds then."""
@@ -117,14 +114,18 @@ class StaticInputs:
 
 
 def _sizes(shape: LaunchShape, block_room: int) -> list[int]:
-    """Elements (int64) of token ids, positions, slots, output rows, items, tiles and block ids."""
+    """Elements (int64) of the parts of a buffer, in their order."""
     items, tiles = (-(-count // 2) for count in (shape.items * ITEM_FIELDS, shape.tiles * TILE_FIELDS))
-    return [shape.rows, shape.rows, shape.rows, shape.sequences, items, tiles, block_room]
+    return [1, shape.rows, shape.rows, shape.rows, shape.sequences, items, tiles, block_room]
 
 
-def _table(words: torch.Tensor, count: int, fields: int) -> torch.Tensor:
-    """int64 words read as int32 [count, fields]."""
-    return words.view(torch.int32)[: count * fields].view(count, fields)
+def _parts(buffer: torch.Tensor, shape: LaunchShape, block_room: int) -> list[torch.Tensor]:
+    """How many words are in use, token ids, positions, slots, output rows, items and tiles (int32 [count, fields]), and
+    block ids, which stand last."""
+    *parts, items, tiles, block_ids = buffer.split(_sizes(shape, block_room))
+    for words, count, fields in ((items, shape.items, ITEM_FIELDS), (tiles, shape.tiles, TILE_FIELDS)):
+        parts.append(words.view(torch.int32)[: count * fields].view(count, fields))
+    return [*parts, block_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +271,8 @@ def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
 
 
 def parts_of(first: int, num_layers: int) -> list[range]:
-    """The layers from `first` on, a range for each graph."""
-    cuts = {first, first + 1, *range(first + 2, num_layers, LAYERS_A_GRAPH), num_layers}
+    """The layers from `first` on, a range for each graph. The last layer is alone, as it comes from the host."""
+    cuts = {first, first + 1, *range(first + 2, num_layers, LAYERS_A_GRAPH), num_layers - 1, num_layers}
     return [range(start, end) for start, end in pairwise(sorted(cuts))]
 
 

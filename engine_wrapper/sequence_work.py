@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from semblend_trt.errors import PlanError
+from semblend_trt.loader import block_vector
 from semblend_trt.plan import WINDOW_TOKENS, CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
+    import torch
 
     from semblend_trt.plan import SpanCheck
 
@@ -142,6 +143,15 @@ def _one_of_each(begin: int, end: int, every: int, rng: np.random.Generator) -> 
     return chosen
 
 
+def windows_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Of each checked token the number of its window, int64. `lengths`: of the spans, each of which begins one."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    windows = -(-tokens // WINDOW_TOKENS)  # of each span
+    sizes = np.full(int(windows.sum()), WINDOW_TOKENS)
+    sizes[np.cumsum(windows) - 1] = tokens - (windows - 1) * WINDOW_TOKENS
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
 def suspects_of(
     check: SpanCheck,
     compared: npt.NDArray[np.int64],
@@ -153,17 +163,16 @@ def suspects_of(
     """Which tokens are in windows that a sample does not let pass, bool [checked tokens].
 
     `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`. One that is not a
-    number exceeds every threshold.
+    number exceeds every threshold. A window without any is not let pass.
     """
-    tokens = np.asarray(lengths, dtype=np.int64)
-    windows = -(-tokens // WINDOW_TOKENS)  # of each span
-    lasts = np.cumsum(windows) - 1
-    sizes = np.full(int(windows.sum()), WINDOW_TOKENS)
-    sizes[lasts] = tokens - (windows - 1) * WINDOW_TOKENS
-    window_of = np.repeat(np.arange(len(sizes)), sizes)
-    fails, has_next = np.zeros(len(sizes), dtype=bool), np.ones(len(sizes), dtype=bool)
-    fails[window_of[compared[~(deviations <= check.sample_threshold)]]] = True
-    has_next[lasts] = False
+    deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
+    window_of = windows_of(lengths)
+    own, windows = window_of[compared], int(window_of[-1]) + 1
+    sums, counts = (np.bincount(own, weights, windows) for weights in (deviations, None))
+    fails = ~(sums <= check.sample_threshold * counts) | (counts == 0)
+    fails[own[_deviating(check, deviations)]] = True
+    has_next = np.ones(windows, dtype=bool)
+    has_next[window_of[np.cumsum(lengths) - 1]] = False
     wider = fails.copy()
     wider[1:] |= fails[:-1] & has_next[:-1]
     wider[:-1] |= fails[1:] & has_next[:-1]
@@ -436,7 +445,7 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
         np.arange(sequence.begin, sequence.end, dtype=np.int64),
         np.full(len(own_tokens), num_layers, dtype=np.int64),
         len(own_tokens),
-        torch.tensor(sequence.block_ids, dtype=torch.int64),
+        block_vector(sequence.block_ids),
     )
     plan = sequence.plan
     # A discovery-only plan reports spans, but promises and moves nothing.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kernels.kv_move import Move, kv_move
+from kernels.kv_move import Move, prepared
 from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
 from semblend_trt.donors.host_tier import HostKv
@@ -115,7 +116,8 @@ class PlanLoader:
 
     def _issue(self, loads: Sequence[_Load], began: Event | None) -> None:
         for load in loads:
-            kv_move(load.near, load.target, self._rotation)
+            if load.near:
+                prepared(load.near, load.target, self._rotation)(range(self._geometry.num_layers), 0)
         distant = [load for load in loads if load.far]
         if self._reader is None or not distant:
             return
@@ -127,8 +129,8 @@ class PlanLoader:
         most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
         step = self._reader.layers_at_once(min(most, num_layers), tokens)
         placing = [self._reader.placing(load.far, load.target, step) for load in distant]
-        for first in range(0, num_layers, step):
-            end = min(first + step, num_layers)
+        # The last layer comes alone: nothing but its own computing is then left behind the transfer.
+        for first, end in pairwise(sorted({*range(0, num_layers, step), num_layers - 1, num_layers})):
             for place in placing:
                 place(first, end)
             groups.append((end, self._reader.placed()))

@@ -153,7 +153,9 @@ class BatchServer(_CaseServer):
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         """Each case's id and answer."""
-        server.serve_donors([donor for group in chunk for donor in self._tokens[group[0].id].donors])
+        # A group's donors one after the other: each may itself be served from earlier ones.
+        for donors in zip_longest(*(self._tokens[group[0].id].donors for group in chunk)):
+            server.serve_donors([donor for donor in donors if donor is not None])
         # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]

@@ -27,7 +27,7 @@ class Reuse:
 
     `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` behind it: compared
     with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
-    largest deviation of a token that was compared and is reused.
+    largest deviation of a token that was compared and is reused. `generation`: the highest of the plan's donors.
     """
 
     cached: int = 0
@@ -39,9 +39,10 @@ class Reuse:
     sampled: int = 0
     outcome: str | None = None
     reason: str | None = None
+    generation: int = 0
 
     @classmethod
-    def of(cls, event: Mapping[str, Any]) -> Reuse:
+    def of(cls, event: Mapping[str, Any], generation: int) -> Reuse:
         """From the audit event `request_settled`; what is not known of a check counts as 0."""
         return cls(
             cached=event["exact_prefix_tokens"],
@@ -53,6 +54,7 @@ class Reuse:
             sampled=event["sampled_tokens"] or 0,
             outcome=event["outcome"],
             reason=event["reason"],
+            generation=generation,
         )
 
 
@@ -120,9 +122,10 @@ class ArmServer:
         """
         if self.arm.variables is None:
             return {}
-        return {
-            number: Reuse.of(event) for number, event in enumerate(ended_requests(self.audit.events, asked), start=1)
-        }
+        events = self.audit.events
+        ended = enumerate(ended_requests(events, asked), start=1)
+        placed = {each["request_id"]: each["generation"] for each in events if each["event"] == "plan_dispatched"}
+        return {number: Reuse.of(event, placed.get(event["request_id"], 0)) for number, event in ended}
 
     def _answer(self, output: Any, forced: tuple[int, ...] | None) -> Answer:
         [completion] = output.outputs

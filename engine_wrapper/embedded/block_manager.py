@@ -82,7 +82,8 @@ class RadixTree:
             rest = tuple(tokens[start : min(start + self._block_size, limit)])
             child = node.children.get(rest) if len(rest) == self._block_size else None
             if child is None:
-                shared = [(common_length(beginning, rest), each) for beginning, each in node.children.items()]
+                begins = [each for each in node.children.items() if rest and each[0][0] == rest[0]]
+                shared = [(common_length(beginning, rest), each) for beginning, each in begins]
                 length, source = max(shared, key=lambda each: each[0], default=(0, node))
                 return PrefixMatch(tuple(nodes), source, length) if partial and length else PrefixMatch(tuple(nodes))
             nodes.append(child)

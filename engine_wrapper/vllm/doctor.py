@@ -119,7 +119,9 @@ def _heard(sentences: list[str]) -> Iterator[None]:
 
     listener, told = Listener(logging.WARNING), logging.getLogger("engine_wrapper.vllm")
     told.addHandler(listener)
+    told.propagate = False
     try:
         yield
     finally:
+        told.propagate = True
         told.removeHandler(listener)

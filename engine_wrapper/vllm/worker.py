@@ -14,6 +14,7 @@ from engine_wrapper.vllm.layers import in_order, layered_pool
 from engine_wrapper.vllm.model_runner import model_runner_of_caller
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.recovery import recovery_for
+from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
@@ -55,8 +56,8 @@ class VllmWorker:
         that cannot be had, is refused, and vLLM serves as stock. Never raises."""
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
-            self._runtime.refusal = self._runtime.refusal or "pool_layout"
-            logger.warning("KV is not reused (%s); vLLM serves as without us", self._runtime.refusal)
+            self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
+            logger.warning("KV is not reused (%s); vLLM serves as without us. %s", reason, REASONS.get(reason, ""))
             return
         try:
             self._worker.register_kv_caches(pool)  # type: ignore[arg-type]

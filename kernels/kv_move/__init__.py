@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.rope import RopeRotation
 
-__all__ = ["LayerMoves", "Move", "kv_move", "warm_up"]
+__all__ = ["LayerMoves", "Move", "kv_move", "prepared", "warm_up"]
 
 
 def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
@@ -32,7 +32,7 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     """
     if moves:
         check_moves(moves, target, rotation)
-        _prepared(moves, target, rotation)(range(sizes_of(target)[0]), 0)
+        prepared(moves, target, rotation)(range(sizes_of(target)[0]), 0)
 
 
 class LayerMoves:
@@ -47,7 +47,7 @@ class LayerMoves:
         self._layers = min((sizes_of(move.source)[0] for move in moves), default=0)
         common = min(self._room, self._layers)
         check_moves([_of_layers(move, range(common)) for move in moves], target.layers(0, common), rotation)
-        self._make = _prepared(moves, target, rotation)
+        self._make = prepared(moves, target, rotation)
 
     def make(self, layers: range, first: int = 0) -> None:
         """Moves the sources' `layers` to the target's layers from `first` on, on the current stream.
@@ -75,11 +75,11 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
         LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
 
 
-def _prepared(
+def prepared(
     moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation
 ) -> Callable[[range, int], None]:
-    """A function that makes checked moves of some layers, to the target's from a first one on: by one Triton launch,
-    and torch for what that cannot serve."""
+    """A function that makes moves of some layers, to the target's from a first one on: by one Triton launch, and torch
+    for what that cannot serve. `check_moves` must have passed them."""
     is_alike = lie_alike(target)
     served: list[Move] = []
     rest: list[Move] = []

@@ -46,7 +46,9 @@ class LaunchShape:
     def tiles(self) -> int:
         """The most tiles that so many rows of so many sequences can have."""
         packed, tile = self.rows * self.group, self.config.block_m
-        return (packed + self.sequences * (tile - 1)) // tile
+        # A sequence of several rows may be cut at a gap between them.
+        parts = min(2 * self.sequences, self.rows)
+        return (packed + parts * (tile - 1)) // tile
 
     @property
     def items(self) -> int:

@@ -115,21 +115,38 @@ def attention_work(
 
 def cut_rows(sequences: tuple[SequenceRows, ...], group: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: only the first tile, which attends
-    to the fewest tokens, may be short.
+    to the fewest tokens, may be short. Rows in front of a wide gap have tiles of their own.
 
     Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and int64 [tiles], the
     tokens of KV that the tile's last row attends to.
     """
     tables, reaches, first_block = [], [], 0
     for sequence in sequences:
-        ends = np.arange(sequence.count * group, 0, -tile)[::-1]
-        table = np.empty((len(ends), 4), dtype=np.int32)
-        table[:, 0], table[:, 1], table[:, 2] = sequence.first_row, np.maximum(ends - tile, 0), ends
-        table[:, 3] = first_block
-        tables.append(table)
-        reaches.append(sequence.host_positions.numpy()[(ends - 1) // group] + 1)
+        positions = sequence.host_positions.numpy()
+        apart = _rows_in_front_of_gap(positions)
+        for begin, end in ((0, apart * group), (apart * group, sequence.count * group)):
+            ends = np.arange(end, begin, -tile)[::-1]
+            table = np.empty((len(ends), 4), dtype=np.int32)
+            table[:, 0], table[:, 1], table[:, 2] = sequence.first_row, np.maximum(ends - tile, begin), ends
+            table[:, 3] = first_block
+            tables.append(table)
+            reaches.append(positions[(ends - 1) // group] + 1)
         first_block += sequence.block_ids.shape[0]
     return np.concatenate(tables), np.concatenate(reaches)
+
+
+def _rows_in_front_of_gap(positions: np.ndarray) -> int:
+    """How many rows stand in front of the widest gap that is worth a tile more; 0 without one.
+
+    A tile with rows on both sides compares all positions of the gap with the rows', which takes longer than a tile of
+    few rows that attends to all tokens in front of the gap.
+    """
+    if positions[-1] - positions[0] < max(MIN_PIECE, len(positions)):
+        return 0
+    gaps = np.diff(positions)
+    wide = np.where(gaps > np.maximum(MIN_PIECE, 2 * positions[:-1]), gaps, 0)
+    widest = int(wide.argmax())
+    return widest + 1 if wide[widest] else 0
 
 
 def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ def lookups(fleet: Fleet) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float
         times = np.zeros((2, PROMPTS))
         for number, prompt in enumerate(prompts):
             began = time.perf_counter()
-            fingerprints = directory._fingerprints(prompt, None, None)
+            fingerprints = directory._fingerprints(prompt, None)
             fingerprinted = time.perf_counter()
             held = directory._holders_of(fingerprints)
             times[:, number] = fingerprinted - began, time.perf_counter() - fingerprinted
@@ -104,7 +104,7 @@ def lookups(fleet: Fleet) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float
 
 def loop_over_sketches(fleet: Fleet) -> float:
     """Milliseconds to estimate one prompt's overlap with every donor's sketch, one after the other."""
-    (_, prompt), *_ = fleet.directory._fingerprints(fleet.prompt(), None, None)
+    (_, prompt), *_ = fleet.directory._fingerprints(fleet.prompt(), None)
     sketches = [Sketch.from_bytes(each) for each in fleet.sketches[:2000]]
     mean = sum(seconds(overlap, sketch, prompt) for sketch in sketches) / len(sketches)
     return mean * len(fleet.sketches) * 1e3

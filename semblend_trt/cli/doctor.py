@@ -86,6 +86,7 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
         arguments = yield from Area("engine").collect(_plugged()[engine_name].load()(name, llm_args))
         llm_args = None
     given = None if arguments is None else arguments.settings
+    name = name if arguments is None else arguments.model
     settings, problem = _settings(given or {})
     yield from Area("software").collect(software.software(settings))
     if settings is not None:

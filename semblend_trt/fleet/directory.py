@@ -191,16 +191,14 @@ class Directory:
             self._tidy()
         return verdict
 
-    def holders(
-        self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None, model: str | None = None
-    ) -> tuple[Holder, ...]:
+    def holders(self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None) -> tuple[Holder, ...]:
         """The workers that hold text of a prompt (integers [n]), the largest share first.
 
         A worker's `tokens` are estimated over all its donors of one namespace: text that two of them hold counts once.
-        Only donors with the same `tenant_salt` (raw; None is no salt) are searched, and where `model` is given, only
-        those whose namespace names it. Raises ValueError for bad tokens, NamespaceError for a bad salt.
+        Only donors with the same `tenant_salt` (raw; None is no salt) are searched. Raises ValueError for bad tokens,
+        NamespaceError for a bad salt.
         """
-        prompts = self._fingerprints(token_ids, tenant_salt, model)
+        prompts = self._fingerprints(token_ids, tenant_salt)
         return self._holders_of(prompts) if prompts else ()
 
     def workers(self) -> dict[Worker, FollowedWorker]:
@@ -230,12 +228,12 @@ class Directory:
             return tuple(due)
 
     def _fingerprints(
-        self, token_ids: npt.ArrayLike, salt: str | None, model: str | None
+        self, token_ids: npt.ArrayLike, salt: str | None
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
         """The prompt's fingerprints in each namespace that it may reuse from."""
         with self._lock:
             self._expire(self._clock())
-            met = self._namespaces.met_by(salt, model)
+            met = self._namespaces.met_by(salt)
         prompts = fingerprints_of(token_ids, [sketch_key(each.key, salt) for each in met]) if met else []
         return list(zip(met, prompts, strict=True))
 

@@ -46,8 +46,6 @@ MAX_NAMESPACES = 16384
 _MAX_SPELLINGS = 1024
 # Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
 _MAX_MET = 8
-# Names kept of one model, whose folder may have another name on each worker.
-_MAX_NAMES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,12 +201,10 @@ def _holders_in(packed: bytes) -> npt.NDArray[np.int64]:
 
 @dataclass(slots=True, eq=False)
 class KnownNamespace:
-    """A namespace: its key, its salt's digest, the announced names of its model, the number and sketches of its
-    donors."""
+    """A namespace: its key, its salt's digest, the number and sketches of its donors."""
 
     key: str
     salt: str
-    models: set[str] = field(default_factory=set)
     donors: int = 0
     index: SketchIndex = field(default_factory=SketchIndex)
 
@@ -241,8 +237,6 @@ class KnownNamespaces:
             known = KnownNamespace(namespace.key, salt)
             self._by_key[known.key] = known
             self._by_salt.setdefault(salt, {})[known.key] = known
-        if len(known.models) < _MAX_NAMES:
-            known.models.add(namespace.model)
         known.donors += 1
         return known
 
@@ -256,13 +250,12 @@ class KnownNamespaces:
             if not of_salt:
                 del self._by_salt[known.salt]
 
-    def met_by(self, salt: str | None, model: str | None) -> list[KnownNamespace]:
+    def met_by(self, salt: str | None) -> list[KnownNamespace]:
         """The namespaces that a request with this raw salt may reuse from, at most _MAX_MET, most donors first.
 
-        `model` None means all models. Raises NamespaceError for a salt that no request may have.
+        Raises NamespaceError for a salt that no request may have.
         """
-        digest = NO_SALT if salt is None else salt_digest(salt)
-        met = [each for each in self._by_salt.get(digest, {}).values() if model is None or model in each.models]
+        met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
         return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
 
     def _read(self, values: Mapping[str, Any]) -> CacheNamespace:

@@ -80,7 +80,7 @@ def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: 
     from kernels.sparse_prefill.captured import LaunchShape, LaunchTables, sparse_prefill
 
     shape = LaunchShape(10, 3, GROUP, TileConfig(block_m, 16, 4, 2), pieces)
-    for positions in ([[90]], [list(range(40, 50))], [[0, 3, 70], [17], [5, 40, 41, 42]]):
+    for positions in ([[90]], [[0, 3, 290, 291]], [list(range(40, 50))], [[0, 3, 70], [17], [5, 40, 41, 42]]):
         batch, rows = Batch(positions, heads=HEADS), sum(map(len, positions))
         q, own = torch.zeros(10, HEADS, 16), torch.zeros(10, dtype=torch.int64)
         q[:rows], own[:rows] = batch.q, torch.cat([sequence.positions for sequence in batch.sequences])

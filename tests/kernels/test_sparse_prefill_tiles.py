@@ -95,6 +95,25 @@ def test_a_single_sequence_lends_its_own_index_tensors() -> None:
     assert index.block_ids is rows.block_ids
 
 
+@pytest.mark.parametrize(
+    ("positions", "in_front"),
+    [
+        ([*range(32), *range(4000, 4096)], 32),
+        ([*range(32), *range(287, 383)], 0),  # a gap of fewer tokens than a piece
+        ([*range(32), *range(600, 632), *range(1500, 1564)], 32),
+        ([*range(900), *range(2000, 2100)], 0),  # so many tokens in front that a tile more would cost as much
+        (list(range(3000, 3100)), 0),
+    ],
+)
+def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions: list[int], in_front: int) -> None:
+    table, reach = cut_rows(batch_of(positions), 7, 128)
+    cut = 7 * in_front
+    assert all(end <= cut or begin >= cut for _, begin, end, _ in table.tolist())
+    assert reach.tolist() == [positions[(end - 1) // 7] + 1 for end in table[:, 2].tolist()]
+    tiles = -(-cut // 128) + -(-(7 * len(positions) - cut) // 128)
+    assert len(table) == tiles
+
+
 def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one() -> None:
     table, reach = cut_rows(batch_of([0, 1, 2, 30], [7]), 3, 8)
     assert table.tolist() == [[0, 0, 4, 0], [0, 4, 12, 0], [4, 0, 3, 8]]

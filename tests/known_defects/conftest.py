@@ -67,11 +67,11 @@ def serve():
 @pytest.fixture
 def copied(monkeypatch):
     """Tokens of every move that a load makes."""
-    lengths, real = [], loader.kv_move
+    lengths, real = [], loader.prepared
 
     def record(moves, *arguments):
         lengths.extend(move.length for move in moves)
         return real(moves, *arguments)
 
-    monkeypatch.setattr(loader, "kv_move", record)
+    monkeypatch.setattr(loader, "prepared", record)
     return lengths

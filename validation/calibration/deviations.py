@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of
+from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of, windows_of
 from kernels.deviation import Move, deviation
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
@@ -59,6 +59,14 @@ class PromptDeviations:
     def window_means(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean deviation of each window of each span, float64 [windows]."""
         return self._means(layer, np.concatenate([np.arange(length) % WINDOW_TOKENS == 0 for length in self.lengths]))
+
+    def sample_means(self, layer: int, every: int) -> npt.NDArray[np.float64]:
+        """Mean deviation of what a sample of one token in `every` compares in each window, float64 [windows]."""
+        compared = sample_of(self.lengths, every, seed=0)
+        own = windows_of(self.lengths)[compared]
+        sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
+        means: npt.NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
+        return means
 
     def span_means(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean deviation of each span, float64 [spans]."""

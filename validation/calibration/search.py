@@ -29,9 +29,12 @@ MIN_SAVED_SHARE = 0.1
 # Quantiles of harmless tokens' deviations, and of harmless windows' means, that thresholds are tried at.
 _QUANTILES = (0.9, 0.95, 0.99, 0.999)
 _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
-# One token of so many is sampled, and quantiles of harmless tokens' deviations that a sample's threshold is tried at.
-SAMPLE_EVERY = 8
-_SAMPLE_QUANTILES = (0.95, 0.99)
+# One token of so many is sampled, and quantiles of the means of harmless windows' samples that their bound is tried at.
+SAMPLE_EVERY = 16
+_SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
+_SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
+# A deeper layer's check that computes at most so much more is tried as well: its sample may let more pass.
+_ABOUT_THE_SAME = 1.1
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
 # Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
@@ -42,13 +45,14 @@ _HEADS = (0, 8)
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A policy that a profile can hold. `computed_share`: predicted share of tokens times layers that it computes, of
-    those that plans offer for harmless prompts."""
+    those that plans offer for harmless prompts; `generations` do not enter it."""
 
     policy: str
     computed_share: float
     boundary: int = 0
     check: ProfileCheck | None = None
     head_tokens: int = 0
+    generations: int = 0
 
     @property
     def full_layers(self) -> int:
@@ -62,7 +66,9 @@ class Candidate:
             window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
             every, bound = self.check.sample_every, self.check.sample_threshold
             sample = f" sample of one in {every} under {bound:.4g}" if every else ""
-            return f"{self.policy} layer {self.check.layer} threshold {self.check.threshold:.4g}{window}{head}{sample}"
+            built = f" generations {self.generations}" if self.generations else ""
+            threshold = f"layer {self.check.layer} threshold {self.check.threshold:.4g}"
+            return f"{self.policy} {threshold}{window}{head}{sample}{built}"
         return f"{self.policy} {self.boundary}" if self.boundary else self.policy
 
 
@@ -132,12 +138,14 @@ def _checks(
 
 
 def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) -> list[ProfileCheck]:
-    """The check behind samples, whose thresholds lie at high quantiles of harmless tokens; the highest first."""
-    values = _pooled(prompt.values[check.layer] for prompt in harmless)
-    found = sorted(
-        {min(each, check.threshold) for each in _rounded(_quantiles(values, _SAMPLE_QUANTILES))}, reverse=True
-    )
-    return [check.model_copy(update={"sample_every": SAMPLE_EVERY, "sample_threshold": each}) for each in found]
+    """The check behind samples of each rate, with bounds at high quantiles of what they find in harmless windows."""
+    return [
+        check.model_copy(update={"sample_every": every, "sample_threshold": bound})
+        for every in _SAMPLE_RATES
+        for bound in _rounded(
+            _quantiles(_pooled(prompt.sample_means(check.layer, every) for prompt in harmless), _SAMPLE_QUANTILES)
+        )
+    ]
 
 
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
@@ -178,6 +186,11 @@ class Tried:
     stage: str
     verdict: Verdict
 
+    @property
+    def generation(self) -> int:
+        """The highest generation of a donor that a prompt was served with."""
+        return max((each.line.generation for each in self.verdict.comparisons), default=0)
+
 
 @dataclass(slots=True)
 class Found:
@@ -195,17 +208,20 @@ class Found:
 class Search:
     """Tries candidates by the answers of an engine; deviations under Transformers only nominate them.
 
-    `screening` prompts choose, by the rule `screen`; `fresh(n)` gives new prompts for the n-th confirmation, and its
-    rule. `written` writes a candidate's profile where an engine reads it. At most `max_tries` candidates are screened.
+    `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
+    confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
+    engine reads it. At most `max_tries` candidates are screened. `generations` are tried with the check that is
+    confirmed, ascending.
     """
 
     num_layers: int
     kinds: Mapping[str, str]
     screening: Trials
     screen: Rule
-    fresh: Callable[[int], tuple[Trials, Rule]]
+    fresh: Callable[[int, int], tuple[Trials, Rule]]
     written: Callable[[Candidate], Path]
     max_tries: int
+    generations: Sequence[int]
     tell: Callable[[str], None]
 
     def run(self) -> Found:
@@ -220,41 +236,76 @@ class Search:
         ordered = self._candidates(found.deviations)
         # At each layer the check that computes most comes first: what it lets pass, every other one does.
         strictest = {each.full_layers: each for each in ordered if each.check is not None}
-        for candidate in ordered:
+
+        def holds(candidate: Candidate) -> bool:
             before = candidate if candidate.check is None else strictest[candidate.full_layers]
-            if not all(self._is_screened(found, each, families) for each in (before, candidate)):
+            return all(self._is_screened(found, each, families) for each in (before, candidate))
+
+        for index, candidate in enumerate(ordered):
+            if not holds(candidate):
                 continue
-            # A sample lets pass what the check behind it would not see, so it is tried where the check alone holds.
-            sampled = self._sampled(candidate, found.deviations)
-            held = next((each for each in sampled if self._is_screened(found, each, families)), None)
-            if any(self._is_confirmed(found, each, families) for each in (held, candidate) if each is not None):
-                return found
+            rivals = [candidate, *self._deeper(candidate, ordered[index + 1 :], holds)]
+            rivals += [each for rival in rivals for each in self._sampled(found, rival, families)]
+            for rival in sorted(rivals, key=lambda each: each.computed_share):
+                if self._is_confirmed(found, rival, families):
+                    self._allow_generations(found, rival, families)
+                    return found
         return found
 
+    def _allow_generations(self, found: Found, winner: Candidate, families: list[str]) -> None:
+        """The winner may build on its own KV as often as is shown to hold."""
+        if winner.check is not None:
+            grown = (replace(winner, generations=each) for each in self.generations)
+            all(self._is_confirmed(found, each, families) for each in grown)
+
+    def _deeper(
+        self, candidate: Candidate, others: Sequence[Candidate], holds: Callable[[Candidate], bool]
+    ) -> list[Candidate]:
+        """The first check that holds at each deeper layer, among those that compute about the same."""
+        near = [each for each in others if each.computed_share <= _ABOUT_THE_SAME * candidate.computed_share]
+        by_layer: dict[int, list[Candidate]] = {}
+        for each in near:
+            if each.check is not None and each.full_layers > candidate.full_layers:
+                by_layer.setdefault(each.full_layers, []).append(each)
+        firsts = (next(filter(holds, by_layer[layer]), None) for layer in sorted(by_layer))
+        return [each for each in firsts if each is not None]
+
     def _is_confirmed(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
-        """Whether the candidate holds on new prompts; it is the winner then."""
-        trials, rule = self.fresh(sum(each.stage == "confirm" for each in found.tried))
+        """Whether the candidate holds on new prompts; it is the winner then. None is tried twice."""
+        if any(each.stage == "confirm" and each.candidate == candidate for each in found.tried):
+            return False
+        number = sum(each.stage == "confirm" for each in found.tried)
+        trials, rule = self.fresh(number, candidate.generations)
         verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
         if not self._told(found, candidate, "confirm", verdict):
             return False
-        found.winner, found.comparisons = candidate, verdict.comparisons
+        if found.tried[-1].generation < candidate.generations:
+            self.tell(f"no prompt was served from a donor of generation {candidate.generations}, so it is not allowed")
+            return False
+        # Those with donors of a later generation are told among what was tried.
+        found.winner, found.comparisons = candidate, found.comparisons or verdict.comparisons
         return True
 
-    def _sampled(self, candidate: Candidate, deviations: Sequence[PromptDeviations]) -> Iterator[Candidate]:
-        """The candidate behind samples, that which lets most pass first."""
+    def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> list[Candidate]:
+        """The candidate behind the cheapest sample with which it holds, if any does. A sample lets pass what the check
+        behind it would not see, so it is tried where the check alone holds."""
         if candidate.check is None:
-            return
-        harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
-        for check in sampled_checks(candidate.check, harmless):
-            share = computed_share(check, candidate.head_tokens, harmless, self.num_layers)
-            if share < candidate.computed_share:
-                yield replace(candidate, check=check, computed_share=share)
+            return []
+        harmless = [prompt for prompt in found.deviations if not self._is_trap(prompt.family)]
+        sampled = [
+            replace(candidate, check=check, computed_share=share)
+            for check in sampled_checks(candidate.check, harmless)
+            if (share := computed_share(check, candidate.head_tokens, harmless, self.num_layers))
+            < candidate.computed_share
+        ]
+        sampled.sort(key=lambda each: each.computed_share)
+        return [*itertools.islice((each for each in sampled if self._is_screened(found, each, families)), 1)]
 
     def _is_screened(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
         """Whether the candidate holds on the screening prompts; each is served once, and False beyond `max_tries`."""
         screened = [each for each in found.tried if each.stage == "screen"]
         for each in screened:
-            if each.candidate is candidate:
+            if each.candidate == candidate:
                 return each.verdict.holds
         if len(screened) == self.max_tries:
             return False

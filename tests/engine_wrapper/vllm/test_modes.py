@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.cuda import is_available
 
+from engine_wrapper.vllm.refusals import REASONS
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, both_schedulings, fail_planned, serving
 
 if TYPE_CHECKING:
@@ -228,7 +229,11 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(
     ],
 )
 def test_a_refused_engine_serves_as_stock(
-    engine: Callable[..., Served], cold: dict[str, Any], reason: str, changes: dict[str, str]
+    engine: Callable[..., Served],
+    cold: dict[str, Any],
+    reason: str,
+    changes: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from vllm.config import KVTransferConfig
 
@@ -239,6 +244,7 @@ def test_a_refused_engine_serves_as_stock(
     served.ask(DONOR)
     answer = served.ask(MOVED, max_tokens=16)
     assert served.runtime.refusal == reason
+    assert f"({reason}); vLLM serves as without us. {REASONS[reason]}" in caplog.text
     assert (answer.tokens, answer.logprobs, answer.cached) == (cold["moved"].tokens, cold["moved"].logprobs, 0)
     assert served.scheduler.outcomes.reasons() == {reason: 2}
 

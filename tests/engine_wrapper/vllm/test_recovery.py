@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +67,13 @@ def cannot_be_read(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     monkeypatch.setattr(forward, "_batch", lambda options: (_ for _ in ()).throw(LookupError("injected")))
 
 
+def is_disordered(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """The rows of a step stand in another order than its requests are told in."""
+    forward = served.worker._forward
+    runner = forward._runner
+    monkeypatch.setattr(forward, "_runner", replace(runner, order=lambda: runner.order()[::-1]))
+
+
 def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """vLLM runs its steps past our forward."""
     served.worker._forward.remove()
@@ -84,7 +92,7 @@ def is_unread(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     monkeypatch.setattr(half._steps, "read", fails)
 
 
-FAILURES = [fails_twice, cannot_be_read, is_lost, is_unread]
+FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 
 
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
@@ -107,6 +115,21 @@ def test_a_double_failure_costs_nobody_a_token(
     assert [each.cached for each in answers[:2]] == [0, 0]
     assert_cold(served, cold, MOVED, NEW)
     assert len(served.runtime.faults) == 1
+
+
+@pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
+def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine("position_fix")
+    worker = served.worker._worker
+    with monkeypatch.context() as change:
+        change.setattr(worker, call, lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+        served.ask(DONOR, max_tokens=1)
+        served.ask(LONG, max_tokens=1)
+    assert set(served.runtime.faults) == {call}
+    answers = assert_cold(served, cold, MOVED, NEW)
+    assert [each.cached for each in answers] == [0, 0]
 
 
 def test_a_request_may_end_behind_a_forward_whose_step_has_not(

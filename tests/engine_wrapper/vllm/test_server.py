@@ -64,6 +64,11 @@ class VllmServer(ServerProcess):
     def engine(self) -> Any:
         return next(each for each in psutil.Process(self.pid).children() if "EngineCore" in "".join(each.cmdline()))
 
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            told: str = response.read().decode()
+        return told
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -143,7 +148,9 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet: Fleet) -> No
         assert (worker, text) == (holder, expected)
         assert cached > 400
     # Its engine says so, not only the request's answer.
-    wait_for(lambda: fleet.workers[holder].audit.read_text().count('"event":"materialized"') == len(others))
+    served = fleet.workers[holder]
+    wait_for(lambda: served.audit.read_text().count('"event":"materialized"') == len(others))
+    wait_for(lambda: f'outcome="backend_materialized_reuse"}} {len(others)}.0\n' in served.metrics())
 
 
 def test_a_stream_is_sent_on(fleet: Fleet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,15 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path: Path) -> None:
     ours, vllm = ReuseProfile.read(path).engines
     assert ours == profile.engines[0]
     assert vllm.startswith("vllm-")
+
+
+def test_quality_serves_its_arms_in_vllm(tmp_path: Path) -> None:
+    output = tmp_path / "quality.json"
+    options = ["--families", "header_trap", "--groups", "1", "--questions", "1", "--tokens", "512"]
+    assert main(["quality", "--engine", "vllm", *options, "--output", str(output)]) in (0, 1)
+    report = json.loads(output.read_text())
+    offered = {line["arm"]: line["offered"] for line in report["lines"]}
+    assert offered["position_fix"] > 0 == offered["cold"]
 
 
 def test_answers_are_forced_and_logits_are_the_models(tmp_path: Path) -> None:

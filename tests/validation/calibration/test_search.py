@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from validation.calibration.deviations import PromptDeviations
 from validation.calibration.search import (
     SAMPLE_EVERY,
     Candidate,
+    Found,
+    Search,
     candidates,
     computed_share,
     sampled_checks,
@@ -21,18 +25,27 @@ from validation.calibration.search import (
     unseen_share,
     window_thresholds,
 )
+from validation.calibration.trials import Comparison, Rule, Verdict
+from validation.families.catalog import Kind
+from validation.metrics import evidence
+from validation.samples import line_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from validation.samples import Sample
 
 LAYERS = 4
 LENGTHS = (100, 100)
 
 
-def prompts(means: tuple[float, float], seed: int) -> list[PromptDeviations]:
+def prompts(means: tuple[float, float], seed: int, layers: int = LAYERS) -> list[PromptDeviations]:
     """Ten prompts of two spans whose tokens deviate around `means`, in every layer."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(10):
         spans = [
-            mean * rng.uniform(0.5, 1.5, size=(LAYERS, length)) for mean, length in zip(means, LENGTHS, strict=True)
+            mean * rng.uniform(0.5, 1.5, size=(layers, length)) for mean, length in zip(means, LENGTHS, strict=True)
         ]
         found.append(PromptDeviations("family", np.concatenate(spans, axis=1).astype(np.float32), LENGTHS, 0, 200))
     return found
@@ -82,18 +95,29 @@ def test_the_computed_share_is_that_of_the_layers_and_tokens(
     assert computed_share(ProfileCheck(**check), heads, found, LAYERS) == pytest.approx(share)
 
 
-def test_samples_are_tried_at_thresholds_of_harmless_tokens_and_cost_what_they_compare() -> None:
+def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_compare() -> None:
     dense = ProfileCheck(layer=2, threshold=0.1)
-    first, second = sampled_checks(dense, HARMLESS)
-    assert dense.threshold > first.sample_threshold > second.sample_threshold > 0.05
-    # Of 100 tokens the first window, and of the 68 behind it one in 8.
-    loose = first.model_copy(update={"sample_threshold": 1.0})
-    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx((WINDOW_TOKENS + 9) / 100 * 0.5)
-    assert computed_share(loose, 0, HARMLESS, LAYERS) <= computed_share(second, 0, HARMLESS, LAYERS) < 0.5
+    found = sampled_checks(dense, HARMLESS)
+    assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
+    assert all(0.03 < check.sample_threshold < dense.threshold for check in found)
+    # Of 100 tokens the first window, and of the 68 behind it one of each stratum.
+    loose = found[0].model_copy(update={"sample_threshold": 1.0})
+    compared = WINDOW_TOKENS + -(-68 // SAMPLE_EVERY)
+    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx(compared / 100 * 0.5)
+    shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_EVERY]
+    assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
     # A sample that lets nothing pass leaves the whole check.
-    strict = first.model_copy(update={"sample_threshold": 0.0})
+    strict = found[0].model_copy(update={"sample_threshold": 0.0})
     assert computed_share(strict, 0, HARMLESS, LAYERS) == computed_share(dense, 0, HARMLESS, LAYERS)
-    assert sampled_checks(ProfileCheck(layer=2, threshold=0.01), HARMLESS)[0].sample_threshold == 0.01
+
+
+def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window() -> None:
+    values = np.arange(2 * 70, dtype=np.float32).reshape(2, 70)
+    prompt = PromptDeviations("f", values, (33, 37), 0, 70)
+    compared = sample_of([33, 37], 8, 0)
+    windows = [range(32), range(32, 33), range(33, 65), range(65, 70)]
+    means = [np.mean([values[1, token] for token in compared if token in window]) for window in windows]
+    assert prompt.sample_means(1, 8) == pytest.approx(means)
 
 
 def test_what_a_sample_did_not_see_is_told() -> None:
@@ -148,3 +172,78 @@ def test_means_are_of_each_span_and_of_its_windows() -> None:
     prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
     assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
     assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]
+
+
+DEEP_LAYERS = 12
+DEEP, DEEP_TRAPS = prompts((0.04, 0.05), 1, DEEP_LAYERS), prompts((0.05, 0.26), 2, DEEP_LAYERS)
+
+
+class Answers:
+    """In place of trials: the candidates in `holding` lose nothing, all others fail; what was compared is `told`."""
+
+    def __init__(
+        self, holding: Collection[Candidate], asked: list[Candidate], told: tuple[Comparison, ...] = ()
+    ) -> None:
+        self.holding, self.asked, self.told = holding, asked, told
+
+    def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
+        return list(families)
+
+    def deviations(self, family: str, count: int) -> list[PromptDeviations]:
+        return [replace(prompt, family=family) for prompt in (DEEP_TRAPS if family == "trap" else DEEP)]
+
+    def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+        return Verdict(self.told, inferior=None if self.asked[-1] in self.holding else "trap")
+
+
+def searched(
+    holding: Collection[Candidate], generations: Sequence[int] = (), told: tuple[Comparison, ...] = ()
+) -> Found:
+    asked: list[Candidate] = []
+    trials: Any = Answers(holding, asked, told)
+    rule = Rule((1,), 0.1, 0.95, proof=False)
+    kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
+    written: Any = asked.append
+    fresh: Any = lambda *_: (trials, rule)  # noqa: E731
+    return Search(DEEP_LAYERS, kinds, trials, rule, fresh, written, 99, generations, lambda _: None).run()
+
+
+def test_of_checks_that_compute_about_the_same_the_deeper_one_wins_if_its_sample_lets_more_pass() -> None:
+    ordered = candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS)
+    deeper = next(each for each in ordered if each.check is not None and each.check.layer == 2)
+    near = [each for each in ordered if each.check is not None and each.check.layer == 1 and each != deeper]
+    about = [each for each in near if each.computed_share < deeper.computed_share < 1.1 * each.computed_share]
+    far = [each for each in near if 1.1 * each.computed_share < deeper.computed_share]
+    strictest = [max((e for e in ordered if e.check and e.check.layer == layer), key=share_of) for layer in (1, 2)]
+    samples = [
+        replace(deeper, check=check, computed_share=computed_share(check, deeper.head_tokens, DEEP, DEEP_LAYERS))
+        for check in sampled_checks(deeper.check, DEEP)
+    ]
+    cheapest = min(samples, key=share_of)
+    assert searched([*strictest, about[-1], deeper, *samples]).winner == cheapest
+    assert searched([*strictest, about[-1], deeper]).winner == about[-1]
+    assert searched([*strictest, far[-1], deeper, *samples]).winner == far[-1]
+    found = searched([*strictest, about[-1], deeper, *samples])
+    assert [each.candidate for each in found.tried if each.stage == "confirm"] == [cheapest]
+
+
+@pytest.mark.parametrize(
+    ("holding", "reached", "allowed"), [((1, 3), 3, 3), ((1,), 3, 1), ((3,), 3, 0), ((1, 3), 1, 1), ((1, 3), 0, 0)]
+)
+def test_a_profile_allows_the_generations_that_hold_and_that_prompts_were_served_from(
+    make_sample: Callable[..., Sample], holding: tuple[int, ...], reached: int, allowed: int
+) -> None:
+    sample = make_sample(generation=reached)
+    same = evidence([0.0, 0.0], [0, 1], 0.1, 0.95)
+    told = Comparison(line_of("harmless", "verified", [sample], {sample.case_id: sample}), same, None, same)
+    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
+    first = max(checks, key=share_of)
+    found = searched([first, *(replace(first, generations=each) for each in holding)], (1, 3), (told,))
+    assert found.winner == replace(first, generations=allowed)
+    assert found.comparisons == (told,)
+    names = [each.candidate.name for each in found.tried if each.stage == "confirm"]
+    assert names[:2] == [first.name, f"{first.name} generations 1"]
+
+
+def share_of(candidate: Candidate) -> float:
+    return candidate.computed_share

@@ -249,12 +249,6 @@ async def test_an_answer_that_is_too_large_is_refused(parts: Routed) -> None:
 
 
 @router()
-async def test_a_prompt_that_cannot_be_read_goes_to_the_least_loaded(parts: Routed) -> None:
-    assert [(await parts.ask(prompt=5))[1]["choices"][0]["text"] for _ in range(4)] == ["1", "2", "1", "2"]
-    assert parts.count("semblend_router_fallbacks_total", reason="unread_prompt") == 4
-
-
-@router()
 async def test_what_fails_in_the_router_is_answered_and_counted(parts: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts.router, "_forwarder", None)
     status, answer, _ = await parts.ask(prompt="abc")
@@ -474,13 +468,6 @@ def test_a_request_goes_where_its_document_is(place: Callable[..., Any], tokeniz
     assert prompt.tokens == len(tokenizer.encode(PROMPT))
     (holder,) = prompt.holders
     assert 0.7 * len(DOCUMENT) <= holder.tokens <= prompt.tokens
-
-
-@pytest.mark.parametrize("salt", ["b", None, ""])
-def test_other_tenants_get_no_signal(place: Callable[..., Any], salt: str | None) -> None:
-    prompt, worker, _ = place(salt, {"prompt": PROMPT})
-    assert prompt.holders == ()
-    assert worker == (1, 0)
 
 
 class Failing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import random
 import time
@@ -16,7 +15,8 @@ import pytest
 
 from semblend_trt.fleet.telemetry import read_trace
 from tests.semblend_trt.conftest import NatsServer
-from validation.benchmarks.server_process import MODEL, ServerProcess, router, worker
+from validation.benchmarks.server_process import MODEL, ServerProcess, key_of, worker
+from validation.benchmarks.server_process import fleet as routed_fleet
 from validation.documents import stock_list
 from validation.prompts import render
 
@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 120
 TENANTS = ("acme", "globex")
-CONFIG = """
-port = 0
-show_worker = true
-model = "{model}"
-nats_url = "{nats}"
-secret_env = "ROUTER_SECRET"
-
-{tables}
-[telemetry]
-path = "{trace}"
-"""
 
 
 @dataclass
@@ -49,7 +38,7 @@ class Fleet:
 
     def open(self, prompt: str, tenant: str, **fields: Any) -> Any:
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
-        headers = {"Authorization": f"Bearer key of {tenant}"}
+        headers = {"Authorization": f"Bearer {key_of(tenant)}"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=120)
 
@@ -68,36 +57,15 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    server = NatsServer(folder / "nats")
+    trace, server = folder / "trace.jsonl", NatsServer(folder / "nats")
     server.start()
-    ending = contextlib.ExitStack()
-    ending.callback(server.kill)
-    with ending:
-        workers = {}
-        for number in (1, 2):
-            arguments = [
-                "--worker-id",
-                str(number),
-                "--nats",
-                server.url,
-                "--profile",
-                str(MODEL / "reuse-profile.json"),
-            ]
-            workers[f"{number}.0"] = each = worker(*arguments)
-            ending.callback(each.kill)
-        tables = "".join(
-            f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {name.split(".")[0]}\n'
-            for name, each in workers.items()
-        )
-        for tenant in TENANTS:
-            digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-            tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
-        config = folder / "router.toml"
-        trace = folder / "trace.jsonl"
-        config.write_text(CONFIG.format(model=MODEL, nats=server.url, tables=tables, trace=trace))
-        front = router(config, ROUTER_SECRET="a secret of the router")
-        ending.callback(front.kill)
-        yield Fleet(workers, front.address(), trace)
+    with contextlib.ExitStack() as ending:
+        ending.callback(server.kill)
+        shared = ("--nats", server.url, "--profile", str(MODEL / "reuse-profile.json"))
+        workers = [worker("--worker-id", str(number), *shared) for number in (1, 2)]
+        fields = {"nats_url": server.url, "show_worker": True, "telemetry.path": str(trace)}
+        front = ending.enter_context(routed_fleet(folder, workers, TENANTS, **fields))
+        yield Fleet(dict(zip(("1.0", "2.0"), workers, strict=True)), front.address(), trace)
 
 
 def prompts(seed: int) -> list[tuple[str, str]]:
