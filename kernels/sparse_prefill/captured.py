@@ -119,8 +119,7 @@ def fill_tables(
 
 
 def _piece(reach: np.ndarray, shape: LaunchShape) -> int:
-    """The shortest piece, in whole tiles of KV, of which the launch's items hold all; not so short that to join one more
-    costs more than it saves."""
+    """The shortest piece, in whole tiles of KV, of which the launch's items hold all, and which is worth its join."""
     tile, furthest = shape.config.block_n, int(reach.max())
     longest = -(-furthest // shape.pieces)
     shortest = max(-(-int(reach.sum()) // shape.items), min(max(isqrt(furthest * JOIN_COST), MIN_PIECE), longest))
