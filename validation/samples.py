@@ -24,15 +24,15 @@ MIN_COLD_SCORE = 0.5
 class Sample:
     """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
 
-    Token counts and `generation` are as in `Reuse`. `computed_share`: tokens times layers that were computed, of those
-    behind the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position 0 on with
-    a donor that this arm computed exactly, and that the arm exact_prefix reuses. `exact_match`: only where one answer
-    is right. `follows_donor`: the answer is the wrong one of the donors' text. Scores `*_cold` compare with cold's
-    answer, `*_reference` with the reference. `loss` (nats a token) and `perplexity` are of the reference, in a timed
-    run without one of cold's answer; `perplexity_ratio` is over cold's. `first_token_kl`: nats from cold's
-    distribution. `speedup`: cold's TTFT over this arm's, of timed cases; times are in seconds. `likelihood`, 0 to 1,
-    where it was asked for: the probability of the right answer, in the tokens in which cold gave it; where many texts
-    are right, of the reference by token (geometric mean).
+    Token counts and `generation` are as in `Reuse`. `computed_share`: tokens times layers that were computed, of
+    those behind the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
+    0 on with a donor that this arm computed exactly, in whole units of the engine, and that the arm exact_prefix
+    reuses. `exact_match`: only where one answer is right. `follows_donor`: the answer is the wrong one of the
+    donors' text. Scores `*_cold` compare with cold's answer, `*_reference` with the reference. `loss` (nats a
+    token) and `perplexity` are of the reference, in a timed run without one of cold's answer; `perplexity_ratio` is
+    over cold's. `first_token_kl`: nats from cold's distribution. `speedup`: cold's TTFT over this arm's, of timed
+    cases; times are in seconds. `likelihood`, 0 to 1, where it was asked for: the probability of the right answer,
+    in the tokens in which cold gave it; where many texts are right, of the reference by token (geometric mean).
     """
 
     case_id: str
