@@ -271,8 +271,8 @@ def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
 
 
 def parts_of(first: int, num_layers: int) -> list[range]:
-    """The layers from `first` on, a range for each graph."""
-    cuts = {first, first + 1, *range(first + 2, num_layers, LAYERS_A_GRAPH), num_layers}
+    """The layers from `first` on, a range for each graph. The last layer is alone, as it comes from the host."""
+    cuts = {first, first + 1, *range(first + 2, num_layers, LAYERS_A_GRAPH), num_layers - 1, num_layers}
     return [range(start, end) for start, end in pairwise(sorted(cuts))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,8 +129,8 @@ class PlanLoader:
         most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
         step = self._reader.layers_at_once(min(most, num_layers), tokens)
         placing = [self._reader.placing(load.far, load.target, step) for load in distant]
-        for first in range(0, num_layers, step):
-            end = min(first + step, num_layers)
+        # The last layer comes alone: nothing but its own computing is then left behind the transfer.
+        for first, end in pairwise(sorted({*range(0, num_layers, step), num_layers - 1, num_layers})):
             for place in placing:
                 place(first, end)
             groups.append((end, self._reader.placed()))

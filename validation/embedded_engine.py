@@ -95,6 +95,7 @@ class EmbeddedEngines:
     """Embedded engines that share the weights of `runner`."""
 
     starts_slowly = False
+    prefix_unit = 1
     notes = ()
 
     def __init__(self, runner: ModelRunner) -> None:

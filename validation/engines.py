@@ -78,13 +78,17 @@ class ArmEngine(Protocol):
 
 class Engines(ServedModel, Protocol):
     """Opens engines over one model. `token_bytes`: most bytes of a token's KV. Engines that start slowly run one at a
-    time, and each is asked everything at once."""
+    time, and each is asked everything at once. `prefix_unit`: an engine's own exact prefix is a multiple of so many
+    tokens."""
 
     @property
     def token_bytes(self) -> int: ...
 
     @property
     def starts_slowly(self) -> bool: ...
+
+    @property
+    def prefix_unit(self) -> int: ...
 
     @property
     def notes(self) -> tuple[str, ...]:

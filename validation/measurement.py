@@ -153,7 +153,9 @@ class BatchServer(_CaseServer):
 
     def _chunk(self, server: ArmServer, chunk: Sequence[list[Case]]) -> Iterator[tuple[str, Answer]]:
         """Each case's id and answer."""
-        server.serve_donors([donor for group in chunk for donor in self._tokens[group[0].id].donors])
+        # A group's donors one after the other: each may itself be served from earlier ones.
+        for donors in zip_longest(*(self._tokens[group[0].id].donors for group in chunk)):
+            server.serve_donors([donor for donor in donors if donor is not None])
         # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]
@@ -364,10 +366,12 @@ class Measurement(_CaseServer):
         return samples
 
     def _exact_prefix(self, case: Case, arm: Arm, found: _Round) -> int:
-        """Tokens that the prompt shares from position 0 on with a donor that the arm computed exactly."""
+        """Tokens that the prompt shares from position 0 on with a donor that the arm computed exactly, as many as the
+        engine can hold of them."""
         reuse, donors = found.reuse[arm.name], found.donors[case.group, arm.name]
         exact = [index for index, number in enumerate(donors) if number not in reuse or reuse[number].reused == 0]
-        return max((self._tokens[case.id].shared_prefix(index) for index in exact), default=0)
+        shared = max((self._tokens[case.id].shared_prefix(index) for index in exact), default=0)
+        return shared - shared % self._engines.prefix_unit
 
 
 def _check_cold(case: Case, answers: dict[str, Answer]) -> None:

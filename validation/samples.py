@@ -24,15 +24,15 @@ MIN_COLD_SCORE = 0.5
 class Sample:
     """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
 
-    Token counts are as in `Reuse`. `computed_share`: tokens times layers that were computed, of those behind the
-    engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position 0 on with a donor
-    that this arm computed exactly, and that the arm exact_prefix reuses. `exact_match`: only where one answer is right.
-    `follows_donor`: the answer is the wrong one of the donors' text. Scores `*_cold` compare with cold's answer,
-    `*_reference` with the reference. `loss` (nats a token) and `perplexity` are of the reference, in a timed run
-    without one of cold's answer; `perplexity_ratio` is over cold's. `first_token_kl`: nats from cold's distribution.
-    `speedup`: cold's TTFT over this arm's, of timed cases; times are in seconds. `likelihood`, 0 to 1, where it was
-    asked for: the probability of the right answer, in the tokens in which cold gave it; where many texts are right,
-    of the reference by token (geometric mean).
+    Token counts and `generation` are as in `Reuse`. `computed_share`: tokens times layers that were computed, of
+    those behind the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
+    0 on with a donor that this arm computed exactly, in whole units of the engine, and that the arm exact_prefix
+    reuses. `exact_match`: only where one answer is right. `follows_donor`: the answer is the wrong one of the
+    donors' text. Scores `*_cold` compare with cold's answer, `*_reference` with the reference. `loss` (nats a
+    token) and `perplexity` are of the reference, in a timed run without one of cold's answer; `perplexity_ratio` is
+    over cold's. `first_token_kl`: nats from cold's distribution. `speedup`: cold's TTFT over this arm's, of timed
+    cases; times are in seconds. `likelihood`, 0 to 1, where it was asked for: the probability of the right answer,
+    in the tokens in which cold gave it; where many texts are right, of the reference by token (geometric mean).
     """
 
     case_id: str
@@ -78,6 +78,8 @@ class Sample:
     judge_score: float | None = None
     judge_error: str | None = None
     likelihood: float | None = None
+    largest_witness: tuple[float, ...] = ()
+    generation: int = 0
 
 
 def sample_of(
@@ -135,6 +137,8 @@ def sample_of(
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
         likelihood=ours.likelihood,
+        largest_witness=reuse.largest_witness,
+        generation=reuse.generation,
     )
 
 
@@ -144,7 +148,7 @@ class Line:
 
     `ppl_ratio`: exp of the mean difference of losses. `follows_donor`: share of answers that are the donors' wrong one.
     The bounds compare with cold: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: reused over
-    offered tokens. `largest_kept`: the maximum over samples.
+    offered tokens. `largest_kept` and `generation`: the maxima over samples.
     """
 
     family: str
@@ -167,6 +171,7 @@ class Line:
     reused_share: float | None
     computed_share: float
     largest_kept: float
+    generation: int
 
     @property
     def bounds(self) -> list[NonInferiority]:
@@ -219,6 +224,7 @@ def line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str,
         reused_share=reused / offered if offered else None,
         computed_share=computed_share,
         largest_kept=max(sample.largest_kept for sample in samples),
+        generation=max(sample.generation for sample in samples),
     )
 
 

@@ -27,7 +27,8 @@ class Reuse:
 
     `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` behind it: compared
     with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
-    largest deviation of a token that was compared and is reused.
+    largest deviation of a token that was compared and is reused. `largest_witness`: that of a witness, by group of
+    layers. `generation`: the highest of the plan's donors.
     """
 
     cached: int = 0
@@ -37,11 +38,13 @@ class Reuse:
     recomputed: int = 0
     largest_kept: float = 0.0
     sampled: int = 0
+    largest_witness: tuple[float, ...] = ()
     outcome: str | None = None
     reason: str | None = None
+    generation: int = 0
 
     @classmethod
-    def of(cls, event: Mapping[str, Any]) -> Reuse:
+    def of(cls, event: Mapping[str, Any], generation: int) -> Reuse:
         """From the audit event `request_settled`; what is not known of a check counts as 0."""
         return cls(
             cached=event["exact_prefix_tokens"],
@@ -51,8 +54,10 @@ class Reuse:
             recomputed=event["offered_tokens"] - event["reused_tokens"],
             largest_kept=event["largest_kept"] or 0.0,
             sampled=event["sampled_tokens"] or 0,
+            largest_witness=tuple(event["largest_witness"] or ()) if event["witness_tokens"] else (),
             outcome=event["outcome"],
             reason=event["reason"],
+            generation=generation,
         )
 
 
@@ -120,9 +125,10 @@ class ArmServer:
         """
         if self.arm.variables is None:
             return {}
-        return {
-            number: Reuse.of(event) for number, event in enumerate(ended_requests(self.audit.events, asked), start=1)
-        }
+        events = self.audit.events
+        ended = enumerate(ended_requests(events, asked), start=1)
+        placed = {each["request_id"]: each["generation"] for each in events if each["event"] == "plan_dispatched"}
+        return {number: Reuse.of(event, placed.get(event["request_id"], 0)) for number, event in ended}
 
     def _answer(self, output: Any, forced: tuple[int, ...] | None) -> Answer:
         [completion] = output.outputs

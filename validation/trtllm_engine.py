@@ -97,6 +97,7 @@ class TrtllmEngines:
     """
 
     starts_slowly = True
+    prefix_unit = 1
     notes = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
 
     def __init__(self, model: str, dtype: str = "auto") -> None:

@@ -45,6 +45,7 @@ class VllmEngines:
     """
 
     starts_slowly = True
+    prefix_unit = _BLOCK_SIZE
     notes = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold tells how much).",

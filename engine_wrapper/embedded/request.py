@@ -9,6 +9,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from numbers import Integral
 from time import perf_counter
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ class LlmRequest:
         self.request_id = self.py_request_id = self.client_id = request_id
         self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
         self.max_new_tokens = max_new_tokens
-        self.sampling_params, self.generator = sampling_params, sampling_params.generator()
+        self.sampling_params = sampling_params
         self.cache_salt, self.cache_salt_id = cache_salt, _salt_id(cache_salt)
         self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
@@ -185,6 +186,11 @@ class LlmRequest:
     def is_generation_only_request(self) -> bool:
         """False: a method, as in upstream's Python subclass."""
         return False
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The request's own random numbers; a greedy request needs none."""
+        return self.sampling_params.generator()
 
     @property
     def root_key(self) -> RootKey:

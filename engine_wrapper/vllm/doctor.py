@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,11 @@ def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArgu
     arguments, None where vLLM makes none of these.
     """
     area, version = Area("engine"), vllm_version()
-    if version is None:
+    if version is None and "vllm" not in sys.modules:
         yield area.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
         return None
-    told = f"vLLM {version[0]}.{version[1]} is installed"
-    if version < OLDEST:
+    told = f"vLLM {'without a number' if version is None else '.'.join(map(str, version))} is installed"
+    if version is None or version < OLDEST:
         yield area.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
         return None
     if version in _TESTED:

@@ -267,6 +267,8 @@ class VllmRows:
         of `kv` is the metadata."""
         if not isinstance(kv[-1], tuple):
             return stock(attention, queries, *kv, output=output, **options)
+        if any(each is not None for each in options.values()):
+            raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
         rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
         cache, scale = self._parts.cache(layer), attention.impl.scale
         output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], scale)

@@ -7,6 +7,7 @@ its piece of KV from tables on the device, which are refilled before each replay
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,10 +119,10 @@ def fill_tables(
 
 
 def _piece(reach: np.ndarray, shape: LaunchShape) -> int:
-    """The shortest piece, in whole tiles of KV, of which the launch's items hold all."""
-    tile = shape.config.block_n
-    longest = -(-int(reach.max()) // shape.pieces)
-    shortest = max(-(-int(reach.sum()) // shape.items), 1)
+    """The shortest piece, in whole tiles of KV, of which the launch's items hold all, and which is worth its join."""
+    tile, furthest = shape.config.block_n, int(reach.max())
+    longest = -(-furthest // shape.pieces)
+    shortest = max(-(-int(reach.sum()) // shape.items), min(max(isqrt(furthest * JOIN_COST), MIN_PIECE), longest))
     candidates = np.arange(-(-shortest // tile), -(-longest // tile) + 1) * tile
     needed = (-(-reach // candidates[:, None])).sum(axis=1)
     return int(candidates[np.argmax(needed <= shape.items)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import naive
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels.builders import Batch, assert_same
+from tests.kernels.builders import Batch, assert_same, rows_at
 
 if TYPE_CHECKING:
     from kernels.sparse_prefill import SequenceRows
@@ -73,6 +73,15 @@ def test_a_batch_of_more_rows_or_sequences_than_the_shape_has_is_refused(positio
         ValueError, match=f"has {rows} rows of {len(positions)} sequences; the launch has room for 5 of 3"
     ):
         filled(shape, Batch(positions, heads=HEADS).sequences)
+
+
+def test_a_batch_of_few_tiles_is_not_cut_shorter_than_joining_is_worth() -> None:
+    from kernels.sparse_prefill.captured import LaunchShape
+
+    shape = LaunchShape(16, 1, 7, TileConfig(128, 64, 8, 2), 16)
+    assert shape.tiles == 2
+    items, _ = filled(shape, [rows_at(0, list(range(4080, 4096)), range(128))])
+    assert (items[:, 5] - items[:, 4]).tolist() == [256] * 16 + [0] * 16
 
 
 @pytest.mark.parametrize(("block_m", "pieces"), [(16, 1), (16, 4), (128, 1), (128, 4)])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
+from semblend_trt import loader as loader_module
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
@@ -198,6 +199,24 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
     assert len(calls) == 1
     assert store.drop("near")
     assert used_blocks(store.device) == 0
+
+
+@pytest.mark.parametrize(("group_bytes", "groups"), [(1, [(0, 1), (1, 2), (2, 3)]), (1 << 20, [(0, 2), (2, 3)])])
+def test_layers_come_in_groups_of_some_bytes_and_the_last_one_alone(store, monkeypatch, group_bytes, groups):
+    monkeypatch.setattr(loader_module, "GROUP_BYTES", group_bytes)
+    reader = HostReader(CPU, ROTATION, Staging(2 * 36 * 128, 2, GEOMETRY, torch.float32, CPU))
+    placing, placed = reader.placing, []
+
+    def recorded(*arguments):
+        place = placing(*arguments)
+        return lambda first, end: placed.append((first, end)) or place(first, end)
+
+    monkeypatch.setattr(reader, "placing", recorded)
+    pool, expected = empty_pool(), empty_pool()
+    assert loader(store, pool, reader).load([MIXED]) == []
+    assert placed == groups
+    loader(store, expected).load([MIXED])
+    torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
 def test_leftovers_of_the_load_before_are_joined_first(store):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation.arms import POSITION_FIX, ArmChoices, arms_of
+from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
 from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
-from validation.measurement import BatchServer, ServingSettings
+from validation.measurement import BatchServer, Measurement, ServingSettings
 from validation.models import shipped_model
 
 if TYPE_CHECKING:
@@ -62,3 +62,14 @@ def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines: Counte
     assert all(each.reuse.outcome for each in longer.values())
     server.answers(MOVED, short[:1])
     assert engines.arms[-2:] == [MOVED.name, MOVED.name]
+
+
+@pytest.mark.parametrize("unit", [1, 32])
+def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(engines: Counted, unit: int) -> None:
+    """Of a token that all prompts begin with an engine that keeps whole blocks reuses nothing."""
+    engines.prefix_unit = unit
+    cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=2, tokens=512))
+    arms = arms_of([COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX], ArmChoices(8, boundary=1))
+    measured = Measurement(engines, cases, ServingSettings(str(shipped_model()), max_tokens=4), arms).run()
+    expected = [sample.expected_exact_tokens for sample in measured.samples if sample.arm == POSITION_FIX]
+    assert any(expected) == (unit == 1)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +37,13 @@ from validation.benchmarks.vllm_arm import (
     STOCK,
     VERIFIED,
     Sizes,
-    Turns,
     VllmArm,
-    give_turns,
 )
 from validation.output import write_json, write_text
 from validation.scoreboard import markdown_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 # Our connector inside vLLM, each against stock vLLM of the same version in the same run.
 VLLM_OVER_EXACT_HIT = 1.0
@@ -62,6 +60,32 @@ _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
+
+
+class Turns:
+    """Takes turns at the machine with the other arms, which run in processes of their own (`give_turns`)."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: of a socket, inherited from the process that gives the turns."""
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Waits for the turn, and gives it up at the end."""
+        self._socket.sendall(b"?")
+        self._socket.recv(1)
+        yield
+        self._socket.sendall(b".")
+
+
+def give_turns(arms: Sequence[socket.socket]) -> None:
+    """Gives every arm one turn in each round, which begins when all have asked for it; returns when all have ended."""
+    asking = list(arms)
+    while asking := [arm for arm in asking if arm.recv(1)]:
+        for arm in asking:
+            arm.sendall(b"!")
+            arm.recv(1)
 
 
 def measure_arm(options: argparse.Namespace) -> None:
@@ -81,7 +105,8 @@ def measure_arm(options: argparse.Namespace) -> None:
     os.environ.update(variables)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        arm = VllmArm(name, Path(folder), SMALL if options.small else Sizes(), own, turn, small=options.small)
+        sizes, check = SMALL if options.small else Sizes(), _settings(options.check_option)
+        arm = VllmArm(name, Path(folder), sizes, own, turn, check, small=options.small)
         told = {
             "arm": name,
             "engine": arm.facts,
@@ -164,7 +189,8 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
     if sampled := ours.get("sampled_ms"):
         told = ours["served"]["sampled"]
         baseline = (
-            f"{_median(sampled):,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; of "
+            f"{_median(sampled):,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; check in layer "
+            f"{ours['check']['layer']}, one token in {ours['check']['sample_every']}; of "
             f"{told['offered_tokens']:,} offered tokens {told['sampled_tokens']:,} in a sample, "
             f"{told['checked_tokens']:,} checked behind it, {told['reused_tokens']:,} reused; {_spread(sampled)}"
         )
@@ -284,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, told in (
         ("engine", "of vLLM's engine, or a variable in capitals"),
         ("our", "the same, in our arms only"),
+        ("check", "of the profile's check, where it has a sample"),
     ):
         parser.add_argument(f"--{name}-option", action="append", default=[], metavar="KEY=VALUE", help=told)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
@@ -335,6 +362,7 @@ def _command(arm: str, parts: Sequence[str], options: argparse.Namespace, whole:
     given = [sys.executable, "-m", "validation.benchmarks.vllm", "--out", str(options.out), "--arm", arm]
     given += ["--parts", ",".join(parts), "--command", whole, *(["--small"] if options.small else [])]
     given += [f"--engine-option={each}" for each in options.engine_option]
+    given += [f"--check-option={each}" for each in options.check_option]
     return given + [f"--our-option={each}" for each in options.our_option]
 
 

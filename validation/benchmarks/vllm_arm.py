@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
@@ -141,35 +140,9 @@ class Served:
         return None
 
 
-class Turns:
-    """Takes turns at the machine with the other arms, which run in processes of their own (`give_turns`)."""
-
-    def __init__(self, descriptor: int) -> None:
-        """`descriptor`: of a socket, inherited from the process that gives the turns."""
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Waits for the turn, and gives it up at the end."""
-        self._socket.sendall(b"?")
-        self._socket.recv(1)
-        yield
-        self._socket.sendall(b".")
-
-
-def give_turns(arms: Sequence[socket.socket]) -> None:
-    """Gives every arm one turn in each round, which begins when all have asked for it; returns when all have ended."""
-    asking = list(arms)
-    while asking := [arm for arm in asking if arm.recv(1)]:
-        for arm in asking:
-            arm.sendall(b"!")
-            arm.recv(1)
-
-
 class VllmArm:
     """The arm's engine, started with vLLM's defaults and `options`. `turn` is entered for all that is measured in
-    turns."""
+    turns. `check` changes the check of sampled_ms."""
 
     def __init__(
         self,
@@ -178,6 +151,7 @@ class VllmArm:
         sizes: Sizes,
         options: Mapping[str, Any],
         turn: Callable[[], AbstractContextManager[None]],
+        check: Mapping[str, Any],
         *,
         small: bool,
     ) -> None:
@@ -215,7 +189,9 @@ class VllmArm:
         self._vocabulary = int(config.vocab_size)
         self._asked = 0
         self._profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
-        self._folder = folder
+        assert self._profile.check is not None
+        sample = {"sample_every": SAMPLE_EVERY, "sample_threshold": self._profile.check.threshold}
+        self._folder, self._sampled = folder, self._profile.check.model_copy(update={**sample, **check})
         if name == VERIFIED:
             self._use_profile("shifted_ms")
 
@@ -252,9 +228,8 @@ class VllmArm:
         if self.name == VERIFIED:
             told["profile"] = (
                 f"the shipped model's, made for this engine: {self._profile.check}, head_tokens "
-                f"{self._profile.head_tokens}; for sampled_ms one token in {SAMPLE_EVERY} is compared first, at the "
-                "same threshold; dummy weights are so small that K and V hardly hang on other tokens, so "
-                "that nearly all is kept, as of harmless text"
+                f"{self._profile.head_tokens}; for sampled_ms {self._sampled}; dummy weights are so small that K "
+                "and V hardly hang on other tokens, so that nearly all is kept, as of harmless text"
             )
         return told
 
@@ -367,7 +342,8 @@ class VllmArm:
         problem = served.problem(len(document) * asked * len(names))
         if problem is None and served.told["sampled"]["requests"] != asked * (len(names) - 1):
             problem = f"{served.told['sampled']['requests']} checks had a sample, and {asked} prompts should have one"
-        return {"tokens": size, **times, "served": served.told, "problem": problem}
+        check = self._sampled.model_dump(mode="json")
+        return {"tokens": size, **times, "served": served.told, "problem": problem, "check": check}
 
     def miss(self) -> dict[str, Any]:
         """Prompts that were never asked before, one directly behind the other: each is saved while the next runs.
@@ -582,11 +558,10 @@ class VllmArm:
         """Makes the shipped model's profile one for this engine, whose name only the running engine knows, and has it
         used. The check of what is measured as sampled_ms has a sample."""
         scheduler = self._scheduler
-        runtime, namespace, check = scheduler._runtime, scheduler.namespace, self._profile.check
-        if namespace is None or check is None:
+        runtime, namespace = scheduler._runtime, scheduler.namespace
+        if namespace is None:
             return  # refused; the first prompt tells why
-        if measured == "sampled_ms":
-            check = check.model_copy(update={"sample_every": SAMPLE_EVERY, "sample_threshold": check.threshold})
+        check = self._sampled if measured == "sampled_ms" else self._profile.check
         here = ReuseProfile.made_for(namespace, runtime.pool.geometry, policy=ReusePolicy.EXACT)
         own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
         path = self._folder / "reuse-profile.json"

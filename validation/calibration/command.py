@@ -6,7 +6,7 @@ import functools
 import itertools
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,12 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
         "they show little",
     )
     parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
+    told = "have witnesses in every layer even where they catch no trap answer that the check alone loses"
+    parser.add_argument("--always-witnesses", action="store_true", help=told)
+    told = (
+        "generations of donors that are tried, after the first: how often KV behind checked KV may be built on; 0: none"
+    )
+    parser.add_argument("--generations", type=int, choices=range(9), metavar="0..8", default=3, help=told)
     arguments.add(parser, "--output", default=Path("reuse-profile.json"), help="the profile")
     return parser.parse_args(given)
 
@@ -149,11 +155,12 @@ class _Prepared:
         if self.own:
             self.kinds[WORKLOAD] = Kind.HARMLESS.value
 
-    def trials(self, seed: int, own: Sequence[Case]) -> Trials:
-        """Trials with prompts of the families under a seed, and with the user's `own`."""
+    def trials(self, seed: int, own: Sequence[Case], generations: int = 0) -> Trials:
+        """Trials with prompts of the families under a seed, whose donors are of up to so many `generations`, and with
+        the user's `own`."""
 
         def write(name: str, first: int, count: int) -> list[Case]:
-            asked = replace(self.asked, names=(name,), seed=seed, first=first, groups=count)
+            asked = replace(self.asked, names=(name,), seed=seed, first=first, groups=count, generations=generations)
             if name == WORKLOAD:
                 return [case for group in groups(own)[first : first + count] for case in group]
             if name == PLANTED:
@@ -226,6 +233,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             check=candidate.check,
             boundary=candidate.boundary,
             head_tokens=candidate.head_tokens,
+            generations=candidate.generations,
             figures=list(figures),
             versions=versions(),
             command=command,
@@ -249,13 +257,15 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
                 CONFIDENCE,
                 proof=False,
             ),
-            fresh=lambda number: (
-                prepared.trials(options.seed + 1 + number, prepared.own[1::2]),
+            fresh=lambda number, generations: (
+                prepared.trials(options.seed + 1 + number, prepared.own[1::2], generations),
                 prepared.proof(number),
             ),
             written=written,
             max_tries=options.max_tries,
+            generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
+            always_witnesses=options.always_witnesses,
         ).run()
     winner = found.winner or Candidate("exact", 1.0)
     profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)
@@ -293,7 +303,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     candidate = profile.confirmed_in(engine)
     if differences := candidate.differences(prepared.namespace, prepared.geometry):
         raise ConfigurationError(f"{options.profile} cannot be confirmed here: {' '.join(differences)}")
-    trials = prepared.trials(options.seed, prepared.own)
+    trials = prepared.trials(options.seed, prepared.own, profile.generations)
     with tempfile.TemporaryDirectory(prefix="confirmation-") as folder:
         path = Path(folder) / models.PROFILE_NAME
         candidate.write(path)  # until it is shown to hold, no other file lists the engine
@@ -360,6 +370,8 @@ def figures_of(found: Found, prompts: Mapping[str, int], margin: float) -> list[
     if found.winner is not None and found.winner.check is not None:
         figures += _deviations(found.deviations, found.winner.check.layer)
         figures += _sample(found.winner, found.deviations)
+    if found.witnesses is not None:
+        figures.append({"what": "witnesses", **asdict(found.witnesses)})
     return figures + [_tried(each) for each in found.tried]
 
 
@@ -402,6 +414,7 @@ def _confirmed(comparison: Comparison) -> dict[str, Any]:
         "checked_tokens": line.checked,
         "reused_tokens": line.reused,
         "largest_kept": line.largest_kept,
+        "generation": line.generation,
         "computed_share": line.computed_share,
     }
 
@@ -444,4 +457,5 @@ def _tried(tried: Tried) -> dict[str, Any]:
         "inferior_family": tried.verdict.inferior,
         "undecided_families": list(tried.verdict.undecided),
         "comparison": tried.verdict.outcome(),
+        "generation": tried.generation,
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from validation.families import built_in, datasets
-from validation.families.group import Group, least_tokens
+from validation.families.group import Group, grown, least_tokens
 from validation.prompts import form_for
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ _UNRELATED_GROUPS = 2.5
 class FamilyRequest:
     """`groups` groups of `questions` prompts of at most `tokens` tokens for each family, from group `first` on.
 
-    `names` empty stands for all families whose data is there; `form` None for the one that the tokenizer knows.
+    `names` empty stands for all families whose data is there; `form` None for the one that the tokenizer knows. With
+    `generations` the donors are built on each other so often.
     """
 
     names: tuple[str, ...] = ()
@@ -128,6 +129,7 @@ class FamilyRequest:
     eval_data: Path | None = None
     form: str | None = None
     first: int = 0
+    generations: int = 0
 
     def family_names(self) -> tuple[str, ...]:
         """The families by name. Raises ConfigurationError for an unknown one."""
@@ -151,7 +153,7 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
         cases += write_family(
             name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data, asked.first
         )
-    return cases
+    return [grown(case, form, asked.generations) for case in cases] if asked.generations else cases
 
 
 # What a timed run serves unless its user brings cases: harmless prompts, a trap, and controls.

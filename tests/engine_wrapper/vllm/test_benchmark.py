@@ -25,7 +25,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = run("--out", str(out), "--arms", "stock,verified", "--json", str(tmp_path / "json"))
+    check = "--check-option=sample_every=16", "--check-option=layer=1"
+    ended = run("--out", str(out), "--arms", "stock,verified", "--json", str(tmp_path / "json"), *check)
     assert ended.returncode == 0, ended.stderr
     rows = {row.name: row for row in read_rows(tmp_path / "json")["vllm"]}
     assert rows == {row.name: row for row in read_rows(out / "rows")["vllm"]}
@@ -45,7 +46,8 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert all(each["reused_tokens"] > 0.9 * each["offered_tokens"] > 0 for each in reused)
     assert all(0 < each["largest_kept"] < 0.01 for each in reused)
     few = parts["ttft"]["served"]["sampled"]
-    assert 0 == few["checked_tokens"] < few["sampled_tokens"] < few["offered_tokens"] / 4
+    assert 0 == few["checked_tokens"] < few["sampled_tokens"] < few["offered_tokens"] / 8
+    assert "check in layer 1, one token in 16" in rows["vllm_verified_ttft_1k_over_exact_hit"].baseline
     assert not any(parts[name]["served"]["sampled"]["requests"] for name in ("decode", "rag", "arrivals"))
     assert told["engine"]["engine_key"].startswith("vllm-")
     assert "| `vllm_verified_ttft_1k_over_cold` |" in (out / "rows" / "vllm.md").read_text()

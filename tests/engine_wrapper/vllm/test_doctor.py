@@ -123,3 +123,27 @@ def test_notes_on_tensorrt_llm_are_left_out(
     found = looked_at(None, tmp_path, capsys, ("settings", "model"))
     assert "SEMBLEND_MIN_SPAN" in found[0][2]
     assert {status for status, _, _ in found} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "reason", "sentence"),
+    [
+        ("0.24.1", "refused", "vllm_version", "vLLM 0.24 is installed; install vLLM 0.25 or newer"),
+        ("0.99.0", "note", None, "vLLM 0.99 is installed, which was not tested"),
+        ("dev", "refused", "vllm_version", "vLLM without a number is installed; install vLLM 0.25 or newer"),
+    ],
+)
+def test_a_version_is_told_by_what_is_known_of_it(
+    version: str,
+    status: str,
+    reason: str | None,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    told, *others = looked_at(None, tmp_path, capsys)
+    assert told[:2] == (status, reason)
+    assert told[2].startswith(sentence)
+    assert [each[0] for each in others] == (["ok"] if status == "note" else [])

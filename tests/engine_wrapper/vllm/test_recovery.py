@@ -117,6 +117,21 @@ def test_a_double_failure_costs_nobody_a_token(
     assert len(served.runtime.faults) == 1
 
 
+@pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
+def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(
+    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine("position_fix")
+    worker = served.worker._worker
+    with monkeypatch.context() as change:
+        change.setattr(worker, call, lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+        served.ask(DONOR, max_tokens=1)
+        served.ask(LONG, max_tokens=1)
+    assert set(served.runtime.faults) == {call}
+    answers = assert_cold(served, cold, MOVED, NEW)
+    assert [each.cached for each in answers] == [0, 0]
+
+
 def test_a_request_may_end_behind_a_forward_whose_step_has_not(
     engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

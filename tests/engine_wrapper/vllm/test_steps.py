@@ -72,10 +72,14 @@ def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(
     assert not served.runtime.faults
 
 
+@pytest.mark.parametrize("policy", [WHOLE, ("verified",)], ids=["boundary", "verified"])
 def test_a_plan_is_cut_to_the_budget_of_a_step(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served],
+    cold: dict[tuple[int, ...], Any],
+    policy: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served = taught(engine(*WHOLE, max_num_batched_tokens=128, max_num_seqs=4))
+    served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4))
     most = 0
     enter = VllmRows.enter
 

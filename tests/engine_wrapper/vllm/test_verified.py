@@ -127,7 +127,7 @@ def expected(sampled: dict[str, Any], tmp_path: Path) -> list[tuple[int | None, 
     [
         (1e3, {"enforce_eager": False}),
         (1e3, {"max_num_batched_tokens": 128, "max_num_seqs": 4}),
-        (0.0, {}),
+        pytest.param(0.0, {}, marks=pytest.mark.every_version),
     ],
     indirect=["sampled"],
     ids=str,

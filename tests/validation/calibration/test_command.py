@@ -40,7 +40,7 @@ def told(profile: ReuseProfile, what: str) -> list[dict[str, Any]]:
 
 
 def calibrate(path: Path, *options: str) -> int:
-    few = ("--screening-groups", "10", "--families", FAMILIES, "--output", str(path))
+    few = ("--screening-groups", "10", "--generations", "0", "--families", FAMILIES, "--output", str(path))
     return main(["calibrate", *SHORT, *few, *options])
 
 
@@ -59,15 +59,17 @@ def test_the_header_trap_rules_cheap_policies_out_and_a_check_passes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "profile.json"
-    assert calibrate(path) == 0
+    assert calibrate(path, "--generations", "1") == 0
     profile = ReuseProfile.read(path)
-    assert profile.policy == "verified"
+    assert (profile.policy, profile.generations) == ("verified", 1)
     assert profile.check.layer >= 2
     tried = told(profile, "tried")
     assert (tried[0]["candidate"], tried[0]["inferior_family"]) == ("position_fix", "header_trap")
     screened = [figure for figure in tried if figure["stage"] == "screen"]
     assert len({figure["candidate"] for figure in screened}) == len(screened)
-    refuted = {figure["candidate"] for figure in tried[:-1] if figure["stage"] == "confirm"}
+    assert tried[-1]["candidate"] == f"{tried[-2]['candidate']} generations 1"
+    assert (tried[-2]["stage"], tried[-2]["holds"]) == ("confirm", True)
+    refuted = {figure["candidate"] for figure in tried[:-2] if figure["stage"] == "confirm"}
     cheaper = [each for each in screened if each["computed_share"] < tried[-1]["computed_share"]]
     assert all(not each["holds"] or each["candidate"] in refuted for each in cheaper)
     assert (tried[-1]["stage"], tried[-1]["holds"]) == ("confirm", True)
@@ -121,6 +123,7 @@ def test_own_prompts_need_references_and_donors(
     [
         (["--screening-groups", "0"], "--screening-groups is 0"),
         (["--max-tries", "0"], "--max-tries is 0"),
+        (["--generations", "9"], "Argument --generations: invalid choice: 9"),
         (["--margin", "1"], "--margin is 1; it must lie between 0 and 1"),
         (["--budget", "99"], "--budget is 99; it must be at least 125"),
         (["--seed", "9" * 30], "it must be at most 4294967295"),
@@ -219,9 +222,13 @@ def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(
 
 
 def test_an_engine_that_is_listed_is_confirmed_again(made: Callable[..., Path], tmp_path: Path) -> None:
-    path, output = made(), tmp_path / "out" / "profile.json"
+    path, output = made(generations=1), tmp_path / "out" / "profile.json"
     assert confirm(path, "--output", str(output), engine="embedded") == 0
-    assert ReuseProfile.read(output).engines == ReuseProfile.read(path).engines
+    profile = ReuseProfile.read(output)
+    assert (profile.engines, profile.generations) == (ReuseProfile.read(path).engines, 1)
+    # Its donors are of that generation here as well.
+    [made_here] = told(profile, "engine_confirmed")
+    assert max(line["generation"] for line in made_here["families"]) == 1
     assert len(ReuseProfile.read(path).figures) == 4
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.reuse_profile import ReuseProfile
+from validation.benchmarks.seen_documents import executed_plans
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.trials import (
     PLANTED,
@@ -20,6 +23,7 @@ from validation.calibration.trials import (
     write_plants,
 )
 from validation.cases import Case, Tokeniser
+from validation.embedded_engine import open_llm
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import ServingSettings
 from validation.metrics import evidence
@@ -97,6 +101,29 @@ def trials(shipped: EmbeddedEngines, collector: DeviationCollector) -> Trials:
     return Trials(shipped, write, settings, 5, collector)
 
 
+@pytest.mark.parametrize(
+    ("family", "reached"), [("reordered", [0, 1, 2, 3]), ("header_trap", [0, 1, 2, 3]), ("prose", [0, 1])]
+)
+def test_donors_grow_through_as_many_generations_as_there_are_documents_for(
+    shipped: EmbeddedEngines, profile: ReuseProfile, tmp_path: Path, family: str, reached: list[int]
+) -> None:
+    asked = FamilyRequest((family,), groups=1, questions=1, tokens=1_536, generations=3)
+    [case], path = write_cases(shipped, asked), tmp_path / PROFILE_NAME
+    [ungrown] = write_cases(shipped, replace(asked, generations=0))
+    assert (case.prompt, case.donors[-1:]) == (ungrown.prompt, ungrown.donors)
+    profile.model_copy(update={"generations": 3}).write(path)
+    variables = {"PROFILE": str(path), "LOOKUP_DEADLINE_MS": "5000"}
+    with open_llm(shipped_model(), shipped.runner.share(), variables, pool_tokens=8_192) as llm:
+        plans, used = executed_plans(llm), []
+        for text in (*case.donors, case.prompt):
+            tokens = [*shipped.tokenizer.encode(text)]
+            [output] = llm.generate([tokens], SamplingParams(max_tokens=1))
+            llm.settle()
+            plan = plans.pop(output.request_id, None)
+            used.append(None if plan is None else max(span.generation for span in plan.spans))
+    assert used == [None, *reached]
+
+
 def rule(*looks: int, proof: bool = True, margin: float = 0.5) -> Rule:
     return Rule(looks, margin, 0.95, proof)
 
@@ -138,6 +165,7 @@ def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(
     verdict = trials.judge(path, ["header_trap", "reordered"], rule(8, margin=0.1), "")
     assert (verdict.inferior, len(verdict.comparisons)) == ("header_trap", 1)
     assert "fails at header_trap" in verdict.outcome()
+    assert trials.lost(verdict.samples) == {each.case_id for each in verdict.samples if not each.exact_match} != set()
 
 
 def test_what_the_budget_leaves_open_is_not_accepted(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ class TaskWriter:
 
 # Documents of a prompt at most, and the share of a row that questions take at least.
 _MOST_LISTS, _MOST_DOCUMENTS, _QUESTION_SHARE, _MOST_QUESTIONS = 6, 14, 0.25, 30
-_MOST_MOVES, _MOST_LEFT = 7, 14
+_MOST_LEFT, _MOST_MOVES, _MOST_FIRST_MOVES = 14, 5, 2
 
 
 class FamilyWriter(TaskWriter):
@@ -274,9 +274,9 @@ def _rounds(rng: random.Random, form: PromptForm) -> list[documents.Document]:
 
 def _walk(rng: random.Random, form: PromptForm) -> tuple[int, list[str]]:
     """The floor on which a round starts, and its steps, which stay in the house."""
-    items = rng.sample(form.vocabulary.items, rng.randint(3, _MOST_LEFT))
-    steps = [*items, *rng.choices(tuple(documents.MOVES), k=rng.randint(0, _MOST_MOVES))]
-    rng.shuffle(steps)
+    moves, items = tuple(documents.MOVES), rng.sample(form.vocabulary.items, rng.randint(3, _MOST_LEFT))
+    first = rng.choices(moves, k=rng.randint(0, _MOST_FIRST_MOVES))
+    steps = [*first, *_shuffled(rng, [*items, *rng.choices(moves, k=rng.randint(0, _MOST_MOVES))])]
     path = documents.floors(0, steps)
     start = rng.randint(documents.LOWEST_FLOOR - min(0, *path), documents.HIGHEST_FLOOR - max(0, *path))
     return start, steps
