@@ -6,7 +6,7 @@ import functools
 import itertools
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,8 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
         "they show little",
     )
     parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
+    told = "have witnesses in every layer even where they catch no trap answer that the check alone loses"
+    parser.add_argument("--always-witnesses", action="store_true", help=told)
     told = (
         "generations of donors that are tried, after the first: how often KV behind checked KV may be built on; 0: none"
     )
@@ -263,6 +265,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             max_tries=options.max_tries,
             generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
+            always_witnesses=options.always_witnesses,
         ).run()
     winner = found.winner or Candidate("exact", 1.0)
     profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)
@@ -367,6 +370,8 @@ def figures_of(found: Found, prompts: Mapping[str, int], margin: float) -> list[
     if found.winner is not None and found.winner.check is not None:
         figures += _deviations(found.deviations, found.winner.check.layer)
         figures += _sample(found.winner, found.deviations)
+    if found.witnesses is not None:
+        figures.append({"what": "witnesses", **asdict(found.witnesses)})
     return figures + [_tried(each) for each in found.tried]
 
 

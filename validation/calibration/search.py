@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.trials import Comparison, Rule, Trials, Verdict
+    from validation.samples import Sample
 
 # Where half of a span deviates, its meaning has changed, and none of it is kept.
 MAX_SPAN_SHARE = 0.5
@@ -35,6 +36,12 @@ _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is tried as well: its sample may let more pass.
 _ABOUT_THE_SAME = 1.1
+# One kept token of so many is computed in all layers, which have so many groups with a bound each.
+WITNESS_EVERY, WITNESS_GROUPS = 128, 4
+# Above every deviation, and finite as a bound must be.
+_UNBOUNDED = 1e30
+# What rounding alone makes a witness deviate by is no bound.
+_LEAST_BOUND = 1e-3
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
 # Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
@@ -66,6 +73,8 @@ class Candidate:
             window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
             every, bound = self.check.sample_every, self.check.sample_threshold
             sample = f" sample of one in {every} under {bound:.4g}" if every else ""
+            witnesses = ", ".join(f"{each:.4g}" for each in self.check.witness_bounds)
+            sample += f" witnesses under {witnesses}" if witnesses else ""
             built = f" generations {self.generations}" if self.generations else ""
             threshold = f"layer {self.check.layer} threshold {self.check.threshold:.4g}"
             return f"{self.policy} {threshold}{window}{head}{sample}{built}"
@@ -148,6 +157,22 @@ def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) ->
     ]
 
 
+def witnessed(candidate: Candidate, bounds: Sequence[float]) -> Candidate:
+    """The candidate with witnesses, one of WITNESS_EVERY kept tokens; `bounds` are those of the groups of layers."""
+    assert candidate.check is not None
+    fields = {"witness_every": WITNESS_EVERY, "witness_bounds": tuple(bounds)}
+    share = candidate.computed_share + (1.0 - candidate.computed_share) / WITNESS_EVERY
+    return replace(candidate, computed_share=share, check=candidate.check.model_copy(update=fields))
+
+
+def witness_bounds(samples: Iterable[Sample]) -> list[float]:
+    """Bounds of each group of layers: one to two steps of a threshold above all deviations of harmless samples'
+    witnesses. Empty where these had no witnesses."""
+    found = [sample.largest_witness for sample in samples if sample.largest_witness]
+    largest = np.max(found, axis=0).tolist() if found else []
+    return [float(_STEP ** (math.floor(math.log(max(each, _LEAST_BOUND), _STEP)) + 2)) for each in largest]
+
+
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
     """All finite values."""
     values: npt.NDArray[np.float64] = np.concatenate([np.empty(0), *arrays])
@@ -195,13 +220,25 @@ class Tried:
 @dataclass(slots=True)
 class Found:
     """The `winner` and its confirmed `comparisons`, if any; otherwise the `problem`, unless all candidates failed.
-    `tried` in order; `deviations` of the screening prompts."""
+    `tried` in order; `deviations` of the screening prompts; `witnesses` says what became of them."""
 
     winner: Candidate | None = None
     comparisons: tuple[Comparison, ...] = ()
     problem: str | None = None
     tried: list[Tried] = field(default_factory=list)
     deviations: list[PromptDeviations] = field(default_factory=list)
+    witnesses: Witnessing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessing:
+    """Whether the winner has witnesses, and why. `lost`: trap answers, which cold knows, that the check alone lost when
+    it was confirmed; `caught`: those of them that the witnesses refused."""
+
+    is_on: bool
+    reason: str
+    lost: int = 0
+    caught: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +248,7 @@ class Search:
     `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
     confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
     engine reads it. At most `max_tries` candidates are screened. `generations` are tried with the check that is
-    confirmed, ascending.
+    confirmed, ascending. The winner has witnesses where they catch a trap answer that it loses without, or `always`.
     """
 
     num_layers: int
@@ -223,6 +260,7 @@ class Search:
     max_tries: int
     generations: Sequence[int]
     tell: Callable[[str], None]
+    always_witnesses: bool = False
 
     def run(self) -> Found:
         """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
@@ -248,15 +286,23 @@ class Search:
             rivals += [each for rival in rivals for each in self._sampled(found, rival, families)]
             for rival in sorted(rivals, key=lambda each: each.computed_share):
                 if self._is_confirmed(found, rival, families):
-                    self._allow_generations(found, rival, families)
-                    return found
+                    return self._with_generations(found, families)
+        # What none of them has seen, witnesses behind those that let least pass may see.
+        for strict in (each for each in strictest.values() if self._is_lost_to_traps(found, each)):
+            watched = self._bounded(strict, families)
+            if watched is None or not self._is_screened(found, watched, families):
+                continue
+            if self._is_confirmed(found, watched, families):
+                return self._with_generations(found, families)
         return found
 
-    def _allow_generations(self, found: Found, winner: Candidate, families: list[str]) -> None:
+    def _with_generations(self, found: Found, families: list[str]) -> Found:
         """The winner may build on its own KV as often as is shown to hold."""
-        if winner.check is not None:
+        winner = found.winner
+        if winner is not None and winner.check is not None:
             grown = (replace(winner, generations=each) for each in self.generations)
             all(self._is_confirmed(found, each, families) for each in grown)
+        return found
 
     def _deeper(
         self, candidate: Candidate, others: Sequence[Candidate], holds: Callable[[Candidate], bool]
@@ -284,7 +330,50 @@ class Search:
             return False
         # Those with donors of a later generation are told among what was tried.
         found.winner, found.comparisons = candidate, found.comparisons or verdict.comparisons
+        if candidate.check is not None and not candidate.generations:
+            found.witnesses = self._witnesses(found, candidate, verdict, trials, rule, families)
+            self.tell(f"witnesses {'on' if found.witnesses.is_on else 'off'}: {found.witnesses.reason}")
         return True
+
+    def _witnesses(
+        self, found: Found, alone: Candidate, verdict: Verdict, trials: Trials, rule: Rule, families: list[str]
+    ) -> Witnessing:
+        """Tries the winner with witnesses, on the prompts that have confirmed it, and keeps them where they help."""
+        assert alone.check is not None
+        if alone.check.witness_every:
+            return Witnessing(True, "without them nothing was non-inferior")
+        lost = trials.lost(each for each in verdict.samples if self._is_trap(each.workload))
+        if not lost and not self.always_witnesses:
+            return Witnessing(False, "the check alone has lost no trap answer")
+        watched = self._bounded(alone, families)
+        if watched is None:
+            return Witnessing(False, "no harmless prompt had any", len(lost))
+        again = trials.judge(self.written(watched), families, rule, f"confirm {watched.name}")
+        caught = {each.case_id for each in again.samples if each.reason == "witness_deviation"} & lost
+        told = len(lost), len(caught)
+        if not self._told(found, watched, "confirm", again):
+            return Witnessing(False, "the winner does not hold with them", *told)
+        if not caught and not self.always_witnesses:
+            return Witnessing(False, "they have caught none of the trap answers that the check alone has lost", *told)
+        found.winner, found.comparisons = watched, again.comparisons
+        why = "they have caught trap answers that the check alone has lost" if caught else "they were asked for"
+        return Witnessing(True, why, *told)
+
+    def _bounded(self, candidate: Candidate, families: Iterable[str]) -> Candidate | None:
+        """The candidate with witnesses, bounded by those of harmless screening prompts; None if these had none."""
+        unbounded = witnessed(candidate, [_UNBOUNDED] * min(WITNESS_GROUPS, self.num_layers))
+        harmless = [name for name in families if not self._is_trap(name)]
+        # Whatever they lose, they are served.
+        measure = replace(self.screen, looks=self.screen.looks[:1], margin=1.0)
+        verdict = self.screening.judge(self.written(unbounded), harmless, measure, f"measure {unbounded.name}")
+        bounds = witness_bounds(verdict.samples)
+        return witnessed(candidate, bounds) if bounds else None
+
+    def _is_lost_to_traps(self, found: Found, candidate: Candidate) -> bool:
+        """Whether the candidate was tried, and failed or stayed undecided at traps alone."""
+        verdicts = [each.verdict for each in found.tried if each.candidate == candidate]
+        failed = [name for each in verdicts for name in (each.inferior, *each.undecided) if name is not None]
+        return bool(failed) and all(map(self._is_trap, failed))
 
     def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> list[Candidate]:
         """The candidate behind the cheapest sample with which it holds, if any does. A sample lets pass what the check
@@ -324,7 +413,7 @@ class Search:
 
     def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
         """Records and tells a verdict; True when it holds."""
-        found.tried.append(Tried(candidate, stage, verdict))
+        found.tried.append(Tried(candidate, stage, replace(verdict, samples=())))  # of all tries they would be many
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {verdict.outcome()}")
         return verdict.holds

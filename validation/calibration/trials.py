@@ -25,7 +25,7 @@ from validation.output import progress
 from validation.samples import MIN_COLD_SCORE, line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from validation.arms import Arm
@@ -109,12 +109,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`comparisons`: of the families that were served. `inferior`: the family at which the candidate failed;
-    `undecided`: those that the budget left open."""
+    """`comparisons`: of the families that were served, and the candidate's `samples` there. `inferior`: the family at
+    which the candidate failed; `undecided`: those that the budget left open."""
 
     comparisons: tuple[Comparison, ...]
     inferior: str | None = None
     undecided: tuple[str, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -216,13 +217,17 @@ class Trials:
                             samples[name] += [sample for sample in served if sample.workload == name]
                             found[name] = self._compared(name, samples[name], rule)
                             if found[name].fails:
-                                return Verdict(tuple(found.values()), inferior=name)
+                                return Verdict(tuple(found.values()), inferior=name, samples=_joined(samples))
                 waiting = [name for name in waiting if not rule.passes(found[name], is_all=name in self._ended)]
                 undecided += [name for name in waiting if name in self._ended]
                 waiting = [name for name in waiting if name not in self._ended]
                 if not waiting:
                     break
-        return Verdict(tuple(found.values()), undecided=(*undecided, *waiting))
+        return Verdict(tuple(found.values()), undecided=(*undecided, *waiting), samples=_joined(samples))
+
+    def lost(self, samples: Iterable[Sample]) -> set[str]:
+        """The cases that cold answers right, and these samples, which were judged before, do not."""
+        return {each.case_id for each in samples if each.exact_match is False and self._cold[each.case_id].exact_match}
 
     def _served_together(self, families: Sequence[str]) -> list[list[str]]:
         """The families whose cases are chosen and served cold at once. Plants are chosen alone, as it takes long, and
@@ -284,6 +289,10 @@ class Trials:
             if len(written) < end:
                 self._ended.add(family)
         return [*itertools.chain(*written[first:end])]
+
+
+def _joined(samples: Mapping[str, Sequence[Sample]]) -> tuple[Sample, ...]:
+    return tuple(itertools.chain(*samples.values()))
 
 
 def _check_profile_was_used(samples: Sequence[Sample]) -> None:
