@@ -211,18 +211,25 @@ def test_rows_are_checked_once_for_a_pool() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "block_n"), [(16, 16), (16, 64), (32, 32), (32, 16), (64, 32), (64, 64), (24, 16), (24, 64)]
+    ("block_size", "block_m", "block_n"),
+    [
+        *((16, 16, 16), (16, 32, 64), (32, 64, 32), (32, 128, 16)),
+        *((64, 16, 32), (64, 32, 64), (24, 16, 16), (24, 64, 64)),
+    ],
 )
-def test_tiles_of_several_blocks_and_of_parts_of_one(triton_device: str, block_size: int, block_n: int) -> None:
-    batch = Batch([[3, 50, 51, 99]], block_size=block_size, dtype=torch.float16)
-    assert_same(tiled(triton_device, batch, TileConfig(16, block_n, 4, 2)), plain(batch))
+def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(
+    triton_device: str, block_size: int, block_m: int, block_n: int
+) -> None:
+    positions = [list(range(1, 100, 2)), [3, 50, 51, 99]]
+    batch = Batch(positions, heads=3, kv_heads=1, block_size=block_size, dtype=torch.float16)
+    assert_same(tiled(triton_device, batch, TileConfig(block_m, block_n, 4, 2)), plain(batch))
 
 
 @pytest.mark.parametrize("piece", [16, 32, 48, 256])
-@pytest.mark.parametrize("heads", [2, 6])
-def test_pieces_are_joined(triton_device: str, heads: int, piece: int) -> None:
-    batch = Batch([[0, 15, 16, 90], [100], list(range(20))], heads=heads)
-    assert_same(tiled(triton_device, batch, SMALL, piece), plain(batch))
+@pytest.mark.parametrize(("heads", "block_m"), [(2, 16), (6, 128)])
+def test_pieces_are_joined(triton_device: str, heads: int, block_m: int, piece: int) -> None:
+    batch = Batch([[0, 15, 16, 90], [100], list(range(30))], heads=heads, dtype=torch.float16)
+    assert_same(tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece), plain(batch))
 
 
 def test_more_pieces_than_are_joined_at_a_time(triton_device: str) -> None:
@@ -236,12 +243,6 @@ def test_large_scores_do_not_overflow(triton_device: str, piece: int | None) -> 
     batch.q *= 300
     # Scores of several hundred leave exponents of about four digits.
     assert error_of(tiled(triton_device, batch, SMALL, piece), plain(batch)) <= 1e-3
-
-
-@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
-def test_tile_heights(triton_device: str, block_m: int) -> None:
-    batch = Batch([list(range(0, 90, 2)), [5]], heads=3, kv_heads=1, dtype=torch.float16)
-    assert_same(tiled(triton_device, batch, TileConfig(block_m, 32, 4, 2)), plain(batch))
 
 
 def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device: str) -> None:

@@ -65,10 +65,14 @@ def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path: P
     assert "3 layers" in shown
 
 
-def test_bad_usage_ends_with_two() -> None:
+@pytest.mark.parametrize(
+    ("words", "told"), [(["--kv-dtype", "int3"], "invalid choice: 'int3'"), (["--model", ""], "the name is empty")]
+)
+def test_bad_usage_ends_with_two(words: list[str], told: str, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--kv-dtype", "int3"])
+        main(["doctor", *words])
     assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path: Path, tmp_path: Path, capsys) -> None:
@@ -95,13 +99,6 @@ def test_what_a_file_holds_is_shown_and_does_nothing(tiny_qwen2_path: Path, tmp_
     assert shown.replace("\n", "").isprintable()
     assert r"no connector in with x\x1b[2J\u202e" in shown
     assert "kv_cache_config.max_tokens is 0; give a whole number" in shown
-
-
-def test_a_model_without_a_name_is_bad_usage(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--model", ""])
-    assert ended.value.code == 2
-    assert "the name is empty" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")

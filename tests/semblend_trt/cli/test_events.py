@@ -141,15 +141,6 @@ def test_check_asks_for_all_donors_anew(nats_server, make_reader) -> None:
     assert listening.end()[0] == 0
 
 
-def test_without_a_server_it_ends_with_two(make_nats_server) -> None:
-    server = make_nats_server()
-    server.kill()
-    command = [sys.executable, "-c", COMMAND, "events", "tail", "--url", server.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("semblend-trt: NATS is out of reach")
-
-
 def test_a_server_that_dies_ends_it_with_two(nats_server) -> None:
     listening = Listening(nats_server.url, "tail")
     nats_server.kill()

@@ -156,28 +156,22 @@ def test_the_file_of_the_guide_is_sound(look) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("option", "status", "told"),
     [
-        ("pipeline_parallel_size: 2", "pipeline_parallel"),
-        ("enable_attention_dp: true", "attention_dp"),
-        ("speculative_config: {decoding_type: MTP}", "speculative_decoding"),
+        ("pipeline_parallel_size: 2", Status.REFUSED, "pipeline_parallel"),
+        ("enable_attention_dp: true", Status.REFUSED, "attention_dp"),
+        ("speculative_config: {decoding_type: MTP}", Status.REFUSED, "speculative_decoding"),
+        ("attn_backend: FLASHINFER", Status.REFUSED, "attention_backend"),
+        ("kv_cache_config: {host_cache_size: 1073741824}", Status.REFUSED, "host_offload"),
+        ("kv_cache_config: {enable_block_reuse: false}", Status.FAILED, "never asks"),
+        ("scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}", Status.FAILED, "MAX_UTILIZATION"),
+        ("tensor_parallel_size: two", Status.FAILED, "is 'two'; give a whole number from 1 on"),
     ],
 )
-def test_what_the_connector_refuses_has_its_name(look, text: str, reason: str) -> None:
-    _, refused = look(SOUND + text)
-    assert (refused.status, refused.reason) == (Status.REFUSED, reason)
-
-
-def test_options_of_the_cache_are_looked_at_too(look) -> None:
-    _, refused = look(SOUND.replace("kv_cache_config:", "kv_cache_config:\n  host_cache_size: 1073741824"))
-    assert refused.reason == "host_offload"
-    _, failed = look(SOUND.replace("enable_block_reuse: true", "enable_block_reuse: false"))
-    assert (failed.status, "never asks" in failed.text) == (Status.FAILED, True)
-
-
-def test_a_capacity_policy_that_evicts(look) -> None:
-    _, failed = look(SOUND + "scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}")
-    assert (failed.status, "MAX_UTILIZATION" in failed.text) == (Status.FAILED, True)
+def test_an_option_that_keeps_the_connector_from_reuse(look, option: str, status: Status, told: str) -> None:
+    found = look(SOUND + option)[-1]
+    assert found.status is status
+    assert told in (found.text if status is Status.FAILED else found.reason)
 
 
 WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
@@ -197,22 +191,12 @@ def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text: str, reas
     assert len(look(SOUND + text)) == 1
 
 
-def test_a_backend_whose_blocks_are_laid_out_otherwise_is_refused(look) -> None:
-    _, refused = look(SOUND + "attn_backend: FLASHINFER")
-    assert (refused.status, refused.reason) == (Status.REFUSED, "attention_backend")
-
-
 def test_nothing_keeps_the_wrapper_out(look) -> None:
     text = WRAPPED + "cuda_graph_config: null"
     (found,) = look(text)
     assert found.status is Status.OK
     _, note = look(text.replace("kv_cache_config:", "kv_cache_config:\n  use_kv_cache_manager_v2: true"))
     assert note.reason == "cache_manager_v2"
-
-
-def test_a_number_of_ranks_that_is_none(look) -> None:
-    (failed,) = look(SOUND + "tensor_parallel_size: two")
-    assert failed.text == "tensor_parallel_size is 'two'; give a whole number from 1 on"
 
 
 def test_a_disk_tier_on_several_ranks(look) -> None:
