@@ -46,9 +46,9 @@ def _gather(kv: PoolLayer, sequence: SequenceRows) -> tuple[torch.Tensor, torch.
     pool, layer, geometry = kv
     tokens = sequence.last_position + 1
     blocks = sequence.block_ids[: geometry.blocks_for(tokens)].to(pool.device)
-    # [kv_heads, blocks, block_size, head_dim] each
-    gathered = (layer_view(pool, geometry, layer, kind).transpose(0, 1).index_select(1, blocks) for kind in (0, 1))
-    keys, values = (each.flatten(1, 2)[:, :tokens] for each in gathered)
+    # [blocks, kv_heads, block_size, head_dim] each; to select along another dimension torch would copy the pool
+    gathered = (layer_view(pool, geometry, layer, kind).index_select(0, blocks) for kind in (0, 1))
+    keys, values = (each.transpose(0, 1).flatten(1, 2)[:, :tokens] for each in gathered)
     return keys, values
 
 
