@@ -103,5 +103,6 @@ class Witnesses:
                 )
                 yield each.index, plan
             self._evidence[evidence.request_id] = evidence
-        for evidence in self._evidence.values() if sink is not None else ():
-            sink(evidence)  # type: ignore[misc]
+        if sink is not None:
+            for evidence in self._evidence.values():
+                sink(evidence)

@@ -186,8 +186,9 @@ class ModelRunner:
         found: list[CheckEvidence] = []
         hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
         logits = self._forward.logits(hidden)
-        for evidence in found if sink is not None else ():
-            sink(evidence)  # type: ignore[misc]
+        if sink is not None:
+            for evidence in found:
+                sink(evidence)
         return logits
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
