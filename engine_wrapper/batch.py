@@ -125,6 +125,23 @@ def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLow
 
 
 @dataclass(frozen=True, slots=True)
+class EngineForward:
+    """How one engine runs a schedule on its device. KV of this `geometry` is written into `pool`; all `ranks` do it.
+
+    `run` returns the output rows, [rows, hidden], and tells a sink what the checks found. `lowest` runs a schedule up
+    to its check and returns the deviations. No forward has more than `max_rows` rows; `keys_per_row` as for `works_of`.
+    """
+
+    pool: Pool
+    geometry: KvGeometry
+    ranks: Ranks
+    run: Callable[[LayerSchedule, EvidenceSink | None], torch.Tensor]
+    lowest: Callable[[LayerSchedule], torch.Tensor]
+    max_rows: int | None = None
+    keys_per_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Sequences of one forward, by index: request id, first position and number of tokens; `contexts` come first.
 
@@ -141,43 +158,35 @@ class Batch:
         self,
         plans: Mapping[int, SemanticKvPlan],
         blocks: list[list[int]],
-        pool: Pool,
-        geometry: KvGeometry,
-        ranks: Ranks,
-        run: Callable[[LayerSchedule, EvidenceSink | None], torch.Tensor],
-        lowest: Callable[[LayerSchedule], torch.Tensor],
-        max_rows: int | None = None,
+        forward: EngineForward,
         evidence_sink: EvidenceSink | None = None,
-        keys_per_row: int = 0,
     ) -> torch.Tensor:
         """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden], in its
         order.
 
-        `plans` by request id; `blocks`: every request's block ids. `run` returns the output rows of one schedule, and
-        tells a sink what its checks found; `lowest` runs one up to its check and returns the deviations. Both get
-        schedules on the engine's device, and write KV of this `geometry` into `pool`; all `ranks` do. No forward has
-        more than `max_rows` rows; `keys_per_row` as for `works_of`. A request against whose plan its witnesses speak is
+        `plans` by request id; `blocks`: every request's block ids. A request against whose plan its witnesses speak is
         run again, without moved KV. Raises PlanError when a plan does not fit its request, ValueError when a block is
         missing.
         """
-        num_layers, device = geometry.num_layers, self.input_ids.device
+        geometry, max_rows, device = forward.geometry, forward.max_rows, self.input_ids.device
+        num_layers = geometry.num_layers
 
         def below(work: SequenceWork, layer: int) -> torch.Tensor:
-            return lowest(lowest_schedule(work, layer, num_layers).to(device))
+            return forward.lowest(lowest_schedule(work, layer, num_layers).to(device))
 
         slices = [
             self._slice(index, plans.get(request_id), blocks[index], geometry.block_size)
             for index, request_id in enumerate(self.request_ids)
         ]
-        works = works_of(slices, num_layers, keys_per_row)
-        witnesses = Witnesses(works, pool, geometry, ranks)
+        works = works_of(slices, num_layers, forward.keys_per_row)
+        witnesses = Witnesses(works, forward.pool, geometry, forward.ranks)
         witnesses.take(num_layers)
         sink = witnesses.note if witnesses else evidence_sink
         works = [with_lowest_layers_run(work, num_layers, max_rows, below, sink) for work in works]
         hidden, done = [], 0
         for parts in micro_batches(works, num_layers, max_rows):
             end = done + sum(part.scheduled for part in parts)
-            own = run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
+            own = forward.run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
             asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
             if not asked.all():
                 own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), device))
@@ -185,29 +194,19 @@ class Batch:
             done = end
         found = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         for index, plan in witnesses.refused(evidence_sink):
-            first = sum(self.lengths[:index])
-            end = first + self.lengths[index]
-            alone = Batch(
-                self.request_ids[index : index + 1],
-                self.begins[index : index + 1],
-                self.lengths[index : index + 1],
-                1,
-                self.input_ids[first:end],
-            )
-            again = alone.run(
-                {plan.request_id: plan},
-                [blocks[index]],
-                pool,
-                geometry,
-                ranks,
-                run,
-                lowest,
-                max_rows,
-                None,
-                keys_per_row,
-            )
-            found = torch.cat([found[:first], again, found[end:]])
+            rows = self._rows_of(index)
+            again = self._alone(index).run({plan.request_id: plan}, [blocks[index]], forward)
+            found = torch.cat([found[: rows.start], again, found[rows.stop :]])
         return found
+
+    def _rows_of(self, index: int) -> slice:
+        first = sum(self.lengths[:index])
+        return slice(first, first + self.lengths[index])
+
+    def _alone(self, index: int) -> Batch:
+        """The sequence as a batch of its own."""
+        ids, begins, lengths = (each[index : index + 1] for each in (self.request_ids, self.begins, self.lengths))
+        return Batch(ids, begins, lengths, 1, self.input_ids[self._rows_of(index)])
 
     def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
         """One sequence; its tokens are 0 if no plan knows them."""

@@ -19,7 +19,6 @@ from engine_wrapper.fused_layers import BegunLayer
 from engine_wrapper.layer_schedule import build_schedule, no_hook
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import PoolLayer
-from kernels.pinned import read_pinned
 from kernels.sparse_prefill.captured import (
     ITEM_FIELDS,
     TILE_FIELDS,
@@ -27,6 +26,7 @@ from kernels.sparse_prefill.captured import (
     LaunchTables,
     fill_tables,
     launch_shape,
+    read_pinned,
     sparse_prefill,
 )
 from kernels.sparse_prefill.rows import check_rows

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.batch import Batch
+from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.self_check import (
     MAX_TOKENS,
     MIN_TOKENS,
@@ -111,7 +111,8 @@ class PlannedDecoder:
                 raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
             return rows.found
 
-        return batch.run(plans, blocks, self.pool, self.geometry, self.ranks, run, lowest, max_rows, evidence_sink)
+        forward = EngineForward(self.pool, self.geometry, self.ranks, run, lowest, max_rows)
+        return batch.run(plans, blocks, forward, evidence_sink)
 
     def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:
         """The self-check on the batch's first sequence, a prompt from position 0.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from engine_wrapper.batch import Batch
+from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.self_check import (
     MAX_TOKENS,
@@ -135,8 +135,7 @@ class PlannedForward:
         max_rows: int | None = None,
         sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        ranks, pool, geometry = self._runtime.ranks, self._parts.pool, self._parts.geometry
-        layers = geometry.num_layers
+        ranks, geometry = self._runtime.ranks, self._parts.geometry
         if not self._sparse:
             plans = {number: _without_single_rows(plan) for number, plan in plans.items()}
 
@@ -144,15 +143,16 @@ class PlannedForward:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
                 if schedule.check is None and len(schedule.stages) == 1:
                     return rows.whole(self._stock, self._graphs)
-                return follow_all(rows, schedule, layers, ranks, sink)
+                return follow_all(rows, schedule, geometry.num_layers, ranks, sink)
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
-                found = follow(rows, schedule, layers, ranks)
+                found = follow(rows, schedule, geometry.num_layers, ranks)
             assert found is not None
             return found
 
-        return batch.run(plans, blocks, pool, geometry, ranks, run, lowest, max_rows, sink, KEYS_PER_ROW)
+        forward = EngineForward(self._parts.pool, geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW)
+        return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> Batch:
         """Raises LayoutError for a step that cannot be read."""

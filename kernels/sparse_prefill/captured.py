@@ -4,6 +4,9 @@ A `LaunchShape` fixes the grid for every batch of up to so many rows and sequenc
 its piece of KV from tables on the device, which are refilled before each replay. Spare items cover no token.
 """
 
+# Triton decorates untyped functions, and names compile-time constants in capitals.
+# mypy: disable-error-code="misc, no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,7 +14,10 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
+import triton
+import triton.language as tl
 
+from kernels.dispatch import launch
 from kernels.sparse_prefill.tiles import MIN_PIECE, AttentionWork, BatchIndex, TileConfig, cut_rows, equal_pieces
 from kernels.sparse_prefill.triton_attention import attend, choose_config, processors_of
 
@@ -28,6 +34,7 @@ ITEM_FIELDS, TILE_FIELDS = 7, 5
 # In tokens of KV: the overhead of a piece, and of joining one more. Measured with 1 and 128 rows behind 4k to 32k
 # tokens on an H200.
 PIECE_OVERHEAD, JOIN_COST = 256, 12
+COPIED_WORDS = 512  # by one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,24 @@ def _piece(reach: np.ndarray, shape: LaunchShape) -> int:
     candidates = np.arange(-(-shortest // tile), -(-longest // tile) + 1) * tile
     needed = (-(-reach // candidates[:, None])).sum(axis=1)
     return int(candidates[np.argmax(needed <= shape.items)])
+
+
+def read_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies the first `source[0]` words of pinned `source` to `target`, both int64 [words], on the current stream.
+
+    The card reads the words in place, since its copy engine may be busy with a donor for milliseconds. Other words of
+    `target` are left as they were.
+    """
+    launch(
+        _read_kernel, (triton.cdiv(len(source), COPIED_WORDS),), target, source, target, WORDS=COPIED_WORDS, num_warps=4
+    )
+
+
+@triton.jit
+def _read_kernel(source_ptr, target_ptr, WORDS: tl.constexpr):
+    words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    used = words < tl.load(source_ptr)
+    tl.store(target_ptr + words, tl.load(source_ptr + words, mask=used), mask=used)
 
 
 def sparse_prefill(

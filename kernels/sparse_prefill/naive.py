@@ -1,4 +1,4 @@
-"""sparse_prefill written to be read: one query, one head at a time, in float32."""
+"""sparse_prefill and what it reads, written to be read: one query, one head, one word at a time, in float32."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
             for head in range(geometry.kv_heads):
                 row_of(held, 0, layer, head, position).copy_(k[row, head])
                 row_of(held, 1, layer, head, position).copy_(v[row, head])
+
+
+def read_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
+    """As `kernels.sparse_prefill.captured.read_pinned`."""
+    for word in range(int(source[0])):
+        target[word] = source[word]
 
 
 def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:

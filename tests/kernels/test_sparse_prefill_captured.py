@@ -1,4 +1,4 @@
-"""Tables of a captured launch: they cover every batch that fits, and one that does not is refused."""
+"""Tables of a captured launch: they cover every batch that fits, one that does not is refused, and all words arrive."""
 
 from __future__ import annotations
 
@@ -100,3 +100,22 @@ def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: 
         actual = sparse_prefill(q.to(triton_device), PoolLayer(pool, 1, batch.geometry), shape, launch, SCALE)
         expected = naive.sparse_prefill(batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences, SCALE)
         assert_same(actual[:rows], expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "used"), [(1, 1), (7, 3), (511, 511), (512, 512), (513, 512), (1300, 513), (1300, 1), (4097, 4097)]
+)
+def test_the_words_in_use_are_copied_from_pinned_memory_and_no_others(
+    words: int, used: int, triton_device: str
+) -> None:
+    from kernels.sparse_prefill.captured import read_pinned
+
+    values = torch.randint(-(1 << 62), 1 << 62, (words,), generator=torch.Generator().manual_seed(words))
+    source = values.pin_memory() if triton_device == "cuda" else values
+    source[0] = used
+    # Longer than the source, so that a word written behind it shows.
+    target = torch.full((words + 600,), -7, dtype=torch.int64)
+    expected, actual = target.clone(), target.to(triton_device)
+    naive.read_pinned(source, expected)
+    read_pinned(source, actual)
+    assert torch.equal(actual.cpu(), expected)

@@ -25,7 +25,7 @@ from validation.output import progress
 from validation.samples import MIN_COLD_SCORE, line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from validation.arms import Arm
@@ -208,16 +208,11 @@ class Trials:
         found: dict[str, Comparison] = {}
         with self._server.keeping(arm), progress(title, rule.looks[-1] * len(families)) as on_step:
             for before, groups_now in itertools.pairwise((0, *rule.looks)):
-                for names in self._served_together(waiting):
-                    chosen = {name: self._chosen(name, before, groups_now, profile) for name in names}
-                    self._serve_cold([*itertools.chain(*chosen.values())])
-                    for asked in [names] if self._engines.starts_slowly else [[name] for name in names]:
-                        served = self._served(arm, [case for name in asked for case in chosen[name]], on_step)
-                        for name in asked:
-                            samples[name] += [sample for sample in served if sample.workload == name]
-                            found[name] = self._compared(name, samples[name], rule)
-                            if found[name].fails:
-                                return Verdict(tuple(found.values()), inferior=name, samples=_joined(samples))
+                for name, served in self._served_in_turn(arm, waiting, (before, groups_now), profile, on_step):
+                    samples[name] += served
+                    found[name] = self._compared(name, samples[name], rule)
+                    if found[name].fails:
+                        return Verdict(tuple(found.values()), inferior=name, samples=_joined(samples))
                 waiting = [name for name in waiting if not rule.passes(found[name], is_all=name in self._ended)]
                 undecided += [name for name in waiting if name in self._ended]
                 waiting = [name for name in waiting if name not in self._ended]
@@ -229,12 +224,24 @@ class Trials:
         """The cases that cold answers right, and these samples, which were judged before, do not."""
         return {each.case_id for each in samples if each.exact_match is False and self._cold[each.case_id].exact_match}
 
-    def _served_together(self, families: Sequence[str]) -> list[list[str]]:
-        """The families whose cases are chosen and served cold at once. Plants are chosen alone, as it takes long, and
-        in vain where a family in front of them fails."""
+    def _served_in_turn(
+        self, arm: Arm, families: Sequence[str], look: tuple[int, int], profile: ReuseProfile, on_step: OnStep
+    ) -> Iterator[tuple[str, list[Sample]]]:
+        """The families' samples of the groups of a `look`, from its first number up to its second.
+
+        An engine that starts slowly serves all families at once. Another one serves a family when it is asked for, and
+        cold several at once; but plants are chosen alone, as it takes long, and in vain where a family in front fails.
+        """
         if self._engines.starts_slowly:
-            return [list(families)]
-        return [list(names) for _, names in itertools.groupby(families, key=PLANTED.__eq__)]
+            rounds = [[list(families)]]
+        else:
+            rounds = [[[name] for name in names] for _, names in itertools.groupby(families, key=PLANTED.__eq__)]
+        for together in rounds:
+            chosen = {name: self._chosen(name, *look, profile) for name in itertools.chain(*together)}
+            self._serve_cold([*itertools.chain(*chosen.values())])
+            for names in together:
+                served = self._served(arm, [case for name in names for case in chosen[name]], on_step)
+                yield from ((name, [sample for sample in served if sample.workload == name]) for name in names)
 
     def _serve_cold(self, cases: Sequence[Case]) -> None:
         """Both cold runs of the cases that have none yet."""
