@@ -22,7 +22,7 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from validation import arguments
 from validation.output import markdown_table, png, progress, say, show, table_of, write_json, write_text
-from validation.replay.latency import MIN_OF_A_TRACE, LatencyModel, recorded_observations
+from validation.replay.latency import H200_PROFILE, MIN_OF_A_TRACE, LatencyModel, recorded_observations
 from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
 from validation.replay.trace import WORKLOADS, Trace, trace_file, trace_of, workload_lines
 
@@ -43,7 +43,6 @@ the time to the first token by a fitted model; nothing is measured. Writes repla
 replay_summary.md and replay_plot.png. Exit status: 0 the replay is complete, 2 bad usage or an
 error, 130 interrupted.
 """
-LATENCY_PROFILE = Path("benchmarks/results/h200/ttft.json")
 
 
 def parse_replay(given: Sequence[str]) -> argparse.Namespace:
@@ -65,8 +64,8 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     told = "first tokens of each reused span that are computed again"
     parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
     told = (
-        "result rows to fit the latency model to (default: the trace's own observations where it has "
-        f"{MIN_OF_A_TRACE} or more, else {LATENCY_PROFILE})"
+        "result rows, or observations, to fit the latency model to (default: the trace's own observations where it has "
+        f"{MIN_OF_A_TRACE} or more, else those of an H200)"
     )
     parser.add_argument("--latency-profile", type=Path, metavar="FILE.json", help=told)
     arguments.add(parser, "--output", default=Path("results/replay"), metavar="DIR", help="folder of the files")
@@ -132,15 +131,11 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _latency_model(trace: Trace, profile: Path | None) -> LatencyModel:
-    """Fitted to the named rows, else to the trace where it has enough times, else to a checkout's rows."""
+    """Fitted to the named observations, else to the trace where it has enough times, else to an H200's."""
     if profile is None and len(trace.observations) >= MIN_OF_A_TRACE:
         return LatencyModel.fitted(trace.observations, "the trace itself")
-    if profile is None and not LATENCY_PROFILE.is_file():
-        raise ConfigurationError(
-            f"the trace has {len(trace.observations)} times to the first token, and a latency model needs "
-            f"{MIN_OF_A_TRACE}; name a file of result rows with --latency-profile."
-        )
-    profile = LATENCY_PROFILE if profile is None else profile
+    if profile is None:
+        return LatencyModel.fitted(recorded_observations(H200_PROFILE), "an H200")
     return LatencyModel.fitted(recorded_observations(profile), str(profile))
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import nnls
+from pydantic import TypeAdapter, ValidationError
 
 from semblend_trt.errors import ConfigurationError
 from validation.replay.trace import Observation
-from validation.scoreboard import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     Integers = npt.NDArray[np.int64]
 
 MIN_OF_A_TRACE = 30
+# Made of the rows of one H200 in benchmarks/results, which an installed package does not have.
+H200_PROFILE = Path(str(files("validation") / "assets" / "h200_ttft.json"))
 _COMPUTED, _REUSED, _PAIRS = 1, 2, 3
 
 
@@ -35,7 +38,8 @@ class LatencyModel:
 
     A pair is a computed token and a token that it attends to: c computed tokens behind r reused ones make
     c x (r + c / 2). `r2`, the percentiles of absolute residuals in ms, and the ranges are those of the observations
-    that the model was fitted to.
+    that the model was fitted to. `check_ms` is what the check of a moved token adds, the mean over the checked
+    observations, which are not fitted; None without one.
     """
 
     source: str
@@ -49,26 +53,28 @@ class LatencyModel:
     residual_p95_ms: float
     computed_range: tuple[int, int]
     reused_range: tuple[int, int]
+    check_ms: float | None = None
 
     @classmethod
     def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
-        """Least squares of the relative errors, no cost below 0 (Lawson and Hanson 1974).
+        """Least squares of the relative errors, no cost below 0.
 
-        Relative errors, since times span orders of magnitude. Pairs and reused tokens have a cost only where that
-        lowers the Bayesian information criterion (Schwarz 1978). Raises ConfigurationError for too few observations.
+        Relative errors, since times span orders of magnitude. What has a cost is chosen by the Bayesian information
+        criterion (Schwarz 1978). Raises ConfigurationError for too few observations.
         """
-        computed = np.array([each.computed for each in observations], dtype=np.int64)
-        reused = np.array([each.reused for each in observations], dtype=np.int64)
-        ttft = np.array([each.ttft_ms for each in observations], dtype=np.float64)
+        checked = [each for each in observations if each.is_checked]
+        observations = [each for each in observations if not each.is_checked]
+        computed, reused, ttft = _arrays(observations)
         if len(ttft) <= _PAIRS + 1 or len(np.unique(computed)) < 3:
             raise ConfigurationError(
                 f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
                 f"computed tokens; a latency model needs at least {_PAIRS + 2} and 3, name result rows that have them "
-                "with --latency-profile."
+                "in their place."
             )
         columns = _columns(computed, reused)
-        choices = ((), (_REUSED,), (_PAIRS,), (_REUSED, _PAIRS))
-        _, costs = min((_fit(columns, ttft, [0, _COMPUTED, *more]) for more in choices), key=lambda found: found[0])
+        choices = [list(chosen) for count in range(1, _PAIRS + 2) for chosen in combinations(range(_PAIRS + 1), count)]
+        fits = (fit for chosen in choices if (fit := _fit(columns, ttft, chosen)) is not None)
+        _, costs = min(fits, key=lambda found: found[0])
         residuals = np.abs(ttft - columns @ costs)
         spread = float(((ttft - ttft.mean()) ** 2).sum())
         intercept, computed_ms, reused_ms, pair_ms = (float(cost) for cost in costs)
@@ -84,6 +90,7 @@ class LatencyModel:
             residual_p95_ms=float(np.quantile(residuals, 0.95)),
             computed_range=(int(computed.min()), int(computed.max())),
             reused_range=(int(reused.min()), int(reused.max())),
+            check_ms=_check_ms(checked, costs),
         )
 
     def predict(self, computed: Integers, reused: Integers) -> Floats:
@@ -115,34 +122,66 @@ def _columns(computed: Integers, reused: Integers) -> Floats:
     return np.stack([np.ones_like(c), c, r, c * (r + c / 2)], axis=1)
 
 
-def _fit(columns: Floats, ttft: Floats, chosen: list[int]) -> tuple[float, Floats]:
-    """The Bayesian information criterion, and the costs of all columns, 0 for those that are not chosen."""
+def _fit(columns: Floats, ttft: Floats, chosen: list[int]) -> tuple[float, Floats] | None:
+    """The Bayesian information criterion, and the costs of all columns, 0 for those that are not chosen; None where a
+    chosen one would be below 0."""
     relative = columns[:, chosen] / ttft[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
-    found, error = nnls(relative / scale, np.ones_like(ttft))
+    found = np.linalg.lstsq(relative / scale, np.ones_like(ttft), rcond=None)[0]
+    if found.min() < 0.0:
+        return None
     costs = np.zeros(columns.shape[1])
     costs[chosen] = found / scale
-    count = len(ttft)
+    count, error = len(ttft), float(np.square(columns @ costs / ttft - 1.0).mean())
     # Errors below a billionth are rounding, and must not choose between fits.
-    return count * math.log(max(error**2 / count, 1e-18)) + len(chosen) * math.log(count), costs
+    return count * math.log(max(error, 1e-18)) + len(chosen) * math.log(count), costs
+
+
+def _check_ms(checked: Sequence[Observation], costs: Floats) -> float | None:
+    computed, reused, ttft = _arrays([each for each in checked if each.reused])
+    added = (ttft - _columns(computed, reused) @ costs) / reused
+    return max(0.0, float(added.mean())) if len(added) else None
+
+
+def _arrays(observations: Sequence[Observation]) -> tuple[Integers, Integers, Floats]:
+    computed = np.array([each.computed for each in observations], dtype=np.int64)
+    reused = np.array([each.reused for each in observations], dtype=np.int64)
+    return computed, reused, np.array([each.ttft_ms for each in observations], dtype=np.float64)
 
 
 _COLD = re.compile(r"cold_ttft_(\d+)(k?)_ms")
-_SHIFTED = re.compile(r"shifted_ttft_\d+k?_ms")
+_REUSE = re.compile(r"(?:shifted|(verified))_ttft_\d+k?_ms")
 _TOKENS = re.compile(r"(\d+) tokens reused, (\d+) computed")
+_OBSERVATIONS = TypeAdapter(list[Observation])
 
 
 def recorded_observations(path: Path) -> list[Observation]:
-    """The rows `cold_ttft_SIZE_ms` and `shifted_ttft_SIZE_ms` of a file, in which SIZE counts tokens or k of them.
+    """The observations that a file lists as JSON, or those of its result rows: `cold_ttft_SIZE_ms`,
+    `shifted_ttft_SIZE_ms` and `verified_ttft_SIZE_ms`, in which SIZE counts tokens or k of them.
 
-    Raises ConfigurationError when the file does not hold result rows.
+    Raises ConfigurationError when the file holds neither.
     """
-    return [found for each in rows_of(path) if (found := _observation(each)) is not None]
+    try:
+        content = path.read_bytes()
+        if b'"ttft_ms"' not in content:
+            from validation.scoreboard import rows_of  # needs the extra validation
+
+            return [found for each in rows_of(path) if (found := _observation(each)) is not None]
+        observations = _OBSERVATIONS.validate_json(content)
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+        raise ConfigurationError(f"{path} does not hold result rows or observations: {reason}.") from None
+    wrong = next((each for each in observations if not each.is_possible), None)
+    if wrong is not None:
+        raise ConfigurationError(f"{path} holds {wrong}, which cannot have been observed; mend the file.")
+    return observations
 
 
 def _observation(row: Row) -> Observation | None:
-    cold = _COLD.fullmatch(row.name)
+    cold, reuse = _COLD.fullmatch(row.name), _REUSE.fullmatch(row.name)
     if cold is not None:
         return Observation(row.value, int(cold[1]) * (1024 if cold[2] else 1), 0)
-    tokens = _TOKENS.search(row.baseline) if _SHIFTED.fullmatch(row.name) else None
-    return None if tokens is None else Observation(row.value, computed=int(tokens[2]), reused=int(tokens[1]))
+    tokens = None if reuse is None else _TOKENS.search(row.baseline)
+    if reuse is None or tokens is None:
+        return None
+    return Observation(row.value, computed=int(tokens[2]), reused=int(tokens[1]), is_checked=bool(reuse[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens."""
+    """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens, which were checked or not."""
 
     ttft_ms: float
     computed: int
     reused: int
+    is_checked: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        return 0.0 < self.ttft_ms < math.inf and self.computed >= 1 and self.reused >= 0
 
     @classmethod
     def of(cls, line: TraceLine) -> Observation | None:

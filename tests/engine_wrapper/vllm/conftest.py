@@ -171,8 +171,8 @@ def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool 
     return failures
 
 
-def serving(**options: Any) -> Served:
-    """An engine over the shipped model."""
+def serving(model: Path | None = None, **options: Any) -> Served:
+    """An engine over a model, the shipped one at first."""
     from vllm import LLM
 
     given = {
@@ -188,7 +188,7 @@ def serving(**options: Any) -> Served:
     gc.collect()
     gc.disable()
     try:
-        return Served(LLM(model=str(shipped_model()), **given))
+        return Served(LLM(model=str(model or shipped_model()), **given))
     finally:
         gc.enable()
 

@@ -12,6 +12,7 @@ from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
 from tests.engine_wrapper.vllm.conftest import random_tokens
 from tests.engine_wrapper.vllm.engine_configs import engine_config
+from tests.test_metrics_page import series
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,6 +85,13 @@ def test_counters_are_kept_for_each_engine_and_are_there_from_the_start() -> Non
     assert metrics.value("tokens", 0, kind="reused") == 0
     assert metrics.value("refusals", 1, reason="deviation") == 2
     assert metrics.value("refusals", 0, reason="deviation") is None
+
+
+def test_docs_metrics_md_names_these_counters_with_their_labels() -> None:
+    metrics = Metrics()
+    metrics.observe(counted(DECLINED).data)
+    samples = [each for family in metrics.registry.collect() for each in family.samples if each.name.endswith("_total")]
+    assert {each.name: ("counter", set(each.labels)) for each in samples} == series("vllm:")
 
 
 def test_unknown_reasons_are_counted_together() -> None:

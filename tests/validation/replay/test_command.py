@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.telemetry import TraceLine
 
 
-def run(arguments: list[str], output: Path, rows: Path | None) -> dict[str, object]:
+def run(arguments: list[str], output: Path, rows: Path | None = None) -> dict[str, object]:
     profile = [] if rows is None else ["--latency-profile", str(rows)]
     assert main(["replay", *arguments, *profile, "--output", str(output)]) == 0
     return json.loads((output / "replay_results.json").read_text())
@@ -59,6 +59,16 @@ def test_a_workload_leaves_all_files_and_its_trace_gives_the_same_figures(
     assert again["lines"] == lines
 
 
+def test_without_times_of_its_own_a_replay_takes_those_of_an_h200(
+    tmp_path: Path, recorded_rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # an installed package has no folder of result rows
+    asked = ["--workload", "rag_shared_corpus", "--requests", "20", "--policies", "lru"]
+    shipped, rows = (run(asked, tmp_path / "out", each)["model"] for each in (None, recorded_rows))
+    assert shipped["source"] == "an H200"
+    assert shipped["computed_ms"] == pytest.approx(rows["computed_ms"], rel=1e-3)
+
+
 def test_a_trace_with_enough_observations_makes_its_own_latency_model(
     line: Callable[..., TraceLine], tmp_path: Path, recorded_rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +105,6 @@ def test_a_trace_with_enough_observations_makes_its_own_latency_model(
         (["--workload", "rag_shared_corpus", "--min-match-length", "0"], "--min-match-length is 0"),
         (["--workload", "rag_shared_corpus", "--recompute-tokens", "-1"], "--recompute-tokens is -1"),
         (["--workload", "rag_shared_corpus", "--latency-profile", "missing.json"], "missing.json does not hold"),
-        (["--workload", "rag_shared_corpus"], "name a file of result rows with --latency-profile"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
-from validation.replay.latency import LatencyModel, recorded_observations
+from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
 from validation.replay.trace import Observation
 
 if TYPE_CHECKING:
@@ -78,8 +79,36 @@ def test_recorded_rows_make_a_close_fit(recorded_rows: Path) -> None:
     assert min(model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms) > 0.0
 
 
-def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+def test_the_shipped_observations_are_those_of_the_recorded_rows(recorded_rows: Path) -> None:
+    checked = recorded_observations(recorded_rows.with_name("verified.json"))
+    assert [each.is_checked for each in checked] == [True]
+    rows = [replace(each, ttft_ms=round(each.ttft_ms, 3)) for each in [*recorded_observations(recorded_rows), *checked]]
+    assert recorded_observations(H200_PROFILE) == rows, f"write {[asdict(each) for each in rows]} to {H200_PROFILE}"
+
+
+def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
+    seen = observations((20.0, 0.1, 0.01, 0.0))
+    checked = [replace(each, ttft_ms=each.ttft_ms + 0.02 * each.reused, is_checked=True) for each in seen]
+    plain, both = LatencyModel.fitted(seen, "a test"), LatencyModel.fitted([*checked, *seen], "a test")
+    assert plain.check_ms is None
+    assert both.check_ms == pytest.approx(0.02)
+    assert replace(both, check_ms=None) == plain
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('[{"name": "cold_ttft_4k_ms"}]', "does not hold result rows"),
+        ('[{"ttft_ms": 4}]', "does not hold result rows or observations: Field required"),
+        ('[{"ttft_ms": 0, "computed": 4, "reused": 0}]', "cannot have been observed"),
+        ('[{"ttft_ms": 1, "computed": 0, "reused": 9}]', "cannot have been observed"),
+        ('"ttft_ms"', "does not hold result rows or observations"),
+        (None, "does not hold result rows or observations: No such file"),
+    ],
+)
+def test_a_file_without_observations_is_refused(content: str | None, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text('[{"name": "cold_ttft_4k_ms"}]')
-    with pytest.raises(ConfigurationError, match="does not hold result rows"):
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=sentence):
         recorded_observations(path)
