@@ -311,10 +311,10 @@ class CompletionOutput:
 class RequestOutput:
     """One request's answer, or the part of it that exists so far.
 
-    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector; `computed_tokens`
-    are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are what the connector
-    reports, None without a report; `receipt` is what it tells whoever asked. `time_to_first_token` is in seconds from submission. `error` says why the finish
-    reason is "error".
+    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector;
+    `computed_tokens` are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are
+    what the connector reports, None without a report; `receipt` is what it tells whoever asked.
+    `time_to_first_token` is in seconds from submission. `error` says why the finish reason is "error".
     """
 
     request_id: int

@@ -39,10 +39,10 @@ MAX_SILENT_ITERATIONS = 32
 class TrackedRequest:
     """One request between its look-up and its end.
 
-    `reason` says why no KV was placed. `profile` is the SHA-256 of the reuse profile that holds for it. `is_followed`: the workers know of it, and can save it from `block_ids`.
-    `evidence` is what the check of its plan found, None until the engine says. `is_scheduled`: it has been in an
-    iteration; until then what it was promised is still to be loaded. `forward_failed`: the forward of its last
-    iteration failed.
+    `reason` says why no KV was placed. `profile` is the SHA-256 of the reuse profile that holds for it.
+    `is_followed`: the workers know of it, and can save it from `block_ids`. `evidence` is what the check of its
+    plan found, None until the engine says. `is_scheduled`: it has been in an iteration; until then what it was
+    promised is still to be loaded. `forward_failed`: the forward of its last iteration failed.
     """
 
     request_id: int
