@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.forward_context import get_forward_context
 
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import follow, follow_all
@@ -183,7 +184,8 @@ class PlannedForward:
             _OrderCheck(options["positions"], batch).end()
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
-            self._graphs = StepGraphs(options["input_ids"], options["positions"])
+            padding = getattr(get_forward_context(), "is_padding", None)
+            self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
                 self._check(batch.input_ids[rows], hidden[rows], self._blocks()[fits[0]])
             finally:
