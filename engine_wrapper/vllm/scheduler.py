@@ -15,6 +15,7 @@ from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import EXACT_ONLY
 from semblend_trt.runtime import runtime_for
@@ -191,20 +192,21 @@ class VllmScheduler:
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
         return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
 
-    @never_raises(lambda: False)
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> bool:
-        """True when the request's KV is being saved and its blocks must be held."""
+    @never_raises(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """True when the request's KV is being saved and its blocks must be held; the parameters of its answer."""
         number = self._numbers.pop(request.request_id, None)
         if number is None:
-            return False
+            return False, None
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
         if self._guard is not None:
             self._guard.release(request.request_id)
-        if (report := self._scheduler.outcomes.of(number)) is not None:
-            self.stats.request_ended(report)
-        return is_saving
+        if (report := self._scheduler.outcomes.of(number)) is None:
+            return is_saving, None
+        self.stats.request_ended(report)
+        return is_saving, {VLLM_RECEIPT: report.receipt}
 
     def close(self) -> None:
         """Writes out what is held, and leaves vLLM's block pool as it was found."""
