@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import TYPE_CHECKING
 
 import pytest
 import vllm
 
 from engine_wrapper.vllm.rows import VllmRows
-from tests.engine_wrapper.vllm.conftest import serving
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Answered, Served
-
-RANDOM = random.Random(8)
-
-
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
-
-
-DOCUMENT = some(500)
-DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
-
-
-@pytest.fixture(scope="module")
-def cold() -> Answered:
-    """The answer of vLLM without a connector."""
-    served = serving(enable_prefix_caching=False)
-    try:
-        answer: Answered = served.ask(MOVED)
-        return answer
-    finally:
-        served.close()
+    from tests.engine_wrapper.vllm.conftest import Answered, Cold, Served
 
 
 def asked(served: Served) -> Answered:
     served.ask(DONOR, max_tokens=1)
     served.settle()
-    answer: Answered = served.ask(MOVED)
+    answer: Answered = served.ask(MOVED, max_tokens=16)
     return answer
 
 
@@ -73,12 +51,12 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
 @pytest.mark.usefixtures("unknown_version")
 @pytest.mark.parametrize("rows", ["whole", "output"])
 def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
-    engine: Callable[..., Served], cold: Answered, rows: str, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = getattr(VllmRows, rows)
     monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * 1.01)
     served = engine("position_fix")
-    assert asked(served) == cold
+    assert asked(served) == cold(MOVED)
     assert served.runtime.mode.value == "stock"
     assert served.runtime.faults == {"self_check": 1}
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())

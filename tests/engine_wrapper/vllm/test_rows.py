@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,16 @@ from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward, rows
 from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder
 from semblend_trt.plan import SpanCheck
+from tests.engine_wrapper.vllm.conftest import random_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.engine_wrapper.vllm.conftest import Served
 
-RANDOM = random.Random(3)
-DOCUMENT = [RANDOM.randrange(10, 2000) for _ in range(600)]
-DONOR, MOVED = ([*(RANDOM.randrange(10, 2000) for _ in range(count)), *DOCUMENT, 7, 8, 9] for count in (30, 41))
+some = random_tokens(3)
+DOCUMENT = some(600)
+DONOR, MOVED = ([*some(count), *DOCUMENT, 7, 8, 9] for count in (30, 41))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
+from tests.engine_wrapper.vllm.conftest import random_tokens
 from tests.engine_wrapper.vllm.engine_configs import engine_config
 from tests.test_metrics_page import series
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.engine_wrapper.vllm.conftest import Served
 
-RANDOM = random.Random(3)
+some = random_tokens(3)
 LABELS = ["model_name", "engine"]
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
 # A check whose result is not known has no figures.
@@ -29,10 +29,6 @@ BOTH = {
     "refusals": {"deviation": 1},
     "tokens": {"offered": 90, "checked": 80, "reused": 70, "recomputed": 5},
 }
-
-
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
 
 
 def counted(*reports: ReuseReport) -> ReuseStats:
