@@ -91,7 +91,10 @@ class Bench:
         return forward.logits(forward(build_schedule(slices, LAYERS)))
 
 
-@pytest.fixture(params=[("qwen2", True, "1.2"), ("llama", False, "main")], ids=["qwen2-1.2", "llama-main"])
+@pytest.fixture(
+    params=[("qwen2", True, "1.2"), ("llama", False, "main"), ("glm4_moe", True, "1.2")],
+    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2"],
+)
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
     family, fused, style = request.param
     return Bench(tiny_model_paths[family], fused=fused, style=style)
