@@ -73,11 +73,10 @@ class PlannedForward:
         runtime: Runtime,
         failed: Callable[[SemanticKvPlan], None],
         max_rows: int | None,
-        sink: EvidenceSink,
     ) -> None:
         """No forward has more than `max_rows` rows."""
         self._runner, self._parts, self._runtime = runner, parts, runtime
-        self._failed, self._max_rows, self._sink = failed, max_rows, sink
+        self._failed, self._max_rows = failed, max_rows
         self._stock = runner.model.forward
         self._is_proven, self._sparse = False, False
         self._graphs: StepGraphs  # those of the step that is proven
@@ -122,7 +121,7 @@ class PlannedForward:
     def _planned(self, plans: Mapping[int, SemanticKvPlan], options: Mapping[str, Any]) -> torch.Tensor:
         batch = self._batch(options)
         check = _OrderCheck(options["positions"], batch)
-        hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._sink)
+        hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._runtime.note_evidence)
         check.end()
         rows = len(options["positions"])  # the engine pads its batches
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
