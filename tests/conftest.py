@@ -18,6 +18,8 @@ if not torch.cuda.is_available() and find_spec("triton"):
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -66,12 +68,7 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
-_EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
 
 _FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": False}),
@@ -80,11 +77,21 @@ _FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
     # The layer in the middle is dense.
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**_EXPERTS, "mlp_only_layers": [1], "head_dim": 16}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
+    ),
+    # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 # Mixtures of experts, whose layers are never fused.
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_files import FileState
     from semblend_trt.ranks import Ranks
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -211,8 +211,9 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
         attention.o_proj = SharedLinear(attention.o_proj, _part(attention.o_proj.in_features, ranks), ranks)
         if experts is not None:
             _keep_experts(experts, ranks)
-        else:
-            _keep_mlp(layer.mlp, ranks)
+        dense = layer.mlp if experts is None else getattr(layer.mlp, "shared_experts", None)
+        if dense is not None:
+            _keep_mlp(dense, ranks)
     config.num_attention_heads //= ranks.size
     config.num_key_value_heads //= ranks.size
 

@@ -34,6 +34,7 @@ def model_at(path: Path) -> Any:
         ("mistral", {"head_dim": 24}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         *((family, {}) for family in MIXTURES),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ],
 )
 def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,16 +14,16 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
 from tests.conftest import MIXTURES, save_tiny_model
-from tests.engine_wrapper.vllm.conftest import SHORT, serving
+from tests.engine_wrapper.vllm.conftest import SHORT, Answered, Served, serving
 from validation.vllm_engine import TRANSFER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterator
 
     import torch
 
-    from tests.engine_wrapper.vllm.conftest import Answered, Served
+Engine = Callable[..., Served]
+Cold = Callable[[Path], Answered]
 
 RANDOM = random.Random(5)
 SHIFT, LAYERS, LENGTH = 50, 3, 300
@@ -37,37 +40,47 @@ DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(20 + SHIFT), *DOCUMENT,
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Random models whose heads are as wide as vLLM's attention on a CPU needs them."""
-    made: dict[tuple[str, int], Path] = {}
 
+    @cache
     def model(family: str, layers: int = LAYERS) -> Path:
-        if (family, layers) not in made:
-            folder = tmp_path_factory.mktemp(family)
-            alone = {"num_hidden_layers": 1, "layer_types": None} if layers == 1 else {}
-            made[family, layers] = save_tiny_model(family, folder, head_dim=32, **alone)
-        return made[family, layers]
+        one = {"layer_types": None, "first_k_dense_replace": 0}  # vLLM wants experts in a GLM
+        changes = {"num_hidden_layers": 1, **one} if layers == 1 else {}
+        return save_tiny_model(family, tmp_path_factory.mktemp(family), head_dim=32, **changes)
 
     return model
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[..., Served]]:
+def engine() -> Iterator[Engine]:
+    """Makes the one engine of a test, with our connector."""
     opened: list[Served] = []
 
-    def make(model: Path, extra: dict[str, Any] | None = None, **options: Any) -> Served:
-        while opened:
-            opened.pop().close()
-        if extra is not None:
-            settings = {**SHORT, **extra}
-            options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=settings)
-        options["enable_prefix_caching"] = extra is not None
-        opened.append(serving(model, max_model_len=1024, **options))
+    def make(model: Path, extra: dict[str, Any], **options: Any) -> Served:
+        transfer = KVTransferConfig(**TRANSFER, kv_connector_extra_config={**SHORT, **extra})
+        opened.append(serving(model, max_model_len=1024, kv_transfer_config=transfer, **options))
         return opened[-1]
 
     yield make
     for served in opened:
         served.close()
+
+
+@pytest.fixture(scope="module")
+def cold() -> Callable[[Path], Answered]:
+    """Answers of vLLM without a connector."""
+
+    @cache
+    def answer(model: Path) -> Answered:
+        served = serving(model, max_model_len=1024, enable_prefix_caching=False)
+        try:
+            found: Answered = served.ask(MOVED, max_tokens=16)
+            return found
+        finally:
+            served.close()
+
+    return answer
 
 
 def taught(served: Served) -> Served:
@@ -85,37 +98,43 @@ def assert_cold(served: Served, cold: Answered) -> None:
     assert not served.runtime.faults
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": False}, {"max_num_batched_tokens": 64}], ids=str)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in MIXTURES),
+        ("glm4_moe", {"enforce_eager": False}),
+        ("qwen3_moe", {"max_num_batched_tokens": 64}),
+    ],
+    ids=str,
+)
 def test_with_all_layers_computed_again_answers_are_cold_ones(
-    engine: Callable[..., Served], models: Callable[..., Path], family: str, options: dict[str, Any]
+    engine: Engine, models: Callable[..., Path], cold: Cold, family: str, options: dict[str, Any]
 ) -> None:
-    cold = engine(models(family)).ask(MOVED, max_tokens=16)
-    assert_cold(taught(engine(models(family), WHOLE, **options)), cold)
+    answer = cold(models(family))
+    assert_cold(taught(engine(models(family), WHOLE, **options)), answer)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(
-    engine: Callable[..., Served], models: Callable[..., Path], family: str
+    engine: Engine, models: Callable[..., Path], cold: Cold, family: str
 ) -> None:
     """K and V of the lowest layer depend on token and position only."""
-    cold = engine(models(family, 1)).ask(MOVED, max_tokens=16)
-    assert_cold(taught(engine(models(family, 1), {"policy": "position_fix"})), cold)
+    answer = cold(models(family, 1))
+    assert_cold(taught(engine(models(family, 1), {"policy": "position_fix"})), answer)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
 def test_experts_are_found_where_the_engine_counts_their_layers(
-    engine: Callable[..., Served], models: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, models: Callable[..., Path], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM does before torch 2.11."""
-    cold = engine(models(family)).ask(MOVED, max_tokens=16)
+    answer = cold(models("mixtral"))
     monkeypatch.setattr(moe_runner, "_USE_LAYERNAME", False)
-    served = engine(models(family), WHOLE)
+    served = engine(models("mixtral"), WHOLE)
     served.core.vllm_config.compilation_config.fast_moe_cold_start = True
-    assert_cold(taught(served), cold)
+    assert_cold(taught(served), answer)
 
 
-def test_no_row_of_a_plan_counts_as_padding(engine: Callable[..., Served], models: Callable[..., Path]) -> None:
+def test_no_row_of_a_plan_counts_as_padding(engine: Engine, models: Callable[..., Path]) -> None:
     served = taught(engine(models("mixtral"), WHOLE))
     model = served.core.model_executor.driver_worker.worker.model_runner.get_model()
     found: list[tuple[int, torch.Tensor | None]] = []

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -25,6 +26,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
@@ -77,6 +79,11 @@ SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
     "qwen3_moe": (
         Qwen3MoeConfig(**SMALL, head_dim=128, rope_parameters=rope("yarn", **YARN)),
         Qwen3MoeRotaryEmbedding,
+    ),
+    "glm4_moe": (Glm4MoeConfig(**SMALL, head_dim=128, rope_parameters=rope("default")), Glm4MoeRotaryEmbedding),
+    "glm4_moe_yarn": (
+        Glm4MoeConfig(**SMALL, head_dim=64, rope_parameters=rope("yarn", partial_rotary_factor=0.25, **YARN)),
+        Glm4MoeRotaryEmbedding,
     ),
     "phi3_partial": (
         Phi3Config(**SMALL, pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
@@ -310,15 +317,24 @@ def test_a_configuration_without_any_rope_has_the_default_of_its_type(tmp_path: 
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
-def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "rotary"), [("phi3", Phi3RotaryEmbedding), ("glm4_moe", Glm4MoeRotaryEmbedding)]
+)
+def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float, model_type: str, rotary: Any) -> None:
     old = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": factor}
-    facts = facts_of(tmp_path, old, "phi3")
-    own = Phi3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    facts = facts_of(tmp_path, old, model_type)
+    own = rotary(AutoConfig.from_pretrained(tmp_path)).inv_freq
     assert facts.rotation.inverse_frequencies == tuple(own.double().tolist())
     assert facts.rotation.rotary_dim == 64 * factor
     parameters = rope_parameters(old, SimpleNamespace(**old))
     assert parameters == facts.rope_parameters
     assert ("partial_rotary_factor" in parameters) == (factor != 1)
+
+
+@pytest.mark.parametrize("written", [{"rope_theta": 1e4}, {"rope_parameters": rope("default", 1e4)}, {}], ids=str)
+def test_half_of_a_head_rotates_where_glm_names_no_share(tmp_path: Path, written: dict[str, Any]) -> None:
+    facts = facts_of(tmp_path, written, "glm4_moe")
+    assert (facts.rotation.rotary_dim, facts.head_dim) == (32, 64)
 
 
 def test_a_file_with_both_forms_that_agree(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import scheduler
-from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
+from engine_wrapper.vllm.scheduler import BlockPoolGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
