@@ -9,8 +9,7 @@ import torch
 
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.layers import in_order, layered_pool
-from engine_wrapper.vllm.model_runner import model_runner_of_caller
-from engine_wrapper.vllm.planned_forward import PlannedForward
+from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
