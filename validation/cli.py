@@ -96,14 +96,15 @@ _BOUNDS = {
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    told = "Prints all result rows; compares or rewrites the tables that a README makes from them."
+    told = "Prints all result rows; compares or rewrites the tables that pages make from them."
     parser = arguments.Parser("scoreboard", told)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="document that holds the tables")
+    told = "pages that hold the tables (default: README.md docs/results.md)"
+    pages = [Path("README.md"), Path("docs/results.md")]
+    parser.add_argument("--pages", type=Path, nargs="+", default=pages, metavar="FILE", help=told)
     action = parser.add_mutually_exclusive_group()
-    told = "exit with 1 when the document's tables differ from the rows"
-    action.add_argument("--check", action="store_true", help=told)
-    action.add_argument("--write", action="store_true", help="rewrite the document's tables")
+    action.add_argument("--check", action="store_true", help="exit with 1 when the pages' tables differ from the rows")
+    action.add_argument("--write", action="store_true", help="rewrite the pages' tables")
     return parser.parse_args(given)
 
 
@@ -113,13 +114,14 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     if not (options.check or options.write):
         show([scoreboard.terminal_table(rows)])
         return True
-    text = options.readme.read_text(encoding="utf-8")
-    renewed = scoreboard.with_tables(text, rows)
-    if options.write:
-        write_text(options.readme, renewed)
-    elif renewed != text:
-        complain(f"the tables of {options.readme} differ from the rows in {options.results}; rewrite them with --write")
-        return False
+    for page in options.pages:
+        text = page.read_text(encoding="utf-8")
+        renewed = scoreboard.with_tables(text, rows)
+        if options.write:
+            write_text(page, renewed)
+        elif renewed != text:
+            complain(f"the tables of {page} differ from the rows in {options.results}; rewrite them with --write")
+            return False
     return True
 
 

@@ -1,4 +1,4 @@
-"""README tables are made from rows, agree with them, and leave the text around them alone."""
+"""Tables on pages are made from rows, agree with them, and leave the text around them alone."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ def test_the_command_checks_and_rewrites(
 ) -> None:
     for place, each in rows.items():
         results.write_rows(tmp_path / "results" / f"{place}.json", each)
-    readme = tmp_path / "README.md"
+    readme, other = tmp_path / "README.md", tmp_path / "results.md"
     readme.write_text(TEXT)
-    where = ["scoreboard", "--results", str(tmp_path / "results"), "--readme", str(readme)]
+    other.write_text("No table.\n")
+    where = ["scoreboard", "--results", str(tmp_path / "results"), "--pages", str(other), str(readme)]
     assert main(where) == 0
     assert "gpu_b" in capsys.readouterr().out
     assert main([*where, "--check"]) == 1
