@@ -6,10 +6,8 @@ computes only holes and suffix. If nothing can be attached, the connector does w
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.publication import PublicationGuard, note_evidence
 from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
@@ -37,8 +35,8 @@ def attach_to_embedded(runtime: Runtime) -> None:
     runner.plan_source = runtime.active_plans.take
     runner.readiness = runtime.readiness
     runtime.readiness.is_awaited = True
-    runner.evidence_sink = partial(note_evidence, runtime)
-    blocks.publication = PublicationGuard(runtime.active_plans)
+    runner.evidence_sink = runtime.note_evidence
+    blocks.publication = runtime.active_plans
     runtime.publication_guard = True
     runtime.mode = EngineMode.WRAPPER
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.outcome import Outcome, counted_as
+from semblend_trt.outcome import FAULTS, Outcome, counted_as
 from semblend_trt.semantic.neighbours import EVENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 class EngineCounts:
     """A Prometheus collector that adds up the counts of running and ended engines; `label` is the label of the counts'
-    names."""
+    names. Those in `known` are there from the start: a rate does not see a series begin at 1."""
 
-    def __init__(self, name: str, documentation: str, label: str) -> None:
+    def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = name, documentation, label
         self._lock = threading.Lock()
         self._running: list[Counter[str]] = []
-        self._ended: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter(dict.fromkeys(known, 0))
 
     def add(self, counts: Counter[str]) -> None:
         with self._lock:
@@ -203,7 +203,9 @@ class Series:
         )
         self.donors = DonorGauges()
         registry.register(self.donors)
-        self.faults = EngineCounts("semblend_faults", "Calls of the engine that were not answered, by name.", "fault")
+        self.faults = EngineCounts(
+            "semblend_faults", "Calls of the engine that were not answered, by name.", "fault", FAULTS
+        )
         self.audit_dropped = EngineCounts("semblend_audit_dropped", "Events that the audit log lost.", "reason")
         registry.register(self.faults)
         registry.register(self.audit_dropped)

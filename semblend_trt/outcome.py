@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, fields
@@ -54,6 +55,12 @@ _FAULTS = (
 REASONS, FAULTS = frozenset(_REASONS.split()), frozenset(_FAULTS.split())
 # Requests, those that ended last, whose reports are kept.
 MAX_REPORTS = 4096
+# The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
+RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
+_RECEIPT = (
+    *("outcome", "reason", "policy", "profile", "generation", "exact_prefix_tokens", "offered_tokens"),
+    *("sampled_tokens", "checked_tokens", "witness_tokens", "reused_tokens", "recomputed_tokens", "largest_kept"),
+)
 
 
 class Outcome(str, Enum):
@@ -76,7 +83,8 @@ class ReuseReport:
     those that are reused all the same, 0.0 without one. `witness_tokens` were kept by the check and recomputed all the
     same; `largest_witness` is the largest deviation among them in each group of layers. `computed_holes` are tokens
     promised to the engine that the wrapper computed, recomputed ones among them. `exact_prefix_tokens` are the
-    engine's own.
+    engine's own. `generation` is the highest of the donors that were placed from. `policy` is the engine's, and
+    `profile` the SHA-256 of the reuse profile that held for the request, in hex.
 
     While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
     `sampled_tokens`, `recomputed_tokens`, `largest_kept`, `witness_tokens` and `largest_witness` are None, and only
@@ -98,12 +106,22 @@ class ReuseReport:
     sampled_tokens: int | None = 0
     witness_tokens: int | None = 0
     largest_witness: tuple[float, ...] | None = ()
+    generation: int = 0
+    policy: str | None = None
+    profile: str | None = None
     nearest: tuple[Neighbour, ...] = ()
 
     @property
     def figures(self) -> dict[str, Any]:
         """Everything but outcome, reason and neighbours, by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)[2:-1]}
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """What an answer's usage says under RECEIPT, in JSON's values; docs/receipts.md describes it."""
+        largest = self.largest_kept
+        is_number = largest is not None and math.isfinite(largest)  # JSON has no infinities
+        return {name: getattr(self, name) for name in _RECEIPT} | {"largest_kept": largest if is_number else None}
 
 
 def counted_as(reason: str) -> str:

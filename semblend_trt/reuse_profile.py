@@ -10,6 +10,7 @@ bind: they change who may share KV, not what the KV is. A field that either side
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import logging
 import stat
@@ -223,8 +224,14 @@ class ReuseProfile(_Part):
     def read(cls, path: str | Path) -> ReuseProfile:
         """Reads a profile. Raises ConfigurationError with what is wrong: no regular file of at most 1 MiB, not JSON,
         another schema, a missing or unknown field, a value out of its range."""
+        return cls.read_with_digest(path)[0]
+
+    @classmethod
+    def read_with_digest(cls, path: str | Path) -> tuple[ReuseProfile, str]:
+        """As `read`, with the SHA-256 of the file, in hex."""
         try:
-            return cls.model_validate_json(_content(Path(path)))
+            content = _content(Path(path))
+            return cls.model_validate_json(content), hashlib.sha256(content).hexdigest()
         except OSError as error:
             raise ConfigurationError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
@@ -330,11 +337,12 @@ _MAX_REMEMBERED = 64
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
     """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable or
-    profile_mismatch) and `differences` are the sentences for the log."""
+    profile_mismatch) and `differences` are the sentences for the log. `digest` is the profile's, as SHA-256 in hex."""
 
     profile: ReuseProfile | None
     refusal: str = "no_profile"
     differences: tuple[str, ...] = ()
+    digest: str | None = None
 
 
 class ProfileMatcher:
@@ -346,6 +354,7 @@ class ProfileMatcher:
     def __init__(self, settings: Settings) -> None:
         self._path, self._policy = settings.profile_path, settings.policy
         self._profile: ReuseProfile | None = None
+        self._digest: str | None = None
         self._without = ProfileMatch(None)
         self._matches: dict[str | None, ProfileMatch] = {}
         self._logged: dict[str | None, EngineMode] = {}
@@ -356,7 +365,7 @@ class ProfileMatcher:
             logger.warning("SEMBLEND_PROFILE is set, but policy %s uses no profile", settings.policy.value)
             return
         try:
-            self._profile = ReuseProfile.read(self._path)
+            self._profile, self._digest = ReuseProfile.read_with_digest(self._path)
         except ConfigurationError as error:
             self._without = ProfileMatch(None, "profile_unreadable", (str(error),))
 
@@ -385,7 +394,7 @@ class ProfileMatcher:
         differences = self._profile.differences(namespace, geometry)
         if differences:
             return ProfileMatch(None, "profile_mismatch", tuple(differences))
-        return ProfileMatch(self._profile)
+        return ProfileMatch(self._profile, digest=self._digest)
 
     def _tell(self, match: ProfileMatch, mode: EngineMode) -> None:
         if mode is EngineMode.STOCK:

@@ -57,14 +57,28 @@ class ActivePlans:
             return {}
         return {each: plan for each in request_ids if (plan := self.take(each)) is not None}
 
-    def publishable_tokens(self, request_id: int) -> int | None:
-        """Leading tokens whose KV equals a cold run's; None when all of the request's KV does."""
-        return self._exact_tokens.get(request_id)
+    def publishable(self, request_id: int, tokens: int) -> int:
+        """How many of the request's first `tokens` tokens may enter the engine's reuse tree.
+
+        KV that attended to approximate KV is approximate too. So the limit is the first position that a cold run would
+        have computed otherwise; it holds for the prompt, the generated tokens and a late release. Only whole blocks
+        below it may be published: the block in which the exact part ends also holds approximate KV.
+        """
+        return min(tokens, self._exact_tokens.get(request_id, tokens))
+
+    def withholds(self, request_id: int) -> bool:
+        """True when some of the request's KV may not be published; for managers that publish all of it or nothing."""
+        return request_id in self._exact_tokens
 
     def lift_limit(self, request_id: int) -> None:
-        """Forgets the publication limit. To be called once nothing approximate is left: the engine has released the
-        blocks, or the running forward computes everything that the plan had placed."""
+        """Forgets the limit, since the running forward computes all that the plan had placed."""
         self._exact_tokens.pop(request_id, None)
+
+    def released(self, request_id: int) -> None:
+        """Call it once the engine has freed the request's blocks; its id may then be used again. A plan that no forward
+        has run is forgotten too."""
+        self.take(request_id)
+        self.lift_limit(request_id)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -184,6 +198,12 @@ class Runtime:
         """Has the scheduler, where there is one, build what look-ups need."""
         if (scheduler := self.scheduler) is not None:
             scheduler.wait_for_initialization()
+
+    def note_evidence(self, evidence: CheckEvidence) -> None:
+        """Keeps evidence for the scheduler. A dropped plan's KV was written over, so its request is exact again."""
+        self.evidence.append(evidence)
+        if evidence.is_dropped:
+            self.active_plans.lift_limit(evidence.request_id)
 
     def saves_ended(self) -> None:
         """Has the scheduler take the waiting events, on the engine's thread: an idle engine does not call the

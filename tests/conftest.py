@@ -18,15 +18,21 @@ if not torch.cuda.is_available() and find_spec("triton"):
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from semblend_trt.connector import model_files
@@ -62,12 +68,30 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+
 _FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": False}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"use_sliding_window": False, "head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
+    # The layer in the middle is dense.
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
+    ),
+    # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    ),
 }
+FAMILIES = tuple(_FAMILIES)
+# Mixtures of experts, whose layers are never fused.
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -81,7 +105,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Writes a random model of `family` (qwen2, qwen3, llama, mistral) and its tokenizer; `changes` go to config."""
+    """Writes a random model of `family`, one of FAMILIES, and its tokenizer; `changes` go to config."""
     config_class, model_class, family_fields = _FAMILIES[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)

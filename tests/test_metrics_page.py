@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
-def series() -> dict[str, tuple[str, set[str]]]:
-    """Kind and labels of every series of the page, by name."""
+def series(prefix: str = "semblend_") -> dict[str, tuple[str, set[str]]]:
+    """Kind and labels of every series of the page, by name; `vllm:` has those in vLLM's spelling."""
     found = {}
     for cell, counts in Page("docs/metrics.md").rows:
         for code in code_in(cell):
             name, _, labels = code.partition("{")
+            if not name.startswith(prefix):
+                continue
             kind = counts.split(":")[0]
             kind = kind if kind in ("gauge", "histogram") else "counter"
             found[name] = kind, set(labels.strip("}").split(",")) - {""}

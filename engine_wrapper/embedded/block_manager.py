@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine_wrapper.embedded.llm_args import KvCacheConfig
-    from engine_wrapper.publication import PublicationGuard
+    from semblend_trt.runtime import ActivePlans
 
 
 class RootKey(NamedTuple):
@@ -188,7 +188,7 @@ class BlockManager:
         replaces: bool = True,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, config.tokens_per_block
-        self.publication: PublicationGuard | None = None
+        self.publication: ActivePlans | None = None
         self._config, self._copy_block = config, copy_block
         self._guarantees, self._replaces = guarantees, replaces
         self._tree = RadixTree(self.block_size)

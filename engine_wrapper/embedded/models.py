@@ -2,7 +2,8 @@
 
 Several ranks split each layer as Megatron-LM does (arXiv 1909.08053, section 3): a rank keeps some of the query and KV
 heads and some of the MLP's channels. Projections into these are split by their outputs, projections out of them by
-their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank.
+their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank. Of every expert of a
+mixture a rank keeps some channels, and all ranks route alike.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_files import FileState
     from semblend_trt.ranks import Ranks
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -197,20 +198,39 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     config = model.config
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % ranks.size:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+        if (count := getattr(config, name, 0)) % ranks.size:
             raise ConfigurationError(
-                f"the model's {name} is {getattr(config, name)}, which {ranks.size} ranks do not divide; use fewer"
+                f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
             )
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        attention, experts = layer.self_attn, getattr(layer.mlp, "experts", None)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
             _keep_outputs(linear, ranks)
         attention.o_proj = SharedLinear(attention.o_proj, _part(attention.o_proj.in_features, ranks), ranks)
-        mlp.down_proj = SharedLinear(mlp.down_proj, _part(mlp.down_proj.in_features, ranks), ranks)
+        if experts is not None:
+            _keep_experts(experts, ranks)
+        dense = layer.mlp if experts is None else getattr(layer.mlp, "shared_experts", None)
+        if dense is not None:
+            _keep_mlp(dense, ranks)
     config.num_attention_heads //= ranks.size
     config.num_key_value_heads //= ranks.size
+
+
+def _keep_mlp(mlp: Any, ranks: Ranks) -> None:
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        _keep_outputs(linear, ranks)
+    mlp.down_proj = SharedLinear(mlp.down_proj, _part(mlp.down_proj.in_features, ranks), ranks)
+
+
+def _keep_experts(experts: Any, ranks: Ranks) -> None:
+    """Cuts all experts. `gate_up_proj`: [experts, 2 * channels, hidden], `down_proj`: [experts, hidden, channels]."""
+    kept = _part(experts.down_proj.shape[2], ranks)
+    gate_up = [each[:, kept] for each in experts.gate_up_proj.chunk(2, 1)]
+    experts.gate_up_proj = nn.Parameter(torch.cat(gate_up, 1), requires_grad=False)
+    experts.down_proj = nn.Parameter(experts.down_proj[:, :, kept].clone(), requires_grad=False)
+    experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
 
 
 def _keep_outputs(linear: nn.Linear, ranks: Ranks) -> None:

@@ -311,10 +311,10 @@ class CompletionOutput:
 class RequestOutput:
     """One request's answer, or the part of it that exists so far.
 
-    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector; `computed_tokens`
-    are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are what the connector
-    reports, None without a report. `time_to_first_token` is in seconds from submission. `error` says why the finish
-    reason is "error".
+    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector;
+    `computed_tokens` are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are
+    what the connector reports, None without a report; `receipt` is what it tells whoever asked.
+    `time_to_first_token` is in seconds from submission. `error` says why the finish reason is "error".
     """
 
     request_id: int
@@ -328,6 +328,7 @@ class RequestOutput:
     finished: bool
     reuse_outcome: str | None = None
     reuse_reason: str | None = None
+    receipt: dict[str, Any] | None = None
     error: str | None = None
 
 
@@ -353,5 +354,6 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
         finished=finished,
         reuse_outcome=report.outcome if report else None,
         reuse_reason=report.reason if report else None,
+        receipt=getattr(report, "receipt", None),
         error=request.error,
     )

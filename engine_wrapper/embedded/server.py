@@ -43,6 +43,7 @@ from semblend_trt.fleet.router.serving import (
     refusing,
     serve,
 )
+from semblend_trt.outcome import RECEIPT
 from semblend_trt.policy import EXACT_ONLY
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 def usage_of(output: RequestOutput) -> dict[str, Any]:
     """Token counts of prompt and answer. `cached_tokens` of the prompt came from the engine's exact prefix cache,
-    `reused_tokens` from donors; `computed_tokens` went through the last layer."""
+    `reused_tokens` from donors; `computed_tokens` went through the last layer. With our connector, the receipt."""
     prompt, answer = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "prompt_tokens": prompt,
@@ -347,6 +348,7 @@ def usage_of(output: RequestOutput) -> dict[str, Any]:
             "reused_tokens": output.reused_tokens,
             "computed_tokens": output.computed_tokens,
         },
+        **({} if output.receipt is None else {RECEIPT: output.receipt}),
     }
 
 

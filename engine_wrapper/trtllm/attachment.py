@@ -13,10 +13,8 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine_wrapper.publication import PublicationGuard, note_evidence
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal
@@ -107,7 +105,7 @@ def attach_to_executor(
             return "executor_unknown"
         if getattr(parts.executor, "kv_cache_transceiver", None) is not None:
             return "disaggregated"  # the engine that receives a request's KV would publish it
-        return guard_refusal(parts.manager) or guard_for(parts.manager, PublicationGuard(runtime.active_plans))
+        return guard_refusal(parts.manager) or guard_for(parts.manager, runtime.active_plans)
 
     def plans() -> PlannedForward | str:
         assert parts is not None
@@ -115,8 +113,8 @@ def attach_to_executor(
         refusal = execution_refusal(parts, llm_args, facts)
         if refusal is not None:
             return refusal
-        sink, max_rows = partial(note_evidence, runtime), getattr(llm_args, "max_num_tokens", None)
-        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts.rotation, sink, max_rows)
+        max_rows = getattr(llm_args, "max_num_tokens", None)
+        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts.rotation, max_rows)
 
     guarded, reason = _installed(guard, runtime)
     if guarded is None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engine_wrapper.publication import PublicationGuard
+    from semblend_trt.runtime import ActivePlans
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ def _as_dummy(request: Any) -> Iterator[None]:
         request.is_dummy_request = before
 
 
-def guard_for(manager: Any, publication: PublicationGuard) -> ManagerGuard:
+def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
     """The guard of a manager that `guard_refusal` accepts; it does nothing until it is installed."""
-    return _GUARDS[type(manager).__name__](manager, publication)
+    return _GUARDS[type(manager).__name__](manager, plans)
 
 
 class ManagerGuard:
@@ -97,8 +97,8 @@ class ManagerGuard:
 
     names: tuple[str, ...]
 
-    def __init__(self, manager: Any, publication: PublicationGuard) -> None:
-        self._manager, self._publication = manager, publication
+    def __init__(self, manager: Any, plans: ActivePlans) -> None:
+        self._manager, self._plans = manager, plans
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(manager, name) for name in self.names}
 
     def install(self) -> None:
@@ -124,20 +124,20 @@ class V1Guard(ManagerGuard):
     def update_resources(self, scheduled_batch: Any, *arguments: Any, **options: Any) -> Any:
         """Stores the blocks of the unflagged context requests."""
         requests = scheduled_batch.context_requests
-        exact = [each for each in requests if not self._publication.withholds(each.py_request_id)]
+        exact = [each for each in requests if not self._plans.withholds(each.py_request_id)]
         batch = scheduled_batch if len(exact) == len(requests) else _BatchView(scheduled_batch, exact)
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
         """Frees the request's blocks; a flagged one's are not stored."""
-        with _as_dummy(request) if self._publication.withholds(request.py_request_id) else nullcontext():
+        with _as_dummy(request) if self._plans.withholds(request.py_request_id) else nullcontext():
             freed = self._stock["free_resources"](request, pin_on_release)
-        self._publication.released(request.py_request_id)
+        self._plans.released(request.py_request_id)
         return freed
 
     def store_blocks_for_reuse(self, request: Any, *arguments: Any, **options: Any) -> Any:
         """Stores an unflagged request's blocks for an asynchronous save. Nothing of a flagged one: returns None."""
-        if self._publication.withholds(request.py_request_id):
+        if self._plans.withholds(request.py_request_id):
             return None
         return self._stock["store_blocks_for_reuse"](request, *arguments, **options)
 
@@ -153,7 +153,7 @@ class V2Guard(ManagerGuard):
 
     def try_commit_blocks(self, request: Any, *arguments: Any, **options: Any) -> Any:
         """Advances a flagged request's history without committing; V2 commits no decode tokens anyway."""
-        if not self._publication.withholds(request.py_request_id):
+        if not self._plans.withholds(request.py_request_id):
             return self._stock["try_commit_blocks"](request, *arguments, **options)
         cache = self._manager.kv_cache_map.get(request.py_request_id)
         if cache is None:
@@ -166,7 +166,7 @@ class V2Guard(ManagerGuard):
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
         freed = self._stock["free_resources"](request, pin_on_release)
-        self._publication.released(request.py_request_id)
+        self._plans.released(request.py_request_id)
         return freed
 
 

@@ -160,14 +160,13 @@ class PlannedForward:
         runtime: Runtime,
         pool: torch.Tensor,
         rotation: RopeRotation,
-        sink: EvidenceSink,
         max_rows: int | None,
     ) -> None:
         """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""
         assert runtime.pool is not None
         self._manager = manager
         self._runtime = runtime
-        self._sink, self._max_rows = sink, max_rows
+        self._max_rows = max_rows
         self._hooks = DecoderHooks(decoder, self._forward)
         self._decoder = PlannedDecoder(self._hooks.stock, pool, runtime.pool.geometry, rotation, runtime.ranks)
         self._is_judged = False
@@ -196,7 +195,8 @@ class PlannedForward:
     def _planned(self, plans: dict[int, SemanticKvPlan], options: Options) -> torch.Tensor:
         try:
             batch = batch_of_call(options)
-            return self._decoder.run(batch, plans, self._blocks(batch), options, self._max_rows, self._sink)
+            sink = self._runtime.note_evidence
+            return self._decoder.run(batch, plans, self._blocks(batch), options, self._max_rows, sink)
         except Exception:
             logger.exception("KV reuse is off from now on: a plan could not be executed")
             self._runtime.faults["planned_forward"] += 1

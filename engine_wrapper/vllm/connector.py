@@ -61,7 +61,8 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduling.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.request_finished(request, block_ids), None
+        """True while the blocks are held, and the receipt, which vLLM's server puts into the answer."""
+        return self._scheduling.request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.update_connector_output(connector_output)

@@ -1,13 +1,20 @@
-"""Executes plans in vLLM's own decoder, once its first prompt has come out the same."""
+"""Executes plans in vLLM's own decoder, once its first prompt has come out the same.
+
+Facts: vLLM, `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2; 0.25.1 and 0.28). Both call
+the model with the same keywords and keep the layers' attention metadata in the forward context. V1 holds the running
+step's batch; V2 makes it for the step and hands it on.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm import envs
+from vllm.forward_context import get_forward_context
 
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import follow, follow_all
@@ -19,7 +26,7 @@ from engine_wrapper.self_check import (
     raise_difference,
     sample_difference,
 )
-from engine_wrapper.vllm.refusals import sample_refusal
+from engine_wrapper.vllm.refusals import callers, sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
 from semblend_trt.plan import EngineMode
 
@@ -28,13 +35,76 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.vllm.metadata import Scheduled
-    from engine_wrapper.vllm.model_runner import ModelRunner
     from engine_wrapper.vllm.rows import Decoder
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunner:
+    """One of vLLM's two model runners as a planned forward sees it: `runner` is vLLM's own, `model` the one that it
+    calls, without wrappers.
+
+    `order` gives the requests of the running step in the order of their rows; `remove` leaves the runner as it was
+    found.
+    """
+
+    runner: Any
+    model: Any
+    order: Callable[[], list[str]]
+    remove: Callable[[], None]
+
+
+def model_runner_of_caller() -> ModelRunner:
+    """The model runner that is registering its caches: a connector is handed nothing but them.
+
+    Raises LookupError for a runner of another kind, and LayoutError where a replayed graph would run no plan.
+    """
+    for owner in callers():
+        if not hasattr(owner, "attn_groups") or not hasattr(owner, "get_model"):
+            continue
+        if hasattr(owner, "input_batch"):
+            return _first(owner)
+        if hasattr(owner, "prepare_inputs"):
+            return _second(owner)
+    raise LookupError("the model runner is of a kind that is not known")
+
+
+def _first(runner: Any) -> ModelRunner:
+    _check_graphs(runner.compilation_config.cudagraph_mode)
+    return ModelRunner(runner, runner.get_model(), lambda: list(runner.input_batch.req_ids), lambda: None)
+
+
+def _second(runner: Any) -> ModelRunner:
+    _check_graphs(runner.cudagraph_manager.cudagraph_mode)
+    watched = _PreparedInputs(runner)
+    return ModelRunner(runner, runner.get_model(), lambda: watched.request_ids, watched.remove)
+
+
+def _check_graphs(mode: Any) -> None:
+    is_whole = mode.name != "PIECEWISE" or getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
+    if is_whole and mode.name != "NONE":
+        raise LayoutError("full_cuda_graphs", f"steps are replayed whole, as cudagraph_mode {mode.name} has it")
+
+
+class _PreparedInputs:
+    """In the place of the V2 runner's `prepare_inputs`, which every step but dummy runs calls before its forward."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._stock = runner, runner.prepare_inputs
+        self.request_ids: list[str] = []
+        runner.prepare_inputs = self._prepare
+
+    def remove(self) -> None:
+        vars(self._runner).pop("prepare_inputs", None)
+
+    def _prepare(self, *arguments: Any, **options: Any) -> Any:
+        batch = self._stock(*arguments, **options)
+        self.request_ids = list(getattr(batch, "req_ids", ()))
+        return batch
 
 
 class _OrderCheck:
@@ -72,11 +142,10 @@ class PlannedForward:
         runtime: Runtime,
         failed: Callable[[SemanticKvPlan], None],
         max_rows: int | None,
-        sink: EvidenceSink,
     ) -> None:
         """No forward has more than `max_rows` rows."""
         self._runner, self._parts, self._runtime = runner, parts, runtime
-        self._failed, self._max_rows, self._sink = failed, max_rows, sink
+        self._failed, self._max_rows = failed, max_rows
         self._stock = runner.model.forward
         self._is_proven, self._sparse = False, False
         self._graphs: StepGraphs  # those of the step that is proven
@@ -121,7 +190,7 @@ class PlannedForward:
     def _planned(self, plans: Mapping[int, SemanticKvPlan], options: Mapping[str, Any]) -> torch.Tensor:
         batch = self._batch(options)
         check = _OrderCheck(options["positions"], batch)
-        hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._sink)
+        hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._runtime.note_evidence)
         check.end()
         rows = len(options["positions"])  # the engine pads its batches
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
@@ -183,7 +252,8 @@ class PlannedForward:
             _OrderCheck(options["positions"], batch).end()
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
-            self._graphs = StepGraphs(options["input_ids"], options["positions"])
+            padding = getattr(get_forward_context(), "is_padding", None)
+            self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
                 self._check(batch.input_ids[rows], hidden[rows], self._blocks()[fits[0]])
             finally:

@@ -7,7 +7,8 @@ vLLM runs can be planned.
 Where most rows stand apart, as those of a sample and witnesses do, each would read all keys before it. There our own
 kernel takes the backend's place and reads the keys once for a tile of rows, in vLLM's cache as it lies.
 
-Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py`,
+Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py` (which rows of a step are
+padding, that no expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart),
 `model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called),
 and the decoders under `model_executor/models/` (0.25.1 to 0.32): a layer is called with positions, hidden rows and
 residual.
@@ -95,13 +96,17 @@ def own_builder(group: Any, max_rows: int) -> Any:
 class StepGraphs:
     """The CUDA graphs that vLLM captured of its compiled model between two attentions, for rows that are not a step's.
 
-    They read the two buffers that steps hand to the model. Facts: vLLM, `compilation/cuda_graph.py`.
+    They read the two buffers that steps hand to the model, and one that says which rows are padding. Facts: vLLM,
+    `compilation/cuda_graph.py`.
     """
 
-    def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """`input_ids` and `positions`: [rows of a step], the beginning of the buffers; graphs of others are left."""
-        self._buffers = (input_ids, positions)
-        addresses = {each.data_ptr() for each in self._buffers}
+    def __init__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor | None = None
+    ) -> None:
+        """`input_ids`, `positions` and, where the engine tells, `is_padding`: [rows of a step], the beginning of the
+        buffers; graphs of others are left."""
+        self._buffers = [each for each in (input_ids, positions, is_padding) if each is not None]
+        addresses = {each.data_ptr() for each in (input_ids, positions)}
         parts = [
             each.concrete_cudagraph_entries
             for each in CUDAGraphWrapper._all_instances
@@ -121,18 +126,20 @@ class StepGraphs:
         if batch is None:
             yield input_ids, positions
             return
-        ids, places = (each.as_strided((batch.num_tokens,), (1,)) for each in self._buffers)
-        kept = ids.clone(), places.clone()
+        ids, places, *padding = buffers = [each.as_strided((batch.num_tokens,), (1,)) for each in self._buffers]
+        kept = [each.clone() for each in buffers]
         context = get_forward_context()
         before = context.batch_descriptor, context.cudagraph_runtime_mode
         ids[:rows], places[:rows] = input_ids, positions
+        for each in padding:
+            each[:rows], each[rows:] = False, True
         context.batch_descriptor, context.cudagraph_runtime_mode = batch, CUDAGraphMode.PIECEWISE
         try:
             yield ids, places
         finally:
             context.batch_descriptor, context.cudagraph_runtime_mode = before
-            ids.copy_(kept[0])
-            places.copy_(kept[1])
+            for each, own in zip(buffers, kept, strict=True):
+                each.copy_(own)
 
 
 def _read(graphs: Sequence[Any], addresses: set[int]) -> bool:
@@ -160,10 +167,14 @@ class VllmRows:
 
     def __enter__(self) -> Self:
         context = get_forward_context()
-        for name in ("attn_metadata", "slot_mapping", "cudagraph_runtime_mode"):
-            self._left.callback(setattr, context, name, getattr(context, name))
+        for name in ("attn_metadata", "slot_mapping", "cudagraph_runtime_mode", "is_padding"):
+            self._left.callback(setattr, context, name, getattr(context, name, None))
         # Graphs were captured of the engine's own batches.
         context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        context.is_padding = None
+        # Whatever forward comes next within this context begins at the lowest layer with experts.
+        context.moe_layer_index = 0
+        self._left.callback(setattr, context, "moe_layer_index", 0)
         self._context = context
         if self._sparse:
             for layer, attention in enumerate(self._parts.attention):

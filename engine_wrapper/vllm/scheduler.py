@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
 from engine_wrapper.vllm.metadata import StepMetadata, Steps
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import EXACT_ONLY
 from semblend_trt.runtime import runtime_for
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.arguments import EngineArguments
 
 logger = logging.getLogger(__name__)
+
+# The methods by which a block pool publishes.
+_FULL, _PARTIAL = "cache_full_blocks", "cache_partial_block"
 
 
 class RequestView:
@@ -54,6 +57,68 @@ class RequestView:
         tokens = self._request.all_token_ids[: max(0, count)]
         # NumPy reads a list of integers three times as slowly.
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), dtype=np.int32)
+
+
+class BlockPoolGuard:
+    """Keeps blocks that hold approximate KV out of vLLM's exact prefix cache, and out of its KV events.
+
+    vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the limit is set at the lookup,
+    and holds until the request has ended: what is generated behind approximate KV is approximate too. The guard stands
+    before the pool's own methods; `limit` and `release` go by the request's id in vLLM.
+
+    Facts: vLLM, `v1/core/block_pool.py`, `BlockPool.cache_full_blocks` and `cache_partial_block` (0.25.1 to 0.32).
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """Raises AttributeError for a pool that publishes in another way."""
+        self._pool = pool
+        self._stock = {_FULL: getattr(pool, _FULL)}
+        if hasattr(pool, _PARTIAL):
+            self._stock[_PARTIAL] = getattr(pool, _PARTIAL)
+        self._exact: dict[str, int] = {}
+        setattr(pool, _FULL, self._full)
+        if _PARTIAL in self._stock:
+            setattr(pool, _PARTIAL, self._partial)
+
+    def limit(self, request_id: str, exact_tokens: int) -> None:
+        """From now on only blocks within the request's first `exact_tokens` tokens are published."""
+        self._exact[request_id] = exact_tokens
+
+    def release(self, request_id: str) -> None:
+        """Forgets the request: all of its KV is exact, or it has ended."""
+        self._exact.pop(request_id, None)
+
+    def remove(self) -> None:
+        """Leaves the pool as it was found."""
+        for name in self._stock:
+            vars(self._pool).pop(name, None)
+
+    def _full(
+        self,
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        exact = self._exact.get(request.request_id)
+        if exact is not None:
+            num_full_blocks = min(num_full_blocks, exact // block_size)
+            if num_full_blocks <= num_cached_blocks:
+                return None
+            mask = options.get("block_mask")
+            if mask is not None:
+                options["block_mask"] = mask[: num_full_blocks - num_cached_blocks]
+        return self._stock[_FULL](
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options
+        )
+
+    def _partial(self, request: Any, *arguments: Any, **options: Any) -> Any:
+        if request.request_id in self._exact:
+            return None
+        return self._stock[_PARTIAL](request, *arguments, **options)
 
 
 class VllmScheduler:
@@ -127,20 +192,21 @@ class VllmScheduler:
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
         return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
 
-    @never_raises(lambda: False)
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> bool:
-        """True when the request's KV is being saved and its blocks must be held."""
+    @never_raises(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """True when the request's KV is being saved and its blocks must be held; the parameters of its answer."""
         number = self._numbers.pop(request.request_id, None)
         if number is None:
-            return False
+            return False, None
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
         if self._guard is not None:
             self._guard.release(request.request_id)
-        if (report := self._scheduler.outcomes.of(number)) is not None:
-            self.stats.request_ended(report)
-        return is_saving
+        if (report := self._scheduler.outcomes.of(number)) is None:
+            return is_saving, None
+        self.stats.request_ended(report)
+        return is_saving, {VLLM_RECEIPT: report.receipt}
 
     def close(self) -> None:
         """Writes out what is held, and leaves vLLM's block pool as it was found."""

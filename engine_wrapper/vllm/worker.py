@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.publication import note_evidence
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.layers import in_order, layered_pool
-from engine_wrapper.vllm.model_runner import model_runner_of_caller
-from engine_wrapper.vllm.planned_forward import PlannedForward
+from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
@@ -168,15 +165,8 @@ class VllmWorker:
                 geometry=self._runtime.pool.geometry,
                 unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
-            sink = partial(note_evidence, self._runtime)
-            self._forward = PlannedForward(
-                found,
-                parts,
-                self._runtime,
-                self._fail,
-                int(scheduling.max_num_batched_tokens),
-                sink,
-            )
+            max_rows = int(scheduling.max_num_batched_tokens)
+            self._forward = PlannedForward(found, parts, self._runtime, self._fail, max_rows)
         except Exception as error:
             logger.warning("KV is not reused: plans cannot be executed in this model: %s", error)
             self._runtime.faults["hook"] += 1

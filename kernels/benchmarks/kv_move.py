@@ -33,6 +33,7 @@ from kernels.kv_move import Move, eager, kv_move
 from kernels.kv_move.move import check_moves, planes_of, sizes_of
 from kernels.layout import ContiguousKv
 from kernels.results import say
+from kernels.rope import RopeRotation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,11 +82,16 @@ def tilings() -> list[Tiling]:
     ]
 
 
-def kernel_ms(moves: Sequence[Move], target: PagedKv | ContiguousKv, tiling: Tiling | None = None) -> float:
+def kernel_ms(
+    moves: Sequence[Move],
+    target: PagedKv | ContiguousKv,
+    tiling: Tiling | None = None,
+    rotation: RopeRotation = ROTATION,
+) -> float:
     """Milliseconds of the kernel alone, its table ready on the card."""
     from kernels.kv_move import triton_move
 
-    run = triton_move.prepared(moves, target, ROTATION, tiling)
+    run = triton_move.prepared(moves, target, rotation, tiling)
     return time_ms(lambda: run(range(sizes_of(target)[0]), 0))
 
 
@@ -149,10 +155,14 @@ def _measure_layout(results: Results, layout: str) -> None:
 
 
 def _measure_variants(results: Results) -> None:
-    """Unshifted, three donors, from a pool, fp8 (which the connector refuses today), from pinned memory, the checks."""
+    """Unshifted, half of the channels rotated (GLM-4.5), three donors, from a pool, fp8 (which the connector refuses
+    today), from pinned memory, the checks."""
     tokens = GOAL_TOKENS
     donor, target = random_donor(tokens), random_pool(tokens + 32)
     add_share(results, "kv_move_unshifted", kernel_ms([Move(donor, 0, 0, tokens)], target), bytes_moved(tokens))
+    half = RopeRotation(ROTATION.inverse_frequencies[::2], ROTATION.rotary_dim // 2)
+    milliseconds = kernel_ms([Move(donor, 0, SHIFT, tokens)], target, rotation=half)
+    add_share(results, "kv_move_partial", milliseconds, bytes_moved(tokens))
     third = tokens // 3
     spans = [Move(random_donor(third + 9), index, index * (third + 5), third) for index in range(3)]
     add_share(results, "kv_move_three_donors", kernel_ms(spans, target), bytes_moved(tokens))

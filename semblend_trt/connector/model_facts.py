@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 
 # Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
 _ARCHITECTURES = {
+    "glm4_moe": "Glm4MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # Those whose code honours a partial_rotary_factor.
-_PARTIAL_ROTARY = ("phi3",)
+_PARTIAL_ROTARY = ("glm4_moe", "phi3")
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.

@@ -39,10 +39,10 @@ MAX_SILENT_ITERATIONS = 32
 class TrackedRequest:
     """One request between its look-up and its end.
 
-    `reason` says why no KV was placed. `is_followed`: the workers know of it, and can save it from `block_ids`.
-    `evidence` is what the check of its plan found, None until the engine says. `is_scheduled`: it has been in an
-    iteration; until then what it was promised is still to be loaded. `forward_failed`: the forward of its last
-    iteration failed.
+    `reason` says why no KV was placed. `profile` is the SHA-256 of the reuse profile that holds for it.
+    `is_followed`: the workers know of it, and can save it from `block_ids`. `evidence` is what the check of its
+    plan found, None until the engine says. `is_scheduled`: it has been in an iteration; until then what it was
+    promised is still to be loaded. `forward_failed`: the forward of its last iteration failed.
     """
 
     request_id: int
@@ -51,6 +51,7 @@ class TrackedRequest:
     num_computed_tokens: int
     plan: SemanticKvPlan | None = None
     reason: str | None = None
+    profile: str | None = None
     runs_found: int = 0
     leases: list[Lease] = field(default_factory=list)
     intent: SaveIntent | None = None
@@ -355,12 +356,14 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
     return Outcome.COLD_FALLBACK, tracked.reason
 
 
-def report_of(tracked: TrackedRequest) -> ReuseReport:
-    """The report of a request, as far as its reuse is known by now."""
+def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport:
+    """The report of a request under the engine's `policy`, as far as its reuse is known by now."""
     outcome, reason = outcome_of(tracked)
     plan, evidence, exact_prefix = tracked.plan, tracked.evidence, tracked.num_computed_tokens
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
-        return ReuseReport(outcome.value, reason, exact_prefix_tokens=exact_prefix)
+        return ReuseReport(
+            outcome.value, reason, exact_prefix_tokens=exact_prefix, policy=policy, profile=tracked.profile
+        )
     checked: int | None
     sampled: int | None
     recomputed: int | None
@@ -394,6 +397,9 @@ def report_of(tracked: TrackedRequest) -> ReuseReport:
         sampled,
         witness,
         largest_witness,
+        max((span.generation for span in plan.spans), default=0),
+        policy,
+        tracked.profile,
     )
 
 

@@ -201,7 +201,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self.take_events()
-            return self._neighbourhood.report(request_id, report_of(tracked))
+            return self._neighbourhood.report(request_id, report_of(tracked, self._settings.policy.value))
         report = self.outcomes.of(request_id)
         return None if report is None else self._neighbourhood.report(request_id, report)
 
@@ -236,6 +236,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
         tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
         match = self._profiles.match(namespace, serving.pool.geometry, self._runtime.mode)
+        tracked.profile = match.digest
         planned, tracked.leases = serving.donor_index.plan(
             LookupRequest(
                 request_id=request_id,
@@ -396,7 +397,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._record_outcome(tracked)
 
     def _record_outcome(self, tracked: TrackedRequest) -> None:
-        report = report_of(tracked)
+        report = report_of(tracked, self._settings.policy.value)
         self.outcomes.record(tracked.request_id, report)
         self._metrics.request_ended(report)
         self._audit.request_ended(tracked.request_id, report)

@@ -17,9 +17,10 @@ from engine_wrapper.layer_schedule import build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
+from tests.conftest import MIXTURES
 from tests.engine_wrapper.forward_bench import (
     DEVICE,
-    FAMILIES,
+    FUSED,
     NUM_LAYERS,
     Bench,
     attach_pool,
@@ -35,7 +36,7 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 32
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_joined_weights_are_the_models_own(tiny_model_paths: dict[str, Path], family: str) -> None:
     model = load(tiny_model_paths[family])
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -65,6 +66,12 @@ def test_an_unknown_layer_keeps_the_models_own_layers(tiny_qwen2_path: Path) -> 
     forward = SparseForward(model, bench.pool, bench.geometry, fused=True)
     assert forward.fused is None
     assert forward(build_schedule([bench.slice(1, tokens_of(9))], NUM_LAYERS).to(DEVICE)).isfinite().all()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_of_experts_keeps_the_models_own_layers(tiny_model_paths: dict[str, Path], family: str) -> None:
+    bench = Bench(load(tiny_model_paths[family]), fused=False)
+    assert SparseForward(bench.model, bench.pool, bench.geometry, fused=True).fused is None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a CPU")

@@ -18,7 +18,7 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import (
     DEVICE,
-    FAMILIES,
+    FUSED,
     NUM_LAYERS,
     SIZES,
     TOLERANCE,
@@ -219,7 +219,7 @@ def test_a_shape_has_no_piece_beyond_its_reach(interpret: Callable[[], None]) ->
 
 @needs_cuda
 @dtypes
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_replayed_graphs_equal_the_eager_forward(
     tiny_model_paths: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
@@ -263,7 +263,7 @@ def test_a_replay_waits_for_each_layer_ahead_of_its_graph(tiny_qwen2_path: Path)
 @needs_cuda
 @dtypes
 @pytest.mark.parametrize("check_layer", range(NUM_LAYERS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_what_a_check_leaves_is_replayed_as_it_runs_eagerly(
     tiny_model_paths: dict[str, Path], make_plan: Any, family: str, check_layer: int, dtype: torch.dtype
 ) -> None:

@@ -3,7 +3,9 @@ may be reused on the engine that it was made for."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
@@ -128,6 +130,11 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     event = next(each for each in engine.events("request_settled")[::-1] if each["request_id"] == output.request_id)
     assert {name: event[name] for name in report.figures} == json.loads(json.dumps(report.figures))
     assert (event["outcome"], event["reason"]) == (report.outcome, report.reason)
+    assert output.receipt == report.receipt
+    assert {name: output.receipt[f"{name}_tokens"] for name in told} == told
+    used = variables.get("PROFILE")
+    digest = None if used is None else hashlib.sha256(Path(used).read_bytes()).hexdigest()
+    assert (output.receipt["policy"], output.receipt["profile"]) == (variables.get("POLICY", "verified"), digest)
 
 
 def test_a_dropped_plan_is_declined_because_of_its_deviation(shifted, profile):

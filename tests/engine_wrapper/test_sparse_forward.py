@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.layer_schedule import build_schedule
 from semblend_trt.plan import CheckEvidence, SpanCheck
 from semblend_trt.ranks import Ranks
+from tests.conftest import FAMILIES, MIXTURES
 from tests.engine_wrapper.forward_bench import (
     BLOCK_SIZE,
     DEVICE,
-    FAMILIES,
+    FUSED,
     KEEP_ALL,
     NUM_LAYERS,
     SIZES,
@@ -40,9 +41,12 @@ def benches(tiny_model_paths: dict[str, Path]) -> Callable[[str, bool], Bench]:
     return cache(lambda family, fused: Bench(load(tiny_model_paths[family]), fused))
 
 
-@pytest.fixture(params=FAMILIES)
-def family_bench(request: pytest.FixtureRequest, benches: Callable[[str, bool], Bench], fused: bool) -> Bench:
-    bench = benches(request.param, fused)
+@pytest.fixture(
+    params=[(family, fused) for family in FAMILIES for fused in (False, True) if family in FUSED or not fused],
+    ids=lambda param: f"{param[0]}-{'fused' if param[1] else 'plain'}",
+)
+def family_bench(request: pytest.FixtureRequest, benches: Callable[[str, bool], Bench]) -> Bench:
+    bench = benches(*request.param)
     bench.clear()
     return bench
 
@@ -194,8 +198,8 @@ def test_heads_are_computed_without_a_check(bench: Bench, make_plan: PlanMaker) 
 
 
 @contextmanager
-def rows_by_layer(model: Any) -> Iterator[list[int]]:
-    """Counts the rows that really enter each of the model's own layers."""
+def rows_by_layer(model: Any, part: str = "") -> Iterator[list[int]]:
+    """Counts the rows that really enter each of the model's own layers, or this part of them."""
     counts = [0] * NUM_LAYERS
 
     def counting(layer: int) -> Callable[..., None]:
@@ -204,7 +208,8 @@ def rows_by_layer(model: Any) -> Iterator[list[int]]:
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(counting(index)) for index, layer in enumerate(model.model.layers)]
+    parts = [layer.get_submodule(part) for layer in model.model.layers]
+    handles = [module.register_forward_pre_hook(counting(index)) for index, module in enumerate(parts)]
     try:
         yield counts
     finally:
@@ -213,11 +218,15 @@ def rows_by_layer(model: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.known_defect(12)
+@pytest.mark.parametrize(("family", "part"), [("qwen2", ""), *((family, "mlp") for family in MIXTURES)])
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-def test_dropped_rows_are_not_computed(tiny_qwen2_path: Path, make_plan: PlanMaker, boundary: int) -> None:
-    tokens, bench = tokens_of(50), Bench(load(tiny_qwen2_path), fused=False)
+def test_dropped_rows_are_not_computed(
+    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, boundary: int, family: str, part: str
+) -> None:
+    """Nor are they routed to experts."""
+    tokens, bench = tokens_of(50), Bench(load(tiny_model_paths[family]), fused=False)
     bench.place(1, bench.cold(tokens)[1], 5, 40)
-    with rows_by_layer(bench.model) as counts:
+    with rows_by_layer(bench.model, part) as counts:
         bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary, **SIZES)))
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 

@@ -68,6 +68,7 @@ def assert_matches_naive(
         (8, 128, 128, 64, torch.float16, False),
         (2, 64, 64, 32, torch.float32, False),
         (2, 64, 64, 64, torch.bfloat16, False),
+        (8, 128, 64, 32, torch.bfloat16, False),
         (8, 128, 128, BLOCK, torch.bfloat16, True),
         (2, 256, 256, BLOCK, torch.bfloat16, False),
         (3, 80, 80, 3, torch.float32, True),

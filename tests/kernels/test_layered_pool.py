@@ -129,6 +129,7 @@ def test_moves_into_it_and_out_of_it(
     ("heads", "dim", "rotary", "block", "skipped", "dtype"),
     [
         (4, 128, 128, 16, 0, torch.bfloat16),
+        (8, 128, 64, 16, 0, torch.bfloat16),
         (2, 64, 64, 32, 0, torch.float16),
         (3, 24, 16, 5, 1, torch.float32),
         (3, 24, 16, 5, 1, torch.bfloat16),

@@ -8,8 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GlmConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Glm4MoeConfig,
+    GlmConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.models.glm import modeling_glm
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
@@ -37,6 +46,7 @@ MODELS: dict[str, tuple[Any, PretrainedConfig]] = {
     "llama3": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LLAMA3)),
     "llama_linear": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LINEAR)),
     "phi3_partial": (modeling_phi3, Phi3Config(**GUESSED, rope_parameters=PARTIAL, pad_token_id=0)),
+    "glm4_moe_partial": (modeling_glm4_moe, Glm4MoeConfig(**HEADS, rope_parameters=PARTIAL)),
     "glm_partial_interleaved": (modeling_glm, GlmConfig(**HEADS, rope_parameters=PARTIAL, pad_token_id=0)),
 }
 

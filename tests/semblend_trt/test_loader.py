@@ -28,6 +28,7 @@ from semblend_trt.plan import (
 )
 from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
+from tests.conftest import FAMILIES
 from tests.semblend_trt.held_donors import held_kv, save, used_blocks
 from tests.semblend_trt.plans import plan_of
 
@@ -226,7 +227,7 @@ def test_leftovers_of_the_load_before_are_joined_first(store):
     assert not readiness.is_arriving
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shift", [37, 512, -20, 0])
 def test_placed_keys_of_the_first_layer_are_those_of_a_cold_run(tiny_model_paths, family, shift):
     """The first layer's K and V depend on token and position only, so a shifted donor's must match a cold run's."""

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.metrics import TOKEN_KINDS, HeldDonors, Metrics, metrics_for
-from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
+from semblend_trt.outcome import FAULTS, OTHER_REASON, Outcome, ReuseReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,10 +54,11 @@ def tokens(registry: CollectorRegistry) -> dict[str, float]:
     return {kind: value(registry, "tokens_total", kind=kind) for kind in TOKEN_KINDS}
 
 
-def test_every_outcome_and_kind_is_there_from_the_start(registry: CollectorRegistry) -> None:
+def test_every_outcome_kind_and_fault_is_there_from_the_start(registry: CollectorRegistry) -> None:
     metrics_for(True, registry)
     assert {value(registry, "requests_total", outcome=outcome.value) for outcome in Outcome} == {0.0}
     assert set(tokens(registry).values()) == {0.0}
+    assert {value(registry, "faults_total", fault=fault) for fault in FAULTS} == {0.0}
     assert value(registry, "donors") == 0
     assert value(registry, "donor_bytes", tier="host") == value(registry, "donor_bytes", tier="device") == 0
 

@@ -9,6 +9,7 @@ import pytest
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.outcome import MAX_REPORTS, OTHER_REASON, Outcome, OutcomeLedger, ReuseReport
+from tests.pages import Page, code_in
 
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens=96)
 COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
@@ -60,6 +61,21 @@ def test_declined_reuse_needs_a_reason(reason: str | None) -> None:
         ledger.record(1, declined(reason))
     assert ledger.of(1) is None
     assert sum(ledger.counts().values()) == 0
+
+
+def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json() -> None:
+    rows = [code_in(cell) for cell, _ in Page("docs/receipts.md").rows]
+    report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens=3, largest_kept=0.25)
+    assert list(report.receipt) == [codes[0] for codes in rows if codes and codes[0] in report.receipt]
+    assert len(report.receipt) == len(rows[1 : rows.index([], 1)])
+    assert json.loads(json.dumps(report.receipt)) == report.receipt
+    assert (report.receipt["reused_tokens"], report.receipt["largest_kept"]) == (3, 0.25)
+
+
+@pytest.mark.parametrize("largest", [None, float("nan"), float("inf")])
+def test_what_is_no_number_is_null_in_a_receipt(largest: float | None) -> None:
+    report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, largest_kept=largest)
+    assert report.receipt["largest_kept"] is None
 
 
 def test_forgotten_request_may_end_again_and_stays_counted() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
-from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.runtime import MAX_EVENTS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
 from tests.semblend_trt.plans import plan_of
@@ -138,26 +138,40 @@ def test_each_plan_is_taken_once() -> None:
 def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
     plans = active(plan(1, start=6), plan(2))
     plans.take(1)
-    assert plans.publishable_tokens(1) == 6
-    plans.lift_limit(1)
-    assert (plans.publishable_tokens(1), plans.publishable_tokens(2)) == (None, 4)
+    assert (plans.publishable(1, 60), plans.publishable(1, 5), plans.withholds(1)) == (6, 5, True)
+    plans.put(plan(1, start=6))
+    plans.released(1)
+    assert (plans.publishable(1, 60), plans.withholds(1), plans.take(1)) == (60, False, None)
+    assert (plans.publishable(2, 60), plans.withholds(2)) == (4, True)
 
 
 def test_exact_plan_has_no_limit_and_lifts_none() -> None:
     plans = active(plan(1, exact=True), plan(2), plan(2, exact=True))
-    assert (plans.publishable_tokens(1), plans.publishable_tokens(2)) == (None, 4)
+    assert (plans.publishable(1, 60), plans.publishable(2, 60), plans.publishable(3, 60)) == (60, 4, 60)
 
 
 def test_stock_plan_leaves_its_limit_but_waits_for_no_forward() -> None:
     plans = active(plan(1, mode=EngineMode.STOCK))
-    assert (plans.take(1), plans.publishable_tokens(1)) == (None, 4)
+    assert (plans.take(1), plans.publishable(1, 60)) == (None, 4)
 
 
 def test_second_put_replaces_the_first() -> None:
     replacement = plan(1).without_spans("gone")
     plans = active(plan(1), replacement)
-    assert (len(plans), plans.publishable_tokens(1)) == (1, replacement.prompt_length)
+    assert (len(plans), plans.publishable(1, 60)) == (1, replacement.prompt_length)
     assert plans.take(1) == replacement
+
+
+def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing() -> None:
+    runtime, tokens = Runtime(active_plans=active(plan(1), plan(2))), {"offered_tokens": 16, "checked_tokens": 16}
+    found = [
+        CheckEvidence(1, reused_tokens=0, recomputed_tokens=16, largest_kept=0.0, is_dropped=True, **tokens),
+        CheckEvidence(2, reused_tokens=9, recomputed_tokens=7, largest_kept=0.1, is_dropped=False, **tokens),
+    ]
+    for evidence in found:
+        runtime.note_evidence(evidence)
+    assert list(runtime.evidence) == found
+    assert (runtime.active_plans.withholds(1), runtime.active_plans.withholds(2)) == (False, True)
 
 
 def test_each_plan_goes_to_one_of_many_threads() -> None:

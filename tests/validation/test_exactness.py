@@ -12,6 +12,7 @@ import torch
 from engine_wrapper import sequence_work
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from tests.conftest import FAMILIES, MIXTURES
 from validation.embedded_engine import EmbeddedEngines
 from validation.exactness import Exactness, plain_difference, stock_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
@@ -43,14 +44,15 @@ def one_layer_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_work, "_work_of", work_of)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact(tiny_model_paths: dict[str, Path], family: str) -> None:
     runner = ModelRunner(tiny_model_paths[family], "float32", "cpu")
     assert plain_difference(runner, random_tokens(333)).difference <= MAX_LOGIT_DIFFERENCE
 
 
-def test_the_wrapper_is_exact_within_an_engine(tiny_qwen2_path: Path) -> None:
-    found = within_an_engine(tiny_qwen2_path, random_tokens(150))
+@pytest.mark.parametrize("family", ["qwen2", *MIXTURES])
+def test_the_wrapper_is_exact_within_an_engine(tiny_model_paths: dict[str, Path], family: str) -> None:
+    found = within_an_engine(tiny_model_paths[family], random_tokens(150))
     assert found.against == "ours without the wrapper"
     assert max(found.difference, found.noise) <= MAX_LOGIT_DIFFERENCE
 

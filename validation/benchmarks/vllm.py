@@ -3,8 +3,9 @@
 `python -m validation.benchmarks.vllm --out DIR` runs every arm in a process of its own. Single prompts (the parts ttft
 and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
 writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of what is there. So a
-run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--small` is a dry run, for which
-no card is needed.
+run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
+VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--small` is a dry run, for which no
+card is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,8 @@ _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
+# Behind the names of rows of the second model runner, by the module that vLLM has it in.
+_RUNNERS = {"vllm.v1.worker.gpu.model_runner": "_v2_runner"}
 
 
 class Turns:
@@ -382,12 +385,15 @@ def _record(options: argparse.Namespace) -> list[str]:
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
     rows = Results(measured=measured, dry=options.small)
     problems = add_rows(arms, rows)
-    rows.write(options.out / "rows", "vllm")
+    runner = _RUNNERS.get(first["engine"]["runner"], "")
+    rows.rows = [replace(each, name=each.name + runner) for each in rows.rows]
+    name = f"vllm{runner}"
+    rows.write(options.out / "rows", name)
     if options.json is not None:
-        write_rows(options.json / "vllm.json", rows.rows)
+        write_rows(options.json / f"{name}.json", rows.rows)
     if rows.rows:
-        table = markdown_table("*", {f"{first['machine']['name']}/vllm": rows.rows})
-        write_text(options.out / "rows" / "vllm.md", table)
+        table = markdown_table("*", {f"{first['machine']['name']}/{name}": rows.rows})
+        write_text(options.out / "rows" / f"{name}.md", table)
     return problems
 
 

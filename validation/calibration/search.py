@@ -34,7 +34,9 @@ _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 SAMPLE_EVERY = 16
 _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
-# A deeper layer's check that computes at most so much more is tried as well: its sample may let more pass.
+# Samples that hold on screening prompts, and that are tried on new ones behind the check that is confirmed.
+_SAMPLE_TRIES = 2
+# A deeper layer's check that computes at most so much more is preferred: deeper layers see more.
 _ABOUT_THE_SAME = 1.1
 # One kept token of so many is computed in all layers, which have so many groups with a bound each.
 WITNESS_EVERY, WITNESS_GROUPS = 128, 4
@@ -282,24 +284,25 @@ class Search:
         for index, candidate in enumerate(ordered):
             if not holds(candidate):
                 continue
-            rivals = [candidate, *self._deeper(candidate, ordered[index + 1 :], holds)]
-            rivals += [each for rival in rivals for each in self._sampled(found, rival, families)]
-            for rival in sorted(rivals, key=lambda each: each.computed_share):
+            for rival in (*self._deeper(candidate, ordered[index + 1 :], holds), candidate):
                 if self._is_confirmed(found, rival, families):
-                    return self._with_generations(found, families)
+                    return self._extended(found, families)
         # What none of them has seen, witnesses behind those that let least pass may see.
         for strict in (each for each in strictest.values() if self._is_lost_to_traps(found, each)):
             watched = self._bounded(strict, families)
             if watched is None or not self._is_screened(found, watched, families):
                 continue
             if self._is_confirmed(found, watched, families):
-                return self._with_generations(found, families)
+                return self._extended(found, families)
         return found
 
-    def _with_generations(self, found: Found, families: list[str]) -> Found:
-        """The winner may build on its own KV as often as is shown to hold."""
+    def _extended(self, found: Found, families: list[str]) -> Found:
+        """The winner behind a sample, and building on its own KV as often, as is shown to hold."""
+        assert found.winner is not None
+        samples = itertools.islice(self._sampled(found, found.winner, families), _SAMPLE_TRIES)
+        any(self._is_confirmed(found, each, families) for each in samples)
         winner = found.winner
-        if winner is not None and winner.check is not None:
+        if winner.check is not None:
             grown = (replace(winner, generations=each) for each in self.generations)
             all(self._is_confirmed(found, each, families) for each in grown)
         return found
@@ -307,13 +310,13 @@ class Search:
     def _deeper(
         self, candidate: Candidate, others: Sequence[Candidate], holds: Callable[[Candidate], bool]
     ) -> list[Candidate]:
-        """The first check that holds at each deeper layer, among those that compute about the same."""
+        """The first check that holds at each deeper layer, among those that compute about the same; deepest first."""
         near = [each for each in others if each.computed_share <= _ABOUT_THE_SAME * candidate.computed_share]
         by_layer: dict[int, list[Candidate]] = {}
         for each in near:
             if each.check is not None and each.full_layers > candidate.full_layers:
                 by_layer.setdefault(each.full_layers, []).append(each)
-        firsts = (next(filter(holds, by_layer[layer]), None) for layer in sorted(by_layer))
+        firsts = (next(filter(holds, by_layer[layer]), None) for layer in sorted(by_layer, reverse=True))
         return [each for each in firsts if each is not None]
 
     def _is_confirmed(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
@@ -328,8 +331,10 @@ class Search:
         if found.tried[-1].generation < candidate.generations:
             self.tell(f"no prompt was served from a donor of generation {candidate.generations}, so it is not allowed")
             return False
+        found.winner = candidate
         # Those with donors of a later generation are told among what was tried.
-        found.winner, found.comparisons = candidate, found.comparisons or verdict.comparisons
+        if not candidate.generations:
+            found.comparisons = verdict.comparisons
         if candidate.check is not None and not candidate.generations:
             found.witnesses = self._witnesses(found, candidate, verdict, trials, rule, families)
             self.tell(f"witnesses {'on' if found.witnesses.is_on else 'off'}: {found.witnesses.reason}")
@@ -341,7 +346,7 @@ class Search:
         """Tries the winner with witnesses, on the prompts that have confirmed it, and keeps them where they help."""
         assert alone.check is not None
         if alone.check.witness_every:
-            return Witnessing(True, "without them nothing was non-inferior")
+            return found.witnesses or Witnessing(True, "without them nothing was non-inferior")
         lost = trials.lost(each for each in verdict.samples if self._is_trap(each.workload))
         if not lost and not self.always_witnesses:
             return Witnessing(False, "the check alone has lost no trap answer")
@@ -375,11 +380,11 @@ class Search:
         failed = [name for each in verdicts for name in (each.inferior, *each.undecided) if name is not None]
         return bool(failed) and all(map(self._is_trap, failed))
 
-    def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> list[Candidate]:
-        """The candidate behind the cheapest sample with which it holds, if any does. A sample lets pass what the check
-        behind it would not see, so it is tried where the check alone holds."""
+    def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> Iterator[Candidate]:
+        """The candidate behind each sample with which it holds on the screening prompts, the cheapest first. A sample
+        lets pass what the check behind it would not see, so it is tried where the check alone is confirmed."""
         if candidate.check is None:
-            return []
+            return
         harmless = [prompt for prompt in found.deviations if not self._is_trap(prompt.family)]
         sampled = [
             replace(candidate, check=check, computed_share=share)
@@ -388,7 +393,7 @@ class Search:
             < candidate.computed_share
         ]
         sampled.sort(key=lambda each: each.computed_share)
-        return [*itertools.islice((each for each in sampled if self._is_screened(found, each, families)), 1)]
+        yield from (each for each in sampled if self._is_screened(found, each, families))
 
     def _is_screened(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
         """Whether the candidate holds on the screening prompts; each is served once, and False beyond `max_tries`."""

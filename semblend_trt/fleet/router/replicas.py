@@ -18,6 +18,7 @@ from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.router.counters import worker_name
 from semblend_trt.fleet.router.serving import error_object
 from semblend_trt.fleet.routing_policy import Replica
+from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Iterator, Sequence
@@ -225,8 +226,23 @@ class Forwarder:
                 observed.status = 502
                 message = f"the answer has more than {bound} bytes; stream it"
                 return web.json_response(error_object(502, "answer_too_large", message), status=502)
-        observed.tail = bytes(body)
+        observed.tail = with_receipt(bytes(body))
         return web.Response(body=observed.tail, status=answer.status, headers=headers)
+
+
+def with_receipt(body: bytes) -> bytes:
+    """An answer with its receipt in the usage. vLLM lets no connector write there, and carries it in the answer's
+    `kv_transfer_params`."""
+    if VLLM_RECEIPT.encode() not in body:
+        return body
+    try:
+        answer = json.loads(body)
+        carried = answer["kv_transfer_params"]
+        answer["usage"][RECEIPT] = carried.pop(VLLM_RECEIPT)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return body  # a text that speaks of receipts, and holds none
+    answer["kv_transfer_params"] = carried or None
+    return json.dumps(answer).encode()
 
 
 class _Events:

@@ -3,12 +3,13 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_wrapper.embedded.block_manager import BlockManager, RadixTree, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
+from semblend_trt.runtime import ActivePlans
 
 KEY = RootKey()
 BLOCK = 4
@@ -364,3 +365,19 @@ class KeepingMachine(BlockManagerMachine):
 
 TestKeepingMachine = KeepingMachine.TestCase
 TestKeepingMachine.settings = TestBlockManagerMachine.settings
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(span_start=st.integers(0, 60), length=st.integers(62, 90))
+def test_only_blocks_in_front_of_a_moved_span_are_reusable(make_plan, span_start, length):
+    held, _ = manager(24)
+    held.publication, tokens = ActivePlans(), list(range(length))
+    held.publication.put(
+        make_plan(range(length), [(span_start, length - 1)], request_id=1, shift=3, num_layers=4, block_size=BLOCK)
+    )
+    held.add_sequence(1, KEY, held.match(KEY, tokens), length)
+    held.allocate(1, length)
+    held.publish(1, tokens)
+    held.release(1)
+    matched = held.match(KEY, tokens)
+    assert len(matched.nodes) * BLOCK + matched.partial_tokens == span_start // BLOCK * BLOCK

@@ -24,6 +24,7 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.pool import DEFAULT_POOL_BYTES, pool_blocks
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from tests.conftest import FAMILIES
 from tests.engine_wrapper.embedded.conftest import answers
 from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
@@ -125,7 +126,7 @@ def test_forced_tokens_and_their_logits_are_the_plain_forwards(make_llm, runner)
     assert (output.outputs[0].generation_logits - plain).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_and_dtype_runs(tiny_model_paths, family, dtype):
     with LLM(model=tiny_model_paths[family], dtype=dtype, device="cpu", max_num_tokens=32) as llm:

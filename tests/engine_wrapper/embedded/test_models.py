@@ -13,7 +13,7 @@ from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
-from tests.conftest import save_tiny_model
+from tests.conftest import MIXTURES, save_tiny_model
 from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def model_at(path: Path) -> Any:
         ("qwen3", {}),
         ("mistral", {"head_dim": 24}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
+        *((family, {}) for family in MIXTURES),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ],
 )
 def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

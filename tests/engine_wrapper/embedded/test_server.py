@@ -90,6 +90,7 @@ def test_a_completion_is_the_engines(tiny_qwen2_path, make_worker):
     assert status == 200
     assert whole["choices"][0] == {"index": 0, "logprobs": None, "text": text, "finish_reason": "length"}
     assert whole["usage"]["prompt_tokens"] == len(DOCUMENT)
+    assert "semblend" not in whole["usage"]  # there is no connector
     assert kind == "text/event-stream"
     *chunks, end = events_of(stream)
     assert end == "[DONE]"
@@ -193,6 +194,31 @@ def test_salts_keep_tenants_apart_and_donors_are_kept_while_nothing_runs(make_wo
     assert first["computed_tokens"] == other["computed_tokens"] == len(DOCUMENT)
     assert same["cached_tokens"] + same["reused_tokens"] > len(DOCUMENT) // 2
     assert "semblend_requests_total" in metrics
+
+
+def test_every_answer_has_its_receipt_and_a_stream_in_its_last_chunk(make_worker, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "32")
+    llm, worker = make_worker(kv_connector_config=CONNECTOR)
+    body = {"max_tokens": 2, "temperature": 0}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def ask(client):
+        first = (await answer_of(client, "/v1/completions", {**body, "prompt": DOCUMENT}))[1]["usage"]["semblend"]
+        while not llm.connector_scheduler.donor_index.held().donors:
+            await asyncio.sleep(0)
+        moved = (await answer_of(client, "/v1/completions", {**body, "prompt": "The " + DOCUMENT}))[1]["usage"]
+        stopped = {**body, "prompt": "A " + DOCUMENT, "max_tokens": 9, "stop": "e", **options}
+        async with client.post("/v1/completions", json=stopped) as response:
+            *_, last, _ = events_of(await response.read())
+        return first, moved, json.loads(last)["usage"]["semblend"]
+
+    first, moved, streamed = asked(worker, ask)
+    assert (first["outcome"], first["reused_tokens"], first["policy"]) == ("cold_fallback", 0, "position_fix")
+    told, details = moved["semblend"], moved["prompt_tokens_details"]
+    assert told["outcome"] == streamed["outcome"] == "backend_materialized_reuse"
+    assert told["reused_tokens"] == details["reused_tokens"] > len(DOCUMENT) // 2
+    assert streamed["reused_tokens"] > len(DOCUMENT) // 2
 
 
 def test_a_request_of_lower_priority_waits_and_one_that_is_to_be_exact_becomes_a_donor(make_worker, monkeypatch):

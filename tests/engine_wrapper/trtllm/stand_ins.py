@@ -294,13 +294,27 @@ class Attention(nn.Module):
         return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))
 
 
+class Experts(nn.Module):
+    """`_torch/models/modeling_glm.py`, Deepseekv3MoE (@0406f8aa): takes rows, and the rows of other ranks from the
+    metadata."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, hidden_states: torch.Tensor, all_rank_num_tokens: Any) -> torch.Tensor:
+        assert all_rank_num_tokens is None
+        return self.source(hidden_states[None])[0]
+
+
 class DecoderLayer(nn.Module):
     """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP is called as in `modeling_qwen3.py`,
     with what attention data parallelism would need."""
 
     def __init__(self, source: Any, attention: Attention) -> None:
         super().__init__()
-        self.self_attn, self.mlp, self.layer_idx = attention, source.mlp, attention.layer_idx
+        self.self_attn, self.layer_idx = attention, attention.layer_idx
+        self.mlp = Experts(source.mlp) if hasattr(source.mlp, "experts") else source.mlp
         self.input_layernorm = RMSNorm(source.input_layernorm)
         self.post_attention_layernorm = RMSNorm(source.post_attention_layernorm)
 
@@ -316,8 +330,10 @@ class DecoderLayer(nn.Module):
             position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, **kwargs
         )
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        assert attn_metadata.all_rank_num_tokens is None
-        return self.mlp(hidden_states), residual
+        rank_tokens = attn_metadata.all_rank_num_tokens
+        assert rank_tokens is None
+        routed = {"all_rank_num_tokens": rank_tokens} if isinstance(self.mlp, Experts) else {}
+        return self.mlp(hidden_states, **routed), residual
 
 
 class FusedNormLayer(DecoderLayer):
@@ -348,8 +364,12 @@ class DecoderModel(nn.Module):
 
         def rotate(positions: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
             cos, sin = (each[0][:, None] for each in rotary(parts[0], positions[None]))
-            half = cos.shape[-1] // 2
-            return [each * cos + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sin for each in parts]
+            half, turning = cos.shape[-1] // 2, cos.shape[-1]
+            turned = [torch.cat((-each[..., half:turning], each[..., :half]), dim=-1) * sin for each in parts]
+            return [
+                torch.cat((each[..., :turning] * cos + other, each[..., turning:]), dim=-1)
+                for each, other in zip(parts, turned, strict=True)
+            ]
 
         self.embed_tokens, self.norm = source.embed_tokens, RMSNorm(source.norm)
         self.has_fused_norms = source.config.model_type == "llama"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_wrapper.publication import PublicationGuard
 from engine_wrapper.trtllm.manager_guard import guard_for, guard_refusal
 from kernels.layout import KvGeometry
 from semblend_trt.runtime import ActivePlans
@@ -34,7 +33,7 @@ def v1() -> KVCacheManager:
 
 
 def guarded(manager: Any, plans: ActivePlans) -> Any:
-    guard_for(manager, PublicationGuard(plans)).install()
+    guard_for(manager, plans).install()
     return manager
 
 
@@ -99,7 +98,7 @@ def test_v2_commits_nothing_more_of_a_flagged_request(plans: ActivePlans) -> Non
     assert tuple(flagged.tokens[: 2 * BLOCK]) not in manager.tree
     manager.free_resources(flagged)
     assert not cache.is_open
-    assert plans.publishable_tokens(FLAGGED) is None
+    assert not plans.withholds(FLAGGED)
 
 
 def test_v2_ignores_a_flagged_request_without_a_cache(plans: ActivePlans) -> None:
@@ -115,7 +114,7 @@ def test_removal_leaves_the_manager_as_it_was_found(build: Any, plans: ActivePla
     before = dict(vars(manager))
     assert guard_refusal(manager) is None
     assert vars(manager) == before
-    guard = guard_for(manager, PublicationGuard(plans))
+    guard = guard_for(manager, plans)
     assert vars(manager) == before
     guard.install()
     assert vars(manager) != before
@@ -139,7 +138,7 @@ class OfMain(KVCacheManager):
 def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_meanwhile_only(plans: ActivePlans) -> None:
     manager = type("KVCacheManager", (OfMain,), {})(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
     assert guard_refusal(manager) is None
-    guard_for(manager, PublicationGuard(plans)).install()
+    guard_for(manager, plans).install()
     for request in requests():
         manager.add_sequence(request)
         manager.free_resources(request)

@@ -23,7 +23,7 @@ from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, PyExecutor,
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.plan import SemanticKvPlan
 
 LAYERS = 3
 SIZES = {"num_layers": LAYERS, "block_size": BLOCK}
@@ -49,10 +49,7 @@ class Bench:
         manager = self.executor.kv_cache_manager
         self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
         self.decoder: Any = self.executor.model_engine.model.model
-        self.evidence: list[CheckEvidence] = []
-        self.forward = PlannedForward(
-            self.decoder, manager, self.runtime, manager.pool, facts.rotation, self.evidence.append, None
-        )
+        self.forward = PlannedForward(self.decoder, manager, self.runtime, manager.pool, facts.rotation, None)
         self.forward.install()
 
     def request(self, request_id: int, length: int) -> LlmRequest:
@@ -94,7 +91,10 @@ class Bench:
         return forward.logits(forward(build_schedule(slices, LAYERS)))
 
 
-@pytest.fixture(params=[("qwen2", True, "1.2"), ("llama", False, "main")], ids=["qwen2-1.2", "llama-main"])
+@pytest.fixture(
+    params=[("qwen2", True, "1.2"), ("llama", False, "main"), ("glm4_moe", True, "1.2")],
+    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2"],
+)
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
     family, fused, style = request.param
     return Bench(tiny_model_paths[family], fused=fused, style=style)
@@ -171,7 +171,7 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(
     assert (len(rows) == 1) == (max_rows is None)
     assert max_rows is None or max(rows) <= max_rows
     assert len(bench.runtime.active_plans) == 0
-    assert len(bench.evidence) == (1 if plan.is_checked else 0)
+    assert len(bench.runtime.evidence) == (1 if plan.is_checked else 0)
 
 
 @pytest.mark.parametrize("max_rows", [None, 16])
@@ -197,7 +197,7 @@ def test_a_request_that_its_witnesses_speak_against_is_computed_anew_within_its_
         False,
         False,
     ]
-    used, refused, dropped = sorted(bench.evidence, key=lambda each: each.request_id)
+    used, refused, dropped = sorted(bench.runtime.evidence, key=lambda each: each.request_id)
     assert [each.is_dropped for each in (used, refused, dropped)] == [False, True, True]
     assert [len(each.witnesses) > 0 for each in (used, refused, dropped)] == [True, True, False]
     assert refused.largest_witness[0] > 0.1

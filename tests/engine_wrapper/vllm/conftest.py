@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,7 +19,7 @@ from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
@@ -30,6 +32,21 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
 # A donor may be short here, and prompts are.
 SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+WHOLE = ("boundary", {"recompute_boundary_layer": 8})
+
+
+def random_tokens(seed: int) -> Callable[[int], list[int]]:
+    """Draws so many tokens."""
+    generator = random.Random(seed)
+    return lambda count: [generator.randrange(10, 2000) for _ in range(count)]
+
+
+some = random_tokens(6)
+# A prompt, another one with its document elsewhere, and two with nothing of it.
+DOCUMENT = some(500)
+DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
+NEW, LONG = some(150), some(90)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,9 @@ class Answered:
     tokens: list[int]
     cached: int
     logprobs: list[float] = field(repr=False)
+
+
+Cold = Callable[[Sequence[int]], Answered]
 
 
 class Served:
@@ -108,6 +128,22 @@ class Served:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def near(ours: list[float], theirs: list[float]) -> bool:
+    """Whether log-probabilities are the same but for rounding."""
+    # A card multiplies float32 matrices in parts of another order for every number of rows.
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (1e-2 if is_available() else 1e-3)
+
+
+def taught(served: Served, *donors: list[int]) -> Served:
+    """The engine with `DONOR`, or these donors, and none of their blocks in vLLM's own prefix cache."""
+    for donor in donors or (DONOR,):
+        served.ask(donor, max_tokens=1)
+    served.settle()
+    served.forget()
+    assert served.runtime.mode.value == "wrapper"
+    return served
+
+
 def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool = False) -> list[int]:
     """Has the fifth layer fail for our rows, not for vLLM's own; the list grows with every failure."""
     from engine_wrapper.vllm.rows import VllmRows
@@ -135,8 +171,8 @@ def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool 
     return failures
 
 
-def serving(**options: Any) -> Served:
-    """An engine over the shipped model."""
+def serving(model: Path | None = None, **options: Any) -> Served:
+    """An engine over a model, the shipped one at first."""
     from vllm import LLM
 
     given = {
@@ -152,9 +188,24 @@ def serving(**options: Any) -> Served:
     gc.collect()
     gc.disable()
     try:
-        return Served(LLM(model=str(shipped_model()), **given))
+        return Served(LLM(model=str(model or shipped_model()), **given))
     finally:
         gc.enable()
+
+
+def cold_answers(*prompts: Sequence[int]) -> Cold:
+    """vLLM's own answers to prompts, of 16 tokens, without a connector."""
+    served = serving(enable_prefix_caching=False)
+    try:
+        found = {tuple(prompt): served.ask(prompt, max_tokens=16) for prompt in prompts}
+    finally:
+        served.close()
+    return lambda prompt: found[tuple(prompt)]
+
+
+@pytest.fixture(scope="session")
+def cold() -> Cold:
+    return cold_answers(DONOR, MOVED, NEW, LONG)
 
 
 @pytest.fixture(scope="session")

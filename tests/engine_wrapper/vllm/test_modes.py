@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.cuda import is_available
 
 from engine_wrapper.vllm.refusals import REASONS
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, both_schedulings, fail_planned, serving
+from tests.engine_wrapper.vllm.conftest import (
+    DONOR,
+    MOVED,
+    NEW,
+    SHORT,
+    TRANSFER,
+    WHOLE,
+    both_schedulings,
+    fail_planned,
+    near,
+    random_tokens,
+    taught,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Served
+    from tests.engine_wrapper.vllm.conftest import Cold, Served
 
-RANDOM = random.Random(2)
-# All layers of every reused token are computed again, so that answers are those of cold runs.
-WHOLE = ("boundary", {"recompute_boundary_layer": 8})
+# Tokens in front of `MOVED`'s document, and in a block.
 HEAD, BLOCK = 70, 32
-
-
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
-
-
-DOCUMENT = some(500)
-DONOR, MOVED, NEW = [*some(20), *DOCUMENT, *some(20)], [*some(HEAD), *DOCUMENT, *some(40)], some(150)
-
-
-def taught(served: Served) -> Served:
-    """The engine with the donor, and none of its blocks in vLLM's own prefix cache."""
-    served.ask(DONOR, max_tokens=1)
-    served.settle()
-    assert served.runtime.mode.value == "wrapper"
-    return served
-
-
-def near(ours: list[float], theirs: list[float]) -> bool:
-    # A card multiplies float32 matrices in parts of another order for every number of rows.
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (1e-2 if is_available() else 1e-3)
 
 
 def sampled(served: Served, prompt: list[int], **options: Any) -> Any:
@@ -51,31 +39,12 @@ def sampled(served: Served, prompt: list[int], **options: Any) -> Any:
     return served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
 
 
-SEVERAL = {"n": 3, "seed": 5, "temperature": 0.8, "max_tokens": 12}
-SCORED = {"prompt_logprobs": 1, "logprobs": 1}
-
-
-@pytest.fixture(scope="module")
-def cold() -> dict[str, Any]:
-    """Answers of vLLM without a connector."""
-    served = serving(enable_prefix_caching=False)
-    try:
-        found: dict[str, Any] = {
-            name: served.ask(prompt, max_tokens=16) for name, prompt in (("moved", MOVED), ("new", NEW))
-        }
-        found["several"] = sampled(served, MOVED, **SEVERAL)
-        found["scored"] = sampled(served, MOVED, **SCORED)
-        return found
-    finally:
-        served.close()
-
-
-def assert_planned(served: Served, cold: dict[str, Any]) -> None:
+def assert_planned(served: Served, cold: Cold) -> None:
     """A prompt with the moved document is served from its donor, as it is cold."""
     answer = served.ask(MOVED, max_tokens=16)
     assert answer.cached > 400
-    assert answer.tokens == cold["moved"].tokens
-    assert near(answer.logprobs, cold["moved"].logprobs)
+    assert answer.tokens == cold(MOVED).tokens
+    assert near(answer.logprobs, cold(MOVED).logprobs)
     assert not served.runtime.faults
 
 
@@ -90,7 +59,7 @@ def assert_planned(served: Served, cold: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_answers_are_cold_ones(engine: Callable[..., Served], cold: dict[str, Any], options: dict[str, Any]) -> None:
+def test_answers_are_cold_ones(engine: Callable[..., Served], cold: Cold, options: dict[str, Any]) -> None:
     served = taught(engine(*WHOLE, **options))
     config = served.llm.llm_engine.vllm_config
     for name, value in options.items():
@@ -100,16 +69,16 @@ def test_answers_are_cold_ones(engine: Callable[..., Served], cold: dict[str, An
     assert bool(served.worker._forward._graphs._batches) == (is_available() and "enforce_eager" in options)
     assert_planned(served, cold)
     beside = served.ask(NEW, MOVED, max_tokens=16)
-    assert [each.tokens for each in beside] == [cold["new"].tokens, cold["moved"].tokens]
+    assert [each.tokens for each in beside] == [cold(NEW).tokens, cold(MOVED).tokens]
     assert not served.runtime.faults
 
 
-def test_several_samples_of_one_prompt_are_those_of_a_cold_run(
-    engine: Callable[..., Served], cold: dict[str, Any]
-) -> None:
+def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine: Callable[..., Served]) -> None:
+    options = {"n": 3, "seed": 5, "temperature": 0.8, "max_tokens": 12}
+    alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
     served = taught(engine(*WHOLE))
-    found = sampled(served, MOVED, **SEVERAL)
-    assert [each.token_ids for each in found.outputs] == [each.token_ids for each in cold["several"].outputs]
+    found = sampled(served, MOVED, **options)
+    assert [each.token_ids for each in found.outputs] == [each.token_ids for each in alone.outputs]
     assert len({tuple(each.token_ids) for each in found.outputs}) == 3
     settled = [served.scheduler.outcomes.of(served.last - i) for i in range(3)]
     assert sum(each.offered_tokens for each in settled) > 400
@@ -118,14 +87,14 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(
 
 @both_schedulings
 def test_an_answer_that_stops_early_is_cold_and_a_donor(
-    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool
+    engine: Callable[..., Served], cold: Cold, is_async: bool
 ) -> None:
     served = taught(engine(*WHOLE))
-    stop = cold["moved"].tokens[5]
-    until = cold["moved"].tokens.index(stop) + 1
+    stop = cold(MOVED).tokens[5]
+    until = cold(MOVED).tokens.index(stop) + 1
     found = sampled(served, MOVED, stop_token_ids=[stop], max_tokens=16)
     assert found.num_cached_tokens > 400
-    assert found.outputs[0].token_ids == cold["moved"].tokens[:until]
+    assert found.outputs[0].token_ids == cold(MOVED).tokens[:until]
     assert found.outputs[0].stop_reason == stop
     served.settle()
     served.forget()
@@ -134,17 +103,15 @@ def test_an_answer_that_stops_early_is_cold_and_a_donor(
 
 
 @both_schedulings
-def test_answers_are_cold_ones_in_either_scheduling(
-    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool
-) -> None:
+def test_answers_are_cold_ones_in_either_scheduling(engine: Callable[..., Served], cold: Cold, is_async: bool) -> None:
     served = taught(engine(*WHOLE, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     assert_planned(served, cold)
     # The third one is planned while the first two decode.
     for _ in range(2):
         answers = served.ask(NEW, MOVED, MOVED[: HEAD + 480], MOVED, max_tokens=16)
-        assert answers[0].tokens == cold["new"].tokens
-        assert answers[1].tokens == answers[3].tokens == cold["moved"].tokens
+        assert answers[0].tokens == cold(NEW).tokens
+        assert answers[1].tokens == answers[3].tokens == cold(MOVED).tokens
         assert not served.runtime.faults
         served.forget()
 
@@ -152,7 +119,7 @@ def test_answers_are_cold_ones_in_either_scheduling(
 @pytest.mark.parametrize("fault", ["forward", "load", "lost"])
 @both_schedulings
 def test_a_plan_that_fails_is_computed_in_either_scheduling(
-    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, is_async: bool, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = taught(engine("position_fix"))
     worker = served.worker._worker
@@ -170,8 +137,8 @@ def test_a_plan_that_fails_is_computed_in_either_scheduling(
     else:
         monkeypatch.setattr(worker, "_load", fails if fault == "load" else lost)
     answers = served.ask(NEW, MOVED, max_tokens=16)
-    assert [each.tokens for each in answers] == [cold["new"].tokens, cold["moved"].tokens]
-    assert near(answers[1].logprobs, cold["moved"].logprobs)
+    assert [each.tokens for each in answers] == [cold(NEW).tokens, cold(MOVED).tokens]
+    assert near(answers[1].logprobs, cold(MOVED).logprobs)
     assert "load_failed" in served.scheduler.outcomes.reasons()
     assert sum(served.runtime.faults.values()) == (fault != "lost")
 
@@ -179,7 +146,7 @@ def test_a_plan_that_fails_is_computed_in_either_scheduling(
 @pytest.mark.parametrize("steps", [2, 5])
 @both_schedulings
 def test_an_aborted_request_leaves_what_was_computed(
-    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, steps: int
+    engine: Callable[..., Served], cold: Cold, is_async: bool, steps: int
 ) -> None:
     from vllm import SamplingParams
 
@@ -196,22 +163,22 @@ def test_an_aborted_request_leaves_what_was_computed(
     served.forget()
     answer = served.ask(MOVED, max_tokens=16)
     assert answer.cached >= 256  # what was computed is a donor, and right
-    assert answer.tokens == cold["moved"].tokens
-    assert near(answer.logprobs, cold["moved"].logprobs)
+    assert answer.tokens == cold(MOVED).tokens
+    assert near(answer.logprobs, cold(MOVED).logprobs)
     assert not served.runtime.faults
 
 
-def test_what_is_asked_for_about_the_prompt_is_served_as_stock(
-    engine: Callable[..., Served], cold: dict[str, Any]
-) -> None:
+def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine: Callable[..., Served], cold: Cold) -> None:
+    options = {"prompt_logprobs": 1, "logprobs": 1}
+    alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
     served = taught(engine("position_fix"))
-    found = sampled(served, MOVED, **SCORED)
+    found = sampled(served, MOVED, **options)
     assert found.num_cached_tokens == 0
-    assert found.prompt_logprobs == cold["scored"].prompt_logprobs
-    assert found.outputs[0].token_ids == cold["scored"].outputs[0].token_ids
+    assert found.prompt_logprobs == alone.prompt_logprobs
+    assert found.outputs[0].token_ids == alone.outputs[0].token_ids
     assert served.scheduler.outcomes.of(served.last).reason == "prompt_logprobs"
     found = sampled(served, MOVED, max_tokens=16, skip_reading_prefix_cache=True)
-    assert (found.num_cached_tokens, found.outputs[0].token_ids) == (0, cold["moved"].tokens)
+    assert (found.num_cached_tokens, found.outputs[0].token_ids) == (0, cold(MOVED).tokens)
     assert served.scheduler.outcomes.of(served.last).reason == "skip_reading_prefix_cache"
     counted = served.scheduler.outcomes.reasons()
     assert (counted["prompt_logprobs"], counted["skip_reading_prefix_cache"]) == (1, 1)
@@ -230,7 +197,7 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(
 )
 def test_a_refused_engine_serves_as_stock(
     engine: Callable[..., Served],
-    cold: dict[str, Any],
+    cold: Cold,
     reason: str,
     changes: dict[str, str],
     caplog: pytest.LogCaptureFixture,
@@ -245,7 +212,7 @@ def test_a_refused_engine_serves_as_stock(
     answer = served.ask(MOVED, max_tokens=16)
     assert served.runtime.refusal == reason
     assert f"({reason}); vLLM serves as without us. {REASONS[reason]}" in caplog.text
-    assert (answer.tokens, answer.logprobs, answer.cached) == (cold["moved"].tokens, cold["moved"].logprobs, 0)
+    assert (answer.tokens, answer.logprobs, answer.cached) == (cold(MOVED).tokens, cold(MOVED).logprobs, 0)
     assert served.scheduler.outcomes.reasons() == {reason: 2}
 
 
@@ -310,7 +277,7 @@ class Watched:
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
 @both_schedulings
 def test_approximate_blocks_are_never_published(
-    engine: Callable[..., Served], cold: dict[str, Any], is_async: bool, options: dict[str, Any]
+    engine: Callable[..., Served], cold: Cold, is_async: bool, options: dict[str, Any]
 ) -> None:
     from vllm.config import KVEventsConfig
 
@@ -321,7 +288,7 @@ def test_approximate_blocks_are_never_published(
     told = served.core.scheduler.kv_event_publisher = Published()
     for each in (NEW, DONOR):
         served.ask(each, max_tokens=1)
-    watched = Watched(served, told)
+    watched, some = Watched(served, told), random_tokens(2)
     # Three blocks are filled while it decodes: they lie behind approximate KV, and are approximate too.
     assert watched.run(MOVED, HEAD, max_tokens=100) > 90
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
@@ -335,6 +302,6 @@ def test_approximate_blocks_are_never_published(
     assert served.scheduler.outcomes.of(served.last).reused_tokens > 400
     served.runtime.refusal = "test"
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.cached <= HEAD, answer.tokens) == (True, cold["moved"].tokens)
+    assert (answer.cached <= HEAD, answer.tokens) == (True, cold(MOVED).tokens)
     # What vLLM has computed by itself may be published again.
     assert served.ask(MOVED, max_tokens=16).cached >= len(MOVED) - BLOCK

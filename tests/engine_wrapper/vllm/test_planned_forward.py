@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import logging
-import random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import vllm
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.planned_forward import ModelRunner, model_runner_of_caller
 from engine_wrapper.vllm.rows import VllmRows
-from tests.engine_wrapper.vllm.conftest import serving
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Answered, Served
-
-RANDOM = random.Random(8)
-
-
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
-
-
-DOCUMENT = some(500)
-DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
-
-
-@pytest.fixture(scope="module")
-def cold() -> Answered:
-    """The answer of vLLM without a connector."""
-    served = serving(enable_prefix_caching=False)
-    try:
-        answer: Answered = served.ask(MOVED)
-        return answer
-    finally:
-        served.close()
+    from tests.engine_wrapper.vllm.conftest import Answered, Cold, Served
 
 
 def asked(served: Served) -> Answered:
     served.ask(DONOR, max_tokens=1)
     served.settle()
-    answer: Answered = served.ask(MOVED)
+    answer: Answered = served.ask(MOVED, max_tokens=16)
     return answer
 
 
@@ -73,12 +58,99 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
 @pytest.mark.usefixtures("unknown_version")
 @pytest.mark.parametrize("rows", ["whole", "output"])
 def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
-    engine: Callable[..., Served], cold: Answered, rows: str, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = getattr(VllmRows, rows)
     monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * 1.01)
     served = engine("position_fix")
-    assert asked(served) == cold
+    assert asked(served) == cold(MOVED)
     assert served.runtime.mode.value == "stock"
     assert served.runtime.faults == {"self_check": 1}
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
+
+
+# -- both of vLLM's model runners are known by what they hold, and left as they were found -----------------------------
+
+
+class SecondRunner(GPUModelRunner):
+    """vLLM's V2 runner at the time when it registers its caches; without a card it makes no batches."""
+
+    def __init__(self, mode: CUDAGraphMode) -> None:
+        self.attn_groups: list[Any] = []
+        self.model = torch.nn.Linear(1, 1)
+        self.cudagraph_manager = SimpleNamespace(cudagraph_mode=mode)
+
+    def register(self) -> ModelRunner:
+        return model_runner_of_caller()
+
+    def prepare_inputs(self, *arguments: Any, **options: Any) -> InputBatch:
+        batch = InputBatch.__new__(InputBatch)
+        batch.req_ids = list(arguments[0])
+        return batch
+
+
+class FirstRunner:
+    """vLLM's V1 runner, as far as a planned forward reads it."""
+
+    def __init__(self, mode: CUDAGraphMode) -> None:
+        self.attn_groups: list[Any] = []
+        self.input_batch = SimpleNamespace(req_ids=["a", "b"])
+        self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+        self.model = torch.nn.Linear(1, 1)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def register(self) -> ModelRunner:
+        return model_runner_of_caller()
+
+
+def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was() -> None:
+    runner = SecondRunner(CUDAGraphMode.PIECEWISE)
+    found = runner.register()
+    assert (found.runner, found.model, found.order()) == (runner, runner.model, [])
+    for step in (["b", "a"], ["c"]):
+        batch = runner.prepare_inputs(step, batch_desc=None)
+        assert isinstance(batch, InputBatch)
+        assert found.order() == step
+    found.remove()
+    assert "prepare_inputs" not in vars(runner)
+    runner.prepare_inputs(["d"])
+    assert found.order() == ["c"]
+
+
+def test_the_first_runner_holds_its_batch() -> None:
+    runner = FirstRunner(CUDAGraphMode.NONE)
+    found = runner.register()
+    runner.input_batch.req_ids = ["b"]
+    assert (found.runner, found.model, found.order()) == (runner, runner.model, ["b"])
+    found.remove()
+
+
+@pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
+@pytest.mark.parametrize(
+    ("mode", "is_breakable", "is_refused"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, False, True),
+        (CUDAGraphMode.FULL_DECODE_ONLY, False, True),
+        (CUDAGraphMode.PIECEWISE, True, True),
+        (CUDAGraphMode.NONE, True, False),
+    ],
+)
+def test_steps_that_are_replayed_whole_are_refused(
+    kind: type[Any], mode: CUDAGraphMode, is_breakable: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(is_breakable)))
+    runner = kind(mode)
+    if not is_refused:
+        assert runner.register().model is runner.model
+        return
+    with pytest.raises(LayoutError) as refused:
+        runner.register()
+    assert refused.value.reason == "full_cuda_graphs"
+    assert "prepare_inputs" not in vars(runner)
+
+
+def test_another_runner_is_not_known() -> None:
+    with pytest.raises(LookupError, match="not known"):
+        model_runner_of_caller()

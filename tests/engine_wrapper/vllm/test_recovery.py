@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine_wrapper.vllm.recovery import Recovery
-from tests.engine_wrapper.vllm.conftest import both_schedulings, fail_planned, serving
+from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, both_schedulings, fail_planned, near, taught
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Served
-
-RANDOM = random.Random(6)
+    from tests.engine_wrapper.vllm.conftest import Cold, Served
 
 
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
-
-
-DOCUMENT = some(500)
-DONOR, MOVED = [*some(20), *DOCUMENT, *some(20)], [*some(70), *DOCUMENT, *some(40)]
-NEW, LONG = some(150), some(90)
-
-
-@pytest.fixture(scope="module")
-def cold() -> dict[tuple[int, ...], Any]:
-    """Answers of vLLM without a connector."""
-    served = serving(enable_prefix_caching=False)
-    try:
-        return {tuple(prompt): served.ask(prompt, max_tokens=24) for prompt in (DONOR, MOVED, NEW, LONG)}
-    finally:
-        served.close()
-
-
-def taught(served: Served) -> Served:
-    """The engine with the donor, and none of its blocks in vLLM's own prefix cache."""
-    served.ask(DONOR, max_tokens=1)
-    served.settle()
-    served.forget()
-    assert served.runtime.mode.value == "wrapper"
-    return served
-
-
-def assert_cold(served: Served, cold: dict[tuple[int, ...], Any], *prompts: list[int]) -> list[Any]:
-    answers = served.ask(*prompts, max_tokens=24)
+def assert_cold(served: Served, cold: Cold, *prompts: list[int]) -> list[Any]:
+    answers = served.ask(*prompts, max_tokens=16)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == cold[tuple(prompt)].tokens
-        difference = [abs(a - b) for a, b in zip(answer.logprobs, cold[tuple(prompt)].logprobs, strict=True)]
-        assert max(difference) < 1e-3
+        assert answer.tokens == cold(prompt).tokens
+        assert near(answer.logprobs, cold(prompt).logprobs)
     return list(answers)
 
 
@@ -100,7 +68,7 @@ FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 @both_schedulings
 def test_a_double_failure_costs_nobody_a_token(
     engine: Callable[..., Served],
-    cold: dict[tuple[int, ...], Any],
+    cold: Cold,
     is_async: bool,
     fail: Callable[..., None],
     options: dict[str, Any],
@@ -119,7 +87,7 @@ def test_a_double_failure_costs_nobody_a_token(
 
 @pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
 def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], call: str, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = engine("position_fix")
     worker = served.worker._worker
@@ -133,7 +101,7 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(
 
 
 def test_a_request_may_end_behind_a_forward_whose_step_has_not(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a grammar the V2 runner samples a step after vLLM has ended requests of the one before."""
     served = taught(engine("position_fix"))
@@ -152,7 +120,7 @@ def test_a_request_may_end_behind_a_forward_whose_step_has_not(
 @both_schedulings
 def test_what_was_never_written_is_not_hit(
     engine: Callable[..., Served],
-    cold: dict[tuple[int, ...], Any],
+    cold: Cold,
     is_async: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,7 +138,7 @@ def test_what_was_never_written_is_not_hit(
 @both_schedulings
 def test_a_step_that_failed_can_be_aborted(
     engine: Callable[..., Served],
-    cold: dict[tuple[int, ...], Any],
+    cold: Cold,
     is_async: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,19 +148,19 @@ def test_a_step_that_failed_can_be_aborted(
     fails_twice(monkeypatch, served)
     llm_engine = served.llm.llm_engine
     for name, prompt in (("gone", MOVED), ("kept", NEW)):
-        llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=24, temperature=0))
+        llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=16, temperature=0))
     llm_engine.step()
     assert served.runtime.refusal == "planned_forward"
     llm_engine.abort_request(["gone"])
     ended = []
     while llm_engine.has_unfinished_requests():
         ended += [output for output in llm_engine.step() if output.finished]
-    assert [(each.request_id, list(each.outputs[0].token_ids)) for each in ended] == [("kept", cold[tuple(NEW)].tokens)]
+    assert [(each.request_id, list(each.outputs[0].token_ids)) for each in ended] == [("kept", cold(NEW).tokens)]
     assert_cold(served, cold, MOVED, NEW)
 
 
 def test_a_scheduler_of_another_kind_is_refused(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from semblend_trt.donors.disk_tier import FOLDER
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, Served, serving
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, WHOLE, Served, cold_answers, random_tokens, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# All layers of every reused token are computed again, so that answers are those of cold runs.
-WHOLE = ("boundary", {"recompute_boundary_layer": 8})
+    from tests.engine_wrapper.vllm.conftest import Cold
+
 FIRST = list(range(10, 110))
 
 
 def prompts() -> tuple[list[int], list[list[int]], list[list[int]]]:
     """A donor, prompts with its document elsewhere, and prompts with a document that no ended request had."""
-    rng = random.Random(4)
-
-    def some(count: int) -> list[int]:
-        return [rng.randrange(10, 2000) for _ in range(count)]
-
+    some = random_tokens(4)
     kept, left = some(500), some(500)
     moved = [[*some(33 + i), *kept, *some(30)] for i in range(2)]
     return [*some(20), *kept, *some(20)], moved, [[*some(20 + i), *left, *some(30)] for i in range(3)]
@@ -90,17 +85,11 @@ def killed(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def cold() -> dict[tuple[int, ...], list[int]]:
-    served = serving(enable_prefix_caching=False)
-    try:
-        return {tuple(prompt): served.ask(prompt, max_tokens=16).tokens for prompt in (*MOVED, *LEFT)}
-    finally:
-        served.close()
+def cold() -> Cold:
+    return cold_answers(*MOVED, *LEFT)
 
 
-def test_another_engine_serves_a_document_from_disk(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], tmp_path: Path
-) -> None:
+def test_another_engine_serves_a_document_from_disk(engine: Callable[..., Served], cold: Cold, tmp_path: Path) -> None:
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
     served = engine(policy, settings)
     served.ask(DONOR, max_tokens=1)
@@ -112,18 +101,18 @@ def test_another_engine_serves_a_document_from_disk(
     assert (stats.ready, stats.resting) == (0, 1)
     # It is fetched when it is asked for, and promised once it has been read.
     first = served.ask(MOVED[0], max_tokens=16)
-    assert (first.cached, first.tokens) == (0, cold[tuple(MOVED[0])])
+    assert (first.cached, first.tokens) == (0, cold(MOVED[0]).tokens)
     assert served.scheduler.outcomes.of(served.last).reason == "donor_on_disk"
     ready(served)
     second = served.ask(MOVED[1], max_tokens=16)
     assert second.cached > 400
-    assert second.tokens == cold[tuple(MOVED[1])]
+    assert second.tokens == cold(MOVED[1]).tokens
     assert not served.runtime.faults
 
 
 @pytest.mark.parametrize("end", ["shutdown", "aborted", "killed"])
 def test_what_was_running_at_the_end_is_no_donor(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], tmp_path: Path, end: str
+    engine: Callable[..., Served], cold: Cold, tmp_path: Path, end: str
 ) -> None:
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
     if end == "killed":
@@ -142,9 +131,9 @@ def test_what_was_running_at_the_end_is_no_donor(
     assert len(donor_files(tmp_path)) == 1
     for prompt in (*LEFT[1:], MOVED[0]):  # each but the last one is a cold run of what was left
         answer = served.ask(prompt, max_tokens=16)
-        assert (answer.cached, answer.tokens) == (0, cold[tuple(prompt)])
+        assert (answer.cached, answer.tokens) == (0, cold(prompt).tokens)
     ready(served)
     answer = served.ask(MOVED[1], max_tokens=16)
     assert answer.cached > 400
-    assert answer.tokens == cold[tuple(MOVED[1])]
+    assert answer.tokens == cold(MOVED[1]).tokens
     assert not served.runtime.faults

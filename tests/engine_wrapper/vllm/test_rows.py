@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,16 @@ from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward, rows
 from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder
 from semblend_trt.plan import SpanCheck
+from tests.engine_wrapper.vllm.conftest import random_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.engine_wrapper.vllm.conftest import Served
 
-RANDOM = random.Random(3)
-DOCUMENT = [RANDOM.randrange(10, 2000) for _ in range(600)]
-DONOR, MOVED = ([*(RANDOM.randrange(10, 2000) for _ in range(count)), *DOCUMENT, 7, 8, 9] for count in (30, 41))
+some = random_tokens(3)
+DOCUMENT = some(600)
+DONOR, MOVED = ([*some(count), *DOCUMENT, 7, 8, 9] for count in (30, 41))
 
 
 @pytest.fixture
@@ -127,7 +127,8 @@ def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused() -> None
     assert refusal.value.reason == "attention_backend"
 
 
-BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164)
+# Of the rows of a step some are padding.
+BUFFERS = torch.arange(64, dtype=torch.int32), torch.arange(100, 164), torch.arange(64) >= 20
 
 
 @dataclass(eq=False)
@@ -151,7 +152,7 @@ def graphs_of(monkeypatch: pytest.MonkeyPatch, *parts: Part) -> StepGraphs:
     return StepGraphs(*(each[:20] for each in BUFFERS))
 
 
-ADDRESSES = [each.data_ptr() for each in BUFFERS]
+ADDRESSES = [each.data_ptr() for each in BUFFERS[:2]]
 
 
 @pytest.mark.parametrize(("rows", "given"), [(1, 8), (8, 8), (9, 32), (32, 32), (33, None)])
@@ -169,8 +170,10 @@ def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(
         mode = CUDAGraphMode.NONE if given is None else CUDAGraphMode.PIECEWISE
         assert get_forward_context().cudagraph_runtime_mode is mode
         assert context.batch_descriptor == (None if given is None else BatchDescriptor(given))
+        assert given is None or BUFFERS[2][:given].tolist() == [row >= rows for row in range(given)]
     assert (context.batch_descriptor, context.cudagraph_runtime_mode) == (None, CUDAGraphMode.NONE)
-    assert [each.tolist() for each in BUFFERS] == [list(range(64)), list(range(100, 164))]
+    assert [each.tolist() for each in BUFFERS[:2]] == [list(range(64)), list(range(100, 164))]
+    assert BUFFERS[2].tolist() == [row >= 20 for row in range(64)]
 
 
 @pytest.mark.parametrize(

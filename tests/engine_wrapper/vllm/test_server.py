@@ -168,6 +168,19 @@ def test_a_stream_is_sent_on(fleet: Fleet) -> None:
     assert last.usage.prompt_tokens_details.cached_tokens > 400
 
 
+def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(fleet: Fleet) -> None:
+    prompt, _ = prompts(0)[1]
+    holder = fleet.holder(prompt)
+    routed = fleet.client("acme").completions.create(prompt=prompt, **GREEDY)
+    receipt = routed.usage.semblend
+    assert (receipt["policy"], receipt["outcome"]) == ("position_fix", "backend_materialized_reuse")
+    assert 400 < receipt["reused_tokens"] <= routed.usage.prompt_tokens_details.cached_tokens
+    assert routed.kv_transfer_params is None
+    salt = {"extra_body": {"cache_salt": fleet.tenants.salt_of("acme")}}
+    straight = fleet.client("acme", fleet.workers[holder].url).completions.create(prompt=prompt, **GREEDY, **salt)
+    assert straight.kv_transfer_params == {"semblend.receipt": receipt}
+
+
 def test_a_tenants_salt_reaches_vllm(fleet: Fleet) -> None:
     """The worker itself has the tenant's documents under the salt that the router made, and under no other."""
     prompt, expected = prompts(0)[2]

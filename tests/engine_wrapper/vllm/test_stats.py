@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,14 +10,16 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
 from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
+from tests.engine_wrapper.vllm.conftest import random_tokens
 from tests.engine_wrapper.vllm.engine_configs import engine_config
+from tests.test_metrics_page import series
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.engine_wrapper.vllm.conftest import Served
 
-RANDOM = random.Random(3)
+some = random_tokens(3)
 LABELS = ["model_name", "engine"]
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
 # A check whose result is not known has no figures.
@@ -28,10 +29,6 @@ BOTH = {
     "refusals": {"deviation": 1},
     "tokens": {"offered": 90, "checked": 80, "reused": 70, "recomputed": 5},
 }
-
-
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
 
 
 def counted(*reports: ReuseReport) -> ReuseStats:
@@ -88,6 +85,13 @@ def test_counters_are_kept_for_each_engine_and_are_there_from_the_start() -> Non
     assert metrics.value("tokens", 0, kind="reused") == 0
     assert metrics.value("refusals", 1, reason="deviation") == 2
     assert metrics.value("refusals", 0, reason="deviation") is None
+
+
+def test_docs_metrics_md_names_these_counters_with_their_labels() -> None:
+    metrics = Metrics()
+    metrics.observe(counted(DECLINED).data)
+    samples = [each for family in metrics.registry.collect() for each in family.samples if each.name.endswith("_total")]
+    assert {each.name: ("counter", set(each.labels)) for each in samples} == series("vllm:")
 
 
 def test_unknown_reasons_are_counted_together() -> None:

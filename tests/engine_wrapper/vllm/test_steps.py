@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine_wrapper.vllm.rows import VllmRows
-from tests.engine_wrapper.vllm.conftest import both_schedulings, fail_planned
+from tests.engine_wrapper.vllm.conftest import (
+    WHOLE,
+    both_schedulings,
+    cold_answers,
+    fail_planned,
+    random_tokens,
+    taught,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Served
+    from tests.engine_wrapper.vllm.conftest import Cold, Served
 
-RANDOM = random.Random(1)
-# All layers of every reused token are computed again, so that answers are those of cold runs.
-WHOLE = ("boundary", {"recompute_boundary_layer": 8})
-
-
-def some(count: int) -> list[int]:
-    return [RANDOM.randrange(10, 2000) for _ in range(count)]
-
-
+some = random_tokens(1)
 DOCUMENTS = [some(500) for _ in range(2)]
 DONORS = [[*some(20 + 9 * i), *document, *some(20)] for i, document in enumerate(DOCUMENTS)]
 MOVED = [[*some(33 + 5 * i), *document, *some(70)] for i, document in enumerate(DOCUMENTS)]
@@ -31,42 +29,27 @@ NEW = some(150)
 
 
 @pytest.fixture(scope="module")
-def cold() -> dict[tuple[int, ...], Any]:
-    from tests.engine_wrapper.vllm.conftest import serving
-
-    served = serving(enable_prefix_caching=False)
-    try:
-        return {tuple(prompt): served.ask(prompt, max_tokens=16).tokens for prompt in (*DONORS, *MOVED, NEW)}
-    finally:
-        served.close()
+def cold() -> Cold:
+    return cold_answers(*DONORS, *MOVED, NEW)
 
 
-def taught(served: Served) -> Served:
-    """The engine with the donors."""
-    for donor in DONORS:
-        served.ask(donor, max_tokens=1)
-    served.settle()
-    assert served.runtime.mode.value == "wrapper"
-    return served
-
-
-def assert_cold(served: Served, cold: dict[tuple[int, ...], Any], *prompts: list[int], **options: Any) -> list[Any]:
+def assert_cold(served: Served, cold: Cold, *prompts: list[int], **options: Any) -> list[Any]:
     found = served.ask(*prompts, max_tokens=16, **options)
     answers = found if isinstance(found, list) else [found]
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == cold[tuple(prompt)]
+        assert answer.tokens == cold(prompt).tokens
     return answers
 
 
 def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]
+    engine: Callable[..., Served], cold: Cold
 ) -> None:
-    served = taught(engine(*WHOLE))
+    served = taught(engine(*WHOLE), *DONORS)
     answers = assert_cold(served, cold, MOVED[0], NEW, MOVED[1])
     assert [each.cached > 400 for each in answers] == [True, False, True]
     assert not served.runtime.faults
     # Two sequences at a time: the later ones are planned while the first ones decode.
-    served = taught(engine(*WHOLE, max_num_seqs=2))
+    served = taught(engine(*WHOLE, max_num_seqs=2), *DONORS)
     answers = assert_cold(served, cold, NEW, MOVED[0], DONORS[0], MOVED[1])
     assert answers[1].cached > 400
     assert not served.runtime.faults
@@ -75,11 +58,11 @@ def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(
 @pytest.mark.parametrize("policy", [WHOLE, ("verified",)], ids=["boundary", "verified"])
 def test_a_plan_is_cut_to_the_budget_of_a_step(
     engine: Callable[..., Served],
-    cold: dict[tuple[int, ...], Any],
+    cold: Cold,
     policy: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4))
+    served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4), *DONORS)
     most = 0
     enter = VllmRows.enter
 
@@ -96,8 +79,8 @@ def test_a_plan_is_cut_to_the_budget_of_a_step(
 
 
 @pytest.mark.every_version
-def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]) -> None:
-    served = taught(engine("position_fix"))
+def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: Cold) -> None:
+    served = taught(engine("position_fix"), *DONORS)
     served.forget()
     first = served.ask(MOVED[0], max_tokens=40)
     assert first.cached > 400
@@ -106,14 +89,14 @@ def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: 
     exact = MOVED[0].index(DOCUMENTS[0][0])
     again = served.ask(MOVED[0], max_tokens=16)
     assert again.cached <= exact
-    assert again.tokens == cold[tuple(MOVED[0])]
+    assert again.tokens == cold(MOVED[0]).tokens
 
 
 @pytest.mark.every_version
 def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix"), *DONORS)
     failures = fail_planned(monkeypatch, served)
     assert_cold(served, cold, MOVED[0], NEW)
     assert len(failures) == 2
@@ -123,9 +106,9 @@ def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(
 
 
 def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix"), *DONORS)
     worker = served.worker._worker
     load = worker._load
 
@@ -139,9 +122,9 @@ def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(
 
 
 def test_a_load_that_raises_is_reported_and_computed(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = taught(engine("position_fix"))
+    served = taught(engine("position_fix"), *DONORS)
 
     def broken(plans: Any) -> None:
         if plans:
@@ -152,17 +135,15 @@ def test_a_load_that_raises_is_reported_and_computed(
     assert served.runtime.faults["start_load_kv"] == 1
 
 
-def test_a_plan_that_no_forward_has_executed_is_computed(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]
-) -> None:
-    served = taught(engine("position_fix"))
+def test_a_plan_that_no_forward_has_executed_is_computed(engine: Callable[..., Served], cold: Cold) -> None:
+    served = taught(engine("position_fix"), *DONORS)
     served.worker._forward.remove()
     assert_cold(served, cold, MOVED[0], NEW)
     assert served.runtime.faults["plan_not_executed"] == 1
     assert served.runtime.refusal == "plan_not_executed"
 
 
-def test_salts_keep_texts_apart(engine: Callable[..., Served], cold: dict[tuple[int, ...], Any]) -> None:
+def test_salts_keep_texts_apart(engine: Callable[..., Served], cold: Cold) -> None:
     served = engine("position_fix")
     served.ask(DONORS[0], max_tokens=1, salts=["a"])
     served.settle()
@@ -173,10 +154,10 @@ def test_salts_keep_texts_apart(engine: Callable[..., Served], cold: dict[tuple[
 
 
 def test_requests_that_are_preempted_come_back_with_their_answers(
-    engine: Callable[..., Served], cold: dict[tuple[int, ...], Any], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both prompts have 19 blocks, and the first tokens of the second one's answer lie in another.
-    served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024))
+    served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024), *DONORS)
     preempt, times = served.core.scheduler._preempt_request, 0
 
     def counted(*arguments: Any, **options: Any) -> None:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import worker
-from tests.engine_wrapper.vllm.conftest import serving
+from tests.engine_wrapper.vllm.conftest import NEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Answered, Served
-
-RANDOM = random.Random(9)
-DOCUMENT = [RANDOM.randrange(10, 2000) for _ in range(300)]
-
-
-@pytest.fixture(scope="module")
-def cold() -> Answered:
-    """The answer of vLLM without a connector."""
-    served = serving(enable_prefix_caching=False)
-    try:
-        answer: Answered = served.ask(DOCUMENT)
-        return answer
-    finally:
-        served.close()
+    from tests.engine_wrapper.vllm.conftest import Cold, Served
 
 
 def no_layout(*_: Any) -> None:
@@ -55,7 +40,7 @@ def another_backend(*_: Any) -> None:
 )
 def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     engine: Callable[..., Served],
-    cold: Answered,
+    cold: Cold,
     reason: str,
     changed: tuple[str, Any] | None,
     settings: dict[str, Any],
@@ -66,7 +51,7 @@ def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
     if changed is not None:
         monkeypatch.setattr(worker, *changed)
     served = engine("position_fix", settings)
-    assert served.ask(DOCUMENT) == cold
+    assert served.ask(NEW, max_tokens=16) == cold(NEW)
     assert served.runtime.refusal == reason
     assert served.scheduler.outcomes.reasons() == {reason: 1}
     assert sentence in "".join(each.getMessage() for each in caplog.records if each.name == worker.__name__)

@@ -14,12 +14,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from semblend_trt.connector.model_facts import (
     HARMLESS_FIELDS,
@@ -60,6 +74,16 @@ SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
     "mistral": (
         MistralConfig(**SMALL, sliding_window=None, rope_parameters=rope("default")),
         MistralRotaryEmbedding,
+    ),
+    "mixtral": (MixtralConfig(**SMALL, rope_parameters=rope("default")), MixtralRotaryEmbedding),
+    "qwen3_moe": (
+        Qwen3MoeConfig(**SMALL, head_dim=128, rope_parameters=rope("yarn", **YARN)),
+        Qwen3MoeRotaryEmbedding,
+    ),
+    "glm4_moe": (Glm4MoeConfig(**SMALL, head_dim=128, rope_parameters=rope("default")), Glm4MoeRotaryEmbedding),
+    "glm4_moe_yarn": (
+        Glm4MoeConfig(**SMALL, head_dim=64, rope_parameters=rope("yarn", partial_rotary_factor=0.25, **YARN)),
+        Glm4MoeRotaryEmbedding,
     ),
     "phi3_partial": (
         Phi3Config(**SMALL, pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
@@ -114,8 +138,8 @@ def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(
     assert (facts.head_dim, facts.kv_heads, facts.rotation.rotary_dim) == (head_dim, kv_heads, head_dim)
 
 
-QWEN2, QWEN3, LLAMA, MISTRAL, PHI3 = (
-    SUPPORTED[name][0] for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial")
+QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, MIXTRAL, QWEN3_MOE = (
+    SUPPORTED[name][0] for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial", "mixtral", "qwen3_moe")
 )
 
 
@@ -136,6 +160,8 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("sliding_window", QWEN2, WINDOW),
     ("sliding_window", QWEN3, WINDOW),
     ("sliding_window", PHI3, {"sliding_window": 2047}),
+    ("sliding_window", MIXTRAL, {"sliding_window": 1024}),
+    ("sliding_window", QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}),
     ("attention_layout", QWEN2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
     ("rope_dynamic", LLAMA, {"rope_parameters": rope("dynamic", factor=2.0)}),
     ("rope_longrope", PHI3, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024}),
@@ -291,15 +317,24 @@ def test_a_configuration_without_any_rope_has_the_default_of_its_type(tmp_path: 
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
-def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "rotary"), [("phi3", Phi3RotaryEmbedding), ("glm4_moe", Glm4MoeRotaryEmbedding)]
+)
+def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float, model_type: str, rotary: Any) -> None:
     old = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": factor}
-    facts = facts_of(tmp_path, old, "phi3")
-    own = Phi3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    facts = facts_of(tmp_path, old, model_type)
+    own = rotary(AutoConfig.from_pretrained(tmp_path)).inv_freq
     assert facts.rotation.inverse_frequencies == tuple(own.double().tolist())
     assert facts.rotation.rotary_dim == 64 * factor
     parameters = rope_parameters(old, SimpleNamespace(**old))
     assert parameters == facts.rope_parameters
     assert ("partial_rotary_factor" in parameters) == (factor != 1)
+
+
+@pytest.mark.parametrize("written", [{"rope_theta": 1e4}, {"rope_parameters": rope("default", 1e4)}, {}], ids=str)
+def test_half_of_a_head_rotates_where_glm_names_no_share(tmp_path: Path, written: dict[str, Any]) -> None:
+    facts = facts_of(tmp_path, written, "glm4_moe")
+    assert (facts.rotation.rotary_dim, facts.head_dim) == (32, 64)
 
 
 def test_a_file_with_both_forms_that_agree(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine_wrapper.publication import PublicationGuard
 from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.runtime import ActivePlans
 from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import stateful
 
@@ -35,7 +35,7 @@ def test_every_step_of_a_sound_engine_is_clean(tmp_path):
 
 
 def test_approximate_blocks_in_the_prefix_cache_end_the_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(PublicationGuard, "publishable", lambda self, request_id, tokens: tokens)
+    monkeypatch.setattr(ActivePlans, "publishable", lambda self, request_id, tokens: tokens)
     assert lived(tmp_path, 600)["stateful_steps_clean"] < 900
 
 

@@ -29,14 +29,14 @@ TOLD = {
 RAG = {"requests": 4, "prompt_tokens": 8_000, "cached_tokens": 800, "ttft_ms": [10.0, 20.0, 30.0], "served": TOLD}
 
 
-def arm(name: str, parts: dict[str, Any]) -> dict[str, Any]:
+def arm(name: str, parts: dict[str, Any], runner: str) -> dict[str, Any]:
     measured = {"machine": {"name": "card"}, "versions": {}, "date": "2026-01-01", "command": f"measure {name}"}
-    return {"arm": name, "engine": {}, "parts": parts, **measured}
+    return {"arm": name, "engine": {"runner": runner}, "parts": parts, **measured}
 
 
-def written(folder: Path, arms: dict[str, dict[str, Any]]) -> None:
+def written(folder: Path, arms: dict[str, dict[str, Any]], runner: str = "vllm.v1.worker.gpu_model_runner") -> None:
     for name, parts in arms.items():
-        (folder / f"{name}.json").write_text(json.dumps(arm(name, parts)))
+        (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner)))
 
 
 STOCK_PARTS: dict[str, Any] = {
@@ -116,6 +116,15 @@ def test_the_sizes_are_those_of_the_rows() -> None:
     sizes = Sizes()
     assert (sizes.long, sizes.miss) == (GOAL_SIZE, MISS_SIZE)
     assert sizes.documents % sizes.per_prompt == 0
+
+
+def test_rows_of_the_second_model_runner_are_named_so(tmp_path: Path) -> None:
+    written(tmp_path, {STOCK: STOCK_PARTS}, runner="vllm.v1.worker.gpu.model_runner")
+    vllm.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
+    [(file, rows)] = read_rows(tmp_path / "json").items()
+    assert file == "vllm_v2_runner"
+    assert [row.name for row in rows if not row.name.endswith("_v2_runner")] == []
+    assert "vllm_stock_rag_requests_per_s_v2_runner" in [row.name for row in rows]
 
 
 def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

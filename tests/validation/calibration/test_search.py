@@ -231,23 +231,47 @@ def search_of(trials: Any, asked: list[Candidate], generations: Sequence[int] = 
     return Search(DEEP_LAYERS, kinds, trials, rule, fresh, written, 99, generations, lambda _: None, **options)
 
 
-def test_of_checks_that_compute_about_the_same_the_deeper_one_wins_if_its_sample_lets_more_pass() -> None:
+def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_cheapest_sample_of_it() -> None:
     ordered = candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS)
     deeper = next(each for each in ordered if each.check is not None and each.check.layer == 2)
     near = [each for each in ordered if each.check is not None and each.check.layer == 1 and each != deeper]
     about = [each for each in near if each.computed_share < deeper.computed_share < 1.1 * each.computed_share]
     far = [each for each in near if 1.1 * each.computed_share < deeper.computed_share]
     strictest = [max((e for e in ordered if e.check and e.check.layer == layer), key=share_of) for layer in (1, 2)]
+    assert searched([*strictest, about[-1], deeper]).winner == deeper
+    assert searched([*strictest, about[-1]]).winner == about[-1]
+    assert searched([*strictest, far[-1], deeper]).winner == far[-1]
     samples = [
         replace(deeper, check=check, computed_share=computed_share(check, deeper.head_tokens, DEEP, DEEP_LAYERS))
         for check in sampled_checks(deeper.check, DEEP)
     ]
-    cheapest = min(samples, key=share_of)
-    assert searched([*strictest, about[-1], deeper, *samples]).winner == cheapest
-    assert searched([*strictest, about[-1], deeper]).winner == about[-1]
-    assert searched([*strictest, far[-1], deeper, *samples]).winner == far[-1]
     found = searched([*strictest, about[-1], deeper, *samples])
-    assert [each.candidate for each in found.tried if each.stage == "confirm"] == [cheapest]
+    assert found.winner == min(samples, key=share_of)
+    assert confirmed_in_order(found) == [deeper, found.winner]
+
+
+def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_are_tried() -> None:
+    asked: list[Candidate] = []
+    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
+    dense = max(checks, key=share_of)
+
+    class Screened(Answers):
+        def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+            check = asked[-1].check
+            is_sample = check is not None and check.sample_every > 0
+            holds = asked[-1] in self.holding or (is_sample and title.startswith("screen"))
+            return Verdict((), inferior=None if holds else "trap")
+
+    found = search_of(Screened([dense], asked), asked).run()
+    assert found.winner == dense
+    tried = confirmed_in_order(found)
+    assert tried[0] == dense
+    assert [each.computed_share for each in tried[1:]] == sorted(each.computed_share for each in tried[1:])
+    assert len(tried) == 3
+
+
+def confirmed_in_order(found: Found) -> list[Candidate]:
+    return [each.candidate for each in found.tried if each.stage == "confirm"]
 
 
 @pytest.mark.parametrize(

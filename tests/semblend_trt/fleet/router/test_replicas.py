@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from aiohttp.test_utils import TestServer
 
 from semblend_trt.fleet.router.config import ReplicaConfig
-from semblend_trt.fleet.router.replicas import ReplicaSet
+from semblend_trt.fleet.router.replicas import ReplicaSet, with_receipt
 from semblend_trt.fleet.routing_policy import Replica
+from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 from tests.semblend_trt.fleet.router.conftest import StandIn, within
 
 if TYPE_CHECKING:
@@ -32,6 +35,31 @@ async def _behind(seconds: float = 3600) -> AsyncIterator[tuple[ReplicaSet, list
 
 
 two_replicas = partial(within, _behind)
+
+
+def test_a_receipt_that_vllm_carries_is_moved_into_the_usage() -> None:
+    receipt = {"outcome": "cold_fallback", "reused_tokens": 0}
+    carried = {"choices": [{"text": "é"}], "usage": {"prompt_tokens": 6}, "kv_transfer_params": {VLLM_RECEIPT: receipt}}
+    told = json.loads(with_receipt(json.dumps(carried).encode()))
+    assert told == {**carried, "usage": {"prompt_tokens": 6, RECEIPT: receipt}, "kv_transfer_params": None}
+    carried["kv_transfer_params"]["other"] = 1
+    assert json.loads(with_receipt(json.dumps(carried).encode()))["kv_transfer_params"] == {"other": 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"choices": [{"text": "semblend.receipt"}], "usage": {}, "kv_transfer_params": null}',
+        b'{"choices": [{"text": "semblend.receipt"}]}',
+        b'{"usage": null, "kv_transfer_params": {"semblend.receipt": {}}}',
+        b'["semblend.receipt"]',
+        b"semblend.receipt",
+        b"[" * 100_000 + b"semblend.receipt",
+        b"\xff semblend.receipt",
+    ],
+)
+def test_an_answer_that_carries_none_goes_on_as_it_came(body: bytes) -> None:
+    assert with_receipt(body) == body
 
 
 def healthy(replicas: ReplicaSet) -> list[bool]:

@@ -13,8 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import scheduler
-from engine_wrapper.vllm.block_pool_guard import BlockPoolGuard
-from tests.engine_wrapper.vllm.conftest import serving
+from engine_wrapper.vllm.scheduler import BlockPoolGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,11 +90,7 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(
     engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     donor, moved = list(range(10, 510)), [*range(900, 970), *range(10, 510)]
-    served = serving(enable_prefix_caching=False)
-    try:
-        cold = served.ask(moved).tokens
-    finally:
-        served.close()
+    cold = engine(None, enable_prefix_caching=False).ask(moved).tokens
     monkeypatch.setattr(scheduler, "BlockPoolGuard", lambda _: BlockPoolGuard(object()))
     served = engine("position_fix")
     served.ask(donor)

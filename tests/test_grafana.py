@@ -1,0 +1,179 @@
+"""The dashboard and the alert rules read series, labels and values that the code exports, and the dashboard all series.
+
+docs/metrics.md names the series; tests compare it with the code, and with vLLM's spelling inside vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+from promql_parser import AggregateExpr, BinaryExpr, Call, MatrixSelector, ParenExpr, VectorSelector
+
+from semblend_trt.fleet.publisher import EventCounters
+from semblend_trt.fleet.router.counters import RouterCounters
+from semblend_trt.metrics import Series
+from semblend_trt.outcome import FAULTS, REASONS
+from tests.pages import ROOT, Page, code_in
+from tests.test_metrics_page import series
+
+FOLDER = ROOT / "docs" / "grafana"
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+GROUPS = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
+EVERY_PANEL = pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+SERIES = series() | series("vllm:")
+# What Prometheus itself adds to every series.
+TARGET = {"instance", "job"}
+
+
+def known_values() -> dict[str, set[str]]:
+    """The values of every label of the code, from all series together."""
+    registry, router = CollectorRegistry(), RouterCounters().registry
+    Series(registry)
+    EventCounters(registry=registry)
+    known = {"reason": set(REASONS), "fault": set(FAULTS)}
+    for metric in (*registry.collect(), *router.collect()):
+        for sample in metric.samples:
+            for label, value in sample.labels.items():
+                known.setdefault(label, set()).add(value)
+    return known
+
+
+VALUES = known_values()
+
+
+class Expression:
+    """A PromQL expression: the series that it reads (`names`, as docs/metrics.md has them) and the `labels` of its
+    result.
+
+    Fails where it selects, sums or joins by what its series do not have.
+    """
+
+    def __init__(self, text: str) -> None:
+        text = text.replace("$__rate_interval", "5m").replace("$instance", ".*")
+        assert "$" not in text, "a variable that the dashboard does not have"
+        self.names: set[str] = set()
+        self.labels = self._labels(promql_parser.parse(text))
+
+    def _labels(self, node: Any) -> set[str]:
+        match node:
+            case MatrixSelector():
+                return self._selected(node.vector_selector)
+            case VectorSelector():
+                return self._selected(node)
+            case AggregateExpr():
+                kept = set(node.modifier.labels) if node.modifier else set()
+                assert kept <= self._labels(node.expr), f"summed by what is not there: {node}"
+                return kept
+            case BinaryExpr():
+                return self._joined(node)
+            case Call():
+                (vector,) = (each for each in node.args if not isinstance(each, promql_parser.NumberLiteral))
+                labels = self._labels(vector)
+                if node.func.name == "histogram_quantile":
+                    assert "le" in labels, f"no buckets: {node}"
+                    return labels - {"le"}
+                return labels
+            case ParenExpr():
+                return self._labels(node.expr)
+            case promql_parser.NumberLiteral():
+                return set()
+        raise AssertionError(f"not read by this test yet: {type(node).__name__}")
+
+    def _selected(self, selector: Any) -> set[str]:
+        base = re.sub(r"_(bucket|sum|count)$", "", selector.name)
+        name = base if SERIES.get(base, ("",))[0] == "histogram" else selector.name
+        assert name in SERIES, f"no code exports {selector.name}"
+        kind, own = SERIES[name]
+        assert (kind == "histogram") == (name != selector.name), f"a histogram has no series {selector.name}"
+        labels = own | TARGET | ({"le"} if selector.name.endswith("_bucket") else set())
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in labels, f"{selector.name} has no label {matcher.name}"
+            if matcher.name not in TARGET:
+                assert set(matcher.value.split("|")) <= VALUES[matcher.name], f"no such {matcher.name}: {matcher.value}"
+        self.names.add(name)
+        return labels
+
+    def _joined(self, node: Any) -> set[str]:
+        left, right = self._labels(node.lhs), self._labels(node.rhs)
+        if promql_parser.NumberLiteral in (type(node.lhs), type(node.rhs)):
+            return left | right
+        on = set(node.modifier.matching.labels) if node.modifier and node.modifier.matching else None
+        if str(node.op) == "or":
+            assert on is not None, f"vLLM's series have more labels than ours: say which are compared: {node}"
+            assert on <= left & right, f"joined on what is not there: {node}"
+            return left & right
+        assert left == right if on is None else on <= left & right, f"the sides do not match: {node}"
+        return left
+
+
+@EVERY_PANEL
+def test_panels_read_what_is_exported(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        expression = Expression(target["expr"])
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) == expression.labels
+        for selector in re.findall(r"\{(.*?)\}", target["expr"]):
+            assert 'instance=~"$instance"' in selector, f"not of the chosen instances: {target['expr']}"
+
+
+@EVERY_RULE
+def test_rules_read_what_is_exported(rule: dict[str, Any]) -> None:
+    labels = Expression(rule["expr"]).labels
+    told = " ".join(rule["annotations"].values())
+    assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels
+    assert "instance" in labels, "an alert names who it is about"
+    assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_dashboard_shows_every_series() -> None:
+    shown = {name for panel in PANELS for target in panel["targets"] for name in Expression(target["expr"]).names}
+    assert shown == SERIES.keys()
+
+
+def test_the_page_says_when_each_alert_fires() -> None:
+    named = [code for cell, _ in Page("docs/metrics.md").rows for code in code_in(cell) if code.startswith("SemBlend")]
+    assert named == [rule["alert"] for rule in RULES]
+
+
+def test_where_vllm_has_a_spelling_of_its_own_both_are_read() -> None:
+    """Without PROMETHEUS_MULTIPROC_DIR a vLLM server shows its own spelling alone, and with it both."""
+    twice = {name.removeprefix("vllm:") for name in SERIES if name.startswith("vllm:")}
+    texts = [target["expr"] for panel in PANELS for target in panel["targets"]] + [rule["expr"] for rule in RULES]
+    for names in (Expression(text).names for text in texts):
+        assert {f"vllm:{name}" for name in names & twice} == {name for name in names if name.startswith("vllm:")}
+
+
+def test_panels_have_a_place_of_their_own() -> None:
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    taken = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(taken) == len(set(taken))
+    assert max(x for x, _ in taken) < 24
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rate(semblend_request_total[5m])",
+        "sum by (kind) (rate(semblend_requests_total[5m]))",
+        'semblend_tokens_total{kind="reuse"}',
+        "histogram_quantile(0.5, rate(semblend_lookup_seconds[5m]))",
+        "histogram_quantile(0.5, sum(rate(semblend_lookup_seconds_bucket[5m])))",
+        "semblend_requests_total or vllm:semblend_requests_total",
+        "semblend_requests_total / on (worker) semblend_donors",
+        "semblend_donors{instance=~'$cluster'}",
+    ],
+)
+def test_mistakes_are_found(text: str) -> None:
+    with pytest.raises(AssertionError):
+        Expression(text)
