@@ -235,8 +235,8 @@ def _shown(report: dict[str, Any]) -> str:
     parts += [f"Prompts without donors: {without}."] if without else []
     if shares["added"] < 0.0:
         parts.append(
-            "Donors cost more than they add here: KV behind moved text stays out of the prefix cache, and prompts that go "
-            "on from one such lose it."
+            "Donors cost more than they add here: KV behind moved text stays out of the prefix cache, and prompts that "
+            "go on from there lose it."
         )
     if memory["evicted_donors"]:
         parts.append(
