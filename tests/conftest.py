@@ -17,25 +17,11 @@ if not torch.cuda.is_available() and find_spec("triton"):
 
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
 
+from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector import model_files
+from validation.benchmarks.families import random_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,44 +38,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 257  # one token a byte, and the end of text
 EOS_TOKEN_ID = 256
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": EOS_TOKEN_ID,
-    "pad_token_id": None,
-    # Far above the usual 0.02: attention must matter, and argmax must not hang on the last float bit.
-    "initializer_range": 0.2,
-}
-
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
-
-_FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": False}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"use_sliding_window": False, "head_dim": 16}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
-    # The layer in the middle is dense.
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
-    ),
-    # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
-    "glm4_moe": (
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
-        {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
-    ),
-}
-FAMILIES = tuple(_FAMILIES)
+FAMILIES = SUPPORTED_MODEL_TYPES
 # Mixtures of experts, whose layers are never fused.
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
 
@@ -106,11 +55,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Writes a random model of `family`, one of FAMILIES, and its tokenizer; `changes` go to config."""
-    config_class, model_class, family_fields = _FAMILIES[family]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config_class(**(_SHAPE | family_fields | changes)))
-    model.to(torch.float32).eval().save_pretrained(folder)
+    own = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
+    random_model(family, seed=seed, **(own | changes)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -135,7 +81,7 @@ def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture(scope="session")
 def tiny_model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model folder of each supported family."""
-    return {family: save_tiny_model(family, tmp_path_factory.mktemp(f"tiny-{family}")) for family in _FAMILIES}
+    return {family: save_tiny_model(family, tmp_path_factory.mktemp(f"tiny-{family}")) for family in FAMILIES}
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
-from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
+from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of, is_reusing
 from validation.audit_log import ended_requests
 from validation.engines import EngineSettings, opened
 
@@ -85,9 +85,11 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
     return Exactness(max(map(_largest, differences)), "the plain Hugging Face forward, float32")
 
 
-def stock_difference(engines: Engines, model: str, engine: str, token_ids: Sequence[int], min_span: int) -> Exactness:
+def stock_difference(
+    engines: Engines, model: str, engine: str, token_ids: Sequence[int], min_span: int, also: Sequence[str] = ()
+) -> Exactness:
     """The wrapper against the `engine` without it: an answer without a plan, and one under a plan that recomputes every
-    layer, of a prompt of which a donor holds one half at other positions.
+    layer, of a prompt of which a donor holds one half at other positions; `also` those of further arms.
 
     The prompt is `token_ids`, repeated or cut to fit. Raises SemBlendError when the engine executes no plan.
     """
@@ -95,7 +97,7 @@ def stock_difference(engines: Engines, model: str, engine: str, token_ids: Seque
     tokens = list(itertools.islice(itertools.cycle(token_ids), count))
     settings = EngineSettings(model, 4 * MAX_TOKENS, _HOST_BYTES, min_span)
     layers = engines.facts.num_layers
-    names = (COLD, WRAPPER_WITHOUT_PLAN, f"{BOUNDARY}_{layers}")
+    names = (COLD, WRAPPER_WITHOUT_PLAN, f"{BOUNDARY}_{layers}", *also)
     arms = arms_of(names, ArmChoices(layers, boundary=layers))
     (cold, again), *ours = (_answer_logits(engines, arm, tokens, settings) for arm in arms)
     found = max(_largest(computed - cold) for computed, _ in ours)
@@ -121,7 +123,7 @@ def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: Engi
         for _ in range(2):
             engine.settle()
             outputs += engine.generate([tokens], forced)
-    if arm.full_layers and not any(event["event"] == "materialized" for event in audit.events):
+    if is_reusing(arm.name) and not any(event["event"] == "materialized" for event in audit.events):
         ended = {event["request_id"]: event["reason"] for event in ended_requests(audit.events)}
         reason = ended.get(outputs[0].request_id) or "the engine's log says why"
         raise SemBlendError(f"The engine executes no plan ({reason}), so that nothing can be said of reuse in it.")

@@ -1,0 +1,40 @@
+"""Every family has its row, and a rotation that is not the model's shows in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.connector.model_facts import model_facts
+from tests.conftest import FAMILIES
+from tests.validation.benchmarks.dry_runs import dry_rows
+from validation.benchmarks import families
+from validation.report import MAX_LOGIT_DIFFERENCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.connector.model_facts import ModelFacts
+
+
+def test_rows_are_named_after_the_families(tmp_path: Path) -> None:
+    rows = dry_rows(families, tmp_path, "--most", "2")
+    assert list(rows) == [f"exactness_{family}" for family in FAMILIES[:2]]
+    assert max(row.value for row in rows.values()) <= MAX_LOGIT_DIFFERENCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_exact(family: str) -> None:
+    assert families.largest_difference(family) <= MAX_LOGIT_DIFFERENCE
+
+
+def test_a_wrong_rotation_shows_behind_a_moved_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(*arguments: object) -> ModelFacts:
+        facts = model_facts(*arguments)  # type: ignore[arg-type]
+        frequencies = tuple(each * 0.99 for each in facts.rotation.inverse_frequencies)
+        return replace(facts, rotation=replace(facts.rotation, inverse_frequencies=frequencies))
+
+    monkeypatch.setattr("semblend_trt.connector.worker.model_facts", slower)
+    assert families.largest_difference("glm4_moe") > 100 * MAX_LOGIT_DIFFERENCE

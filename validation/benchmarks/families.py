@@ -1,0 +1,96 @@
+"""Every family that the embedded engine runs: are the wrapper's logits the model's, and those behind a moved run too?
+
+`python -m validation.benchmarks.families` makes a model of each family's architecture, of three layers and random
+weights. Without a plan, and with all layers computed again, its logits are compared with the plain model's and with a
+cold engine's. K and V of a model of one layer depend on token and position alone: there a run that was moved is
+compared with a cold engine too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
+from kernels.results import Count, Results, run_counted
+from validation.arms import POSITION_FIX
+from validation.embedded_engine import EmbeddedEngines
+from validation.exactness import plain_difference, stock_difference
+from validation.report import MAX_LOGIT_DIFFERENCE
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYERS, TOKENS, MIN_SPAN = 3, 333, 32
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    # Far above the usual 0.02: attention must matter, and argmax must not hang on the last float bit.
+    "initializer_range": 0.2,
+}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+# What a family's configuration has beside the shape.
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4},
+    # The layer in the middle is dense.
+    "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
+    # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
+    "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+}
+
+
+def random_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A small model of a family with random weights, float32 on the CPU; `changes` go to its configuration."""
+    config: PretrainedConfig = CONFIG_MAPPING[family](**(_SHAPE | _OWN.get(family, {}) | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def largest_difference(family: str) -> float:
+    """The largest difference of any logit, over all comparisons of one family."""
+    tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    with tempfile.TemporaryDirectory(prefix="family-") as folder:
+        for layers, arms in ((LAYERS, ()), (1, (POSITION_FIX,))):
+            place = Path(folder) / str(layers)
+            model = random_model(family, num_hidden_layers=layers)
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(place)
+            engines = EmbeddedEngines(ModelRunner.from_model(model, place))
+            found.append(plain_difference(engines.runner, tokens).difference)
+            found.append(stock_difference(engines, str(place), "the engine", tokens, MIN_SPAN, arms).difference)
+    return max(found)
+
+
+def run(most: int, rows: Results) -> None:
+    """Measures every family, or the first `most`."""
+    for family in SUPPORTED_MODEL_TYPES[:most]:
+        baseline = f"the plain Transformers forward and a cold engine, {LAYERS} layers; behind a moved run, one layer"
+        rows.add(f"exactness_{family}", largest_difference(family), "logits", baseline, MAX_LOGIT_DIFFERENCE)
+
+
+main = partial(run_counted, "families", __doc__, [Count("most", len(SUPPORTED_MODEL_TYPES), "families")], run)
+
+
+if __name__ == "__main__":
+    main()
