@@ -95,7 +95,7 @@ def test_the_times_that_ship_are_checked_and_rewritten_with_the_tables(
     results.write_rows(folder / "verified.json", [reused])
     readme.write_text("No table.\n")
     times.write_text("[]\n")
-    where = ["scoreboard", "--results", str(folder.parent), "--readme", str(readme), "--times", str(times)]
+    where = ["scoreboard", "--results", str(folder.parent), "--pages", str(readme), "--times", str(times)]
     assert main([*where, "--check"]) == 1
     assert f"{times} differs from the rows" in capsys.readouterr().err
     assert main([*where, "--write"]) == main([*where, "--check"]) == 0
