@@ -297,6 +297,13 @@ class ReportingSettings(SettingsGroup):
     metrics: bool = Field(
         True, description="Counts in Prometheus' default registry, where prometheus_client is installed."
     )
+    audit_sample: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the requests with reuse that are computed a second time without it, while nothing else "
+        "waits or runs, and compared: by the embedded engine's server, and by the router in front of vLLM.",
+    )
 
 
 # Addresses as nats-py reads them; the user and the password may be any text.

@@ -72,6 +72,7 @@ class EngineCounts:
         return family
 
 
+COLD_RUN_RESULTS = ("equal", "differs", "not_comparable", "failed", "skipped")
 TOKEN_KINDS = ("offered", "sampled", "checked", "witness", "reused", "recomputed", "exact_prefix")
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
@@ -117,6 +118,10 @@ class Metrics:
     def neighbours_counted(self, event: str) -> None:
         """Counts what became of one text that was to be embedded, one of EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
+
+    def cold_run(self, result: str) -> None:
+        """Counts how an answer compares with its cold run, one of COLD_RUN_RESULTS."""
+        self._try(lambda series: series.cold_runs.labels(result).inc())
 
     def tier_event(self, event: OffloadEventKind) -> None:
         """Counts what happened to a donor on its way between memory and disk, or up."""
@@ -201,6 +206,9 @@ class Series:
         self.tier_events = Counter(
             "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
         )
+        self.cold_runs = Counter(
+            "semblend_cold_runs", "Answers compared with a cold run's, by result.", ["result"], registry=registry
+        )
         self.donors = DonorGauges()
         registry.register(self.donors)
         self.faults = EngineCounts(
@@ -218,6 +226,8 @@ class Series:
             self.tier_events.labels(tier_event.value)
         for event in EVENTS:
             self.texts.labels(event)
+        for result in COLD_RUN_RESULTS:
+            self.cold_runs.labels(result)
 
     def request_ended(self, report: ReuseReport) -> None:
         self._requests.labels(report.outcome).inc()

@@ -37,6 +37,8 @@ class ReusePolicy(str, Enum):
 
 # The entry of a request's `kv_transfer_params` by which nothing is reused for it that differs from a cold run.
 EXACT_ONLY = "semblend.exact_only"
+# The entry by which nothing at all is reused for it, and nothing of it is kept: a cold run to compare an answer with.
+COLD = "semblend.cold"
 # The layer whose deviation CacheBlend chooses by.
 CACHEBLEND_LAYER = 1
 

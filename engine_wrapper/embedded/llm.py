@@ -229,16 +229,20 @@ class LLM:
         *,
         priority: int = 0,
         exact_only: bool = False,
+        cold: bool = False,
     ) -> RequestStream:
         """Enqueues a prompt and returns an iterator over its partial outputs, one for every new token.
 
         Without `streaming` the iterator gives the final output only. Taking an output runs all requests, not only this
         one. An iterator that is closed or dropped before its end aborts its request. The request waits while one with a
-        lower `priority` waits or runs. With `exact_only` it reuses nothing that differs from a cold run's KV.
+        lower `priority` waits or runs. With `exact_only` it reuses nothing that differs from a cold run's KV; with
+        `cold` nothing at all, under a salt of its own, so that no other request reuses anything of it.
         """
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
         params = sampling_params or SamplingParams()
-        request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only)
+        if cold:
+            salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
+        request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only, cold=cold)
         # Made first: if an interrupt comes in between, the stream is dropped and ends the request.
         stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])
@@ -335,6 +339,7 @@ class LLM:
         priority: int = 0,
         *,
         exact_only: bool = False,
+        cold: bool = False,
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:
@@ -357,6 +362,7 @@ class LLM:
             arrival_time=arrival_time,
             priority=priority,
             exact_only=exact_only,
+            cold=cold,
         )
 
     def _document(self, prompt: Prompt, cache_salt: str | None) -> LlmRequest:

@@ -102,7 +102,7 @@ class LlmRequest:
     computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
     `prompt_token_array`: the prompt as int32 [prompt_len]; with it, the given list becomes the request's own.
     `priority`: it waits while a request with a lower number waits or runs. `exact_only`: our connector reuses nothing
-    for it that differs from a cold run, so that it becomes a donor.
+    for it that differs from a cold run, so that it becomes a donor. `cold`: it reuses nothing and keeps nothing.
     `pending_token` was sampled and is not handled yet. Times are those of `time.perf_counter`.
     """
 
@@ -141,6 +141,7 @@ class LlmRequest:
         arrival_time: float | None = None,
         priority: int = 0,
         exact_only: bool = False,
+        cold: bool = False,
     ) -> None:
         self.request_id = self.py_request_id = self.client_id = request_id
         self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
@@ -149,7 +150,7 @@ class LlmRequest:
         self.cache_salt, self.cache_salt_id = cache_salt, _salt_id(cache_salt)
         self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
-        self.priority, self.exact_only = priority, exact_only
+        self.priority, self.exact_only, self.cold = priority, exact_only, cold
         self.generation_logits: list[torch.Tensor] = []
         if prompt_token_array is None:
             prompt_token_array = np.array(prompt_token_ids, dtype=np.int32)

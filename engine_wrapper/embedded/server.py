@@ -19,19 +19,20 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, KvCacheConnectorConfig, RequestStream
+from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, WARM_PRIORITY, KvCacheConnectorConfig, RequestStream
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named, printable
-from semblend_trt.config import PREFIXES
+from semblend_trt.config import PREFIXES, load_settings
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER, ColdRuns, asks_to_verify, is_repeatable
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.serving import (
     Connections,
@@ -43,17 +44,20 @@ from semblend_trt.fleet.router.serving import (
     refusing,
     serve,
 )
+from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import RECEIPT
-from semblend_trt.policy import EXACT_ONLY
+from semblend_trt.policy import COLD, EXACT_ONLY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     from engine_wrapper.embedded.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Parts: TypeAlias = "AsyncIterator[tuple[str, str | None, RequestOutput]]"
+UsageOf: TypeAlias = "Callable[[RequestOutput], Awaitable[dict[str, Any]]]"
 
 BOUNDS = ServerBounds()
 DEFAULT_MAX_TOKENS = 16
@@ -110,6 +114,7 @@ class KvTransferParams(BaseModel):
     """What a request asks of the connector."""
 
     exact_only: Annotated[bool, Field(alias=EXACT_ONLY)] = False
+    cold: Annotated[bool, Field(alias=COLD)] = False
 
 
 class CompletionBody(BaseModel):
@@ -142,8 +147,10 @@ class CompletionBody(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def is_exact_only(self) -> bool:
-        return self.kv_transfer_params is not None and self.kv_transfer_params.exact_only
+    def options(self) -> dict[str, Any]:
+        """The options of `LLM.generate_async`."""
+        asked = self.kv_transfer_params or KvTransferParams()
+        return {"priority": self.priority or 0, "exact_only": asked.exact_only, "cold": asked.cold}
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """The sampling parameters; the API's default temperature is 1. Raises RequestRefusedError."""
@@ -305,10 +312,10 @@ class AnswerForm:
     answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, finish_reason: str | None, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
         choice = {**content, "finish_reason": finish_reason}
-        return self._answer("chat.completion", [choice]) | {"usage": usage_of(output)}
+        return self._answer("chat.completion", [choice]) | {"usage": usage}
 
     def chunk(self, text: str, finish_reason: str | None, *, is_first: bool) -> bytes:
         """One event of a stream."""
@@ -316,9 +323,9 @@ class AnswerForm:
         content = {"delta": {**role, "content": text}} if self.is_chat else {"text": text}
         return event(self._answer("chat.completion.chunk", [{**content, "finish_reason": finish_reason}]))
 
-    def usage_chunk(self, output: RequestOutput) -> bytes:
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """The event with the usage, sent behind the last event with text."""
-        return event(self._answer("chat.completion.chunk", []) | {"usage": usage_of(output)})
+        return event(self._answer("chat.completion.chunk", []) | {"usage": usage})
 
     def _answer(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -364,6 +371,8 @@ class Worker:
         # Prompts are read on other threads than the engine's, with other copies of the tokenizer.
         self._prompts = ReadingThreads(llm.tokenizer, self._longest)
         self._engine = EngineThread(llm)
+        settings = load_settings()
+        self._cold_runs = ColdRuns(settings.audit_sample, metrics_for(settings.metrics).cold_run)
 
     def close(self) -> None:
         self._engine.close()
@@ -377,6 +386,7 @@ class Worker:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", _metrics)
+        app.on_cleanup.append(lambda _: self._cold_runs.close())
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -390,21 +400,73 @@ class Worker:
         return web.json_response({"status": "ok", "running": self._engine.running})
 
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        is_verified = asks_to_verify(request.headers)
         fields, token_ids = await self._read(request, is_chat=is_chat)
+        if is_verified and fields.stream and not fields.includes_usage:
+            message = f'{VERIFY_HEADER} is answered in the usage; ask for it with "include_usage" of stream_options'
+            raise RequestRefusedError(400, "bad_verify", message)
         rest = max(1, self._longest - len(token_ids))
         params = fields.sampling_params(rest if is_chat else min(DEFAULT_MAX_TOKENS, rest))
         form = AnswerForm(self.name, is_chat)
-        # Stop texts are searched for behind each token.
-        streaming = bool(fields.stream or fields.stop_texts)
-        options = {"priority": fields.priority or 0, "exact_only": fields.is_exact_only}
-        answers = self._engine.outputs(token_ids, params, fields.cache_salt, streaming=streaming, **options)
+
+        async def usage(output: RequestOutput) -> dict[str, Any]:
+            return await self._usage(output, params, fields, is_verified=is_verified)
+
+        answers = self._answers(token_ids, params, fields, is_streamed=bool(fields.stream), **fields.options)
         try:
-            async with aclosing(answers) as outputs:
+            async with aclosing(answers) as parts:
                 if fields.stream:
-                    return await _stream(request, form, fields, outputs)
-                return await _whole(form, fields, outputs)
+                    return await _stream(request, form, fields, parts, usage)
+                return await _whole(form, parts, usage)
         except (ConfigurationError, CapacityError) as error:
             raise RequestRefusedError(400, "bad_request", str(error)) from None
+
+    async def _usage(
+        self, output: RequestOutput, params: SamplingParams, fields: CompletionBody, *, is_verified: bool
+    ) -> dict[str, Any]:
+        """An answer's usage, compared with a cold run where that is asked for; one of the sample is compared later."""
+        usage, first = usage_of(output), [output.outputs[0].token_ids]
+        run_cold: Callable[[int], Awaitable[list[list[int]]]] | None = None
+        if is_repeatable(params.temperature, params.top_k, params.seed):
+            run_cold = partial(
+                self._cold, output.prompt_token_ids, replace(params, max_tokens=max(1, len(first[0]))), fields
+            )
+        if is_verified:
+            verified = await self._cold_runs.verdict(first, run_cold and partial(run_cold, fields.priority or 0))
+            usage[RECEIPT] = {**usage.get(RECEIPT, {}), "verified": verified}
+        elif (usage.get(RECEIPT) or {}).get("reused_tokens") and self._cold_runs.draws():
+            self._cold_runs.later(first, run_cold and partial(run_cold, WARM_PRIORITY))
+        return usage
+
+    async def _cold(
+        self, token_ids: list[int], params: SamplingParams, fields: CompletionBody, priority: int
+    ) -> list[list[int]]:
+        """The tokens that a request is answered with when nothing is reused."""
+        answers = self._answers(token_ids, params, fields, is_streamed=False, priority=priority, cold=True)
+        async with aclosing(answers) as parts:
+            outputs = [output async for *_, output in parts]
+        return [outputs[-1].outputs[0].token_ids]
+
+    async def _answers(
+        self, token_ids: list[int], params: SamplingParams, fields: CompletionBody, *, is_streamed: bool, **options: Any
+    ) -> AsyncGenerator[tuple[str, str | None, RequestOutput], None]:
+        """The growing answer: each new text, the finish reason at the end, and the engine's output."""
+        # Stop texts are searched for behind each token.
+        streaming = bool(is_streamed or fields.stop_texts)
+        text = TextSoFar(fields.stop_texts)
+        answers = self._engine.outputs(token_ids, params, fields.cache_salt, streaming=streaming, **options)
+        async with aclosing(answers) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise RequestRefusedError(500, "request_failed", output.error)
+                answer = output.outputs[0]
+                delta = text.delta(answer.text, is_last=output.finished)
+                if text.is_stopped:
+                    break
+                yield delta, answer.finish_reason, output
+            else:
+                return
+        yield delta, "stop", output  # the engine has ended the request by now
 
     async def _read(self, request: web.Request, *, is_chat: bool) -> tuple[CompletionBody, list[int]]:
         """A request's fields, and its prompt's token ids."""
@@ -420,41 +482,28 @@ class Worker:
             raise RequestRefusedError(400, reason, str(error)) from None
 
 
-async def _parts(
-    fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
-) -> AsyncIterator[tuple[str, str | None, RequestOutput]]:
-    """The growing answer: each new text, the finish reason at the end, and the engine's output."""
-    text = TextSoFar(fields.stop_texts)
-    async for output in outputs:
-        if output.error is not None:
-            raise RequestRefusedError(500, "request_failed", output.error)
-        answer = output.outputs[0]
-        delta = text.delta(answer.text, is_last=output.finished)
-        yield delta, "stop" if text.is_stopped else answer.finish_reason, output
-        if text.is_stopped:
-            return
-
-
-async def _whole(form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]) -> web.Response:
-    parts = [part async for part in _parts(fields, outputs)]
+async def _whole(form: AnswerForm, answers: Parts, usage: UsageOf) -> web.Response:
+    parts = [part async for part in answers]
     _, reason, output = parts[-1]
-    return web.json_response(form.whole("".join(delta for delta, *_ in parts), reason, output))
+    return web.json_response(form.whole("".join(delta for delta, *_ in parts), reason, await usage(output)))
 
 
 async def _stream(
-    request: web.Request, form: AnswerForm, fields: CompletionBody, outputs: AsyncIterator[RequestOutput]
+    request: web.Request, form: AnswerForm, fields: CompletionBody, answers: Parts, usage: UsageOf
 ) -> web.StreamResponse:
     """Answers event by event. Sends the status with the first output, so that an earlier refusal has its own status."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        async for delta, reason, output in _parts(fields, outputs):
+        async for delta, reason, output in answers:
             is_first = not response.prepared
             if is_first:
                 await response.prepare(request)
             if delta or reason is not None or is_first:
                 await response.write(form.chunk(delta, reason, is_first=is_first))
-            if fields.includes_usage and reason is not None:
-                await response.write(form.usage_chunk(output))
+            if reason is not None:
+                told = await usage(output)
+                if fields.includes_usage:
+                    await response.write(form.usage_chunk(told))
     except RequestRefusedError as refusal:
         if not response.prepared:
             raise

@@ -17,7 +17,7 @@ from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
-from semblend_trt.policy import EXACT_ONLY
+from semblend_trt.policy import COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class RequestView:
         self.cache_salt: str | None = request.cache_salt
         asked = getattr(request, "kv_transfer_params", None)
         self.exact_only = isinstance(asked, dict) and asked.get(EXACT_ONLY) is True
+        self.cold = isinstance(asked, dict) and asked.get(COLD) is True
         self._request = request
         if taken_tokens is not None:
             self.py_num_connector_matched_tokens = taken_tokens

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
+    from semblend_trt.config import Settings
     from semblend_trt.fleet.connection import ConnectionOptions
     from semblend_trt.fleet.router.config import RouterConfig
 
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from semblend_trt.model_tokenizer import load_tokenizer
 
     config = load_config(arguments.config)
-    router = Router(config, os.environ, load_tokenizer(config.model), _nats(config))
+    settings = _settings(config)
+    router = Router(config, os.environ, load_tokenizer(config.model), _nats(settings), settings.audit_sample)
     if arguments.check:
         count = len(config.replicas)
         sys.stdout.write(f"{arguments.config}: {count} replica{'s' * (count != 1)}, policy {config.policy}\n")
@@ -49,14 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _nats(config: RouterConfig) -> ConnectionOptions | None:
-    """Where donor events are read: at the file's server, else at that of the settings; the rest is of the settings."""
+def _settings(config: RouterConfig) -> Settings:
+    """The settings; where the file has one, it is the file's."""
+    from semblend_trt.config import load_settings
+
+    of_file = {name: getattr(config, name) for name in ("nats_subject", "nats_url", "audit_sample")}
+    return load_settings(**{name: value for name, value in of_file.items() if value is not None})
+
+
+def _nats(settings: Settings) -> ConnectionOptions | None:
+    """Where donor events are read."""
     from dataclasses import replace
 
-    from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 
-    of_file = {"nats_subject": config.nats_subject, "nats_url": config.nats_url}
-    given = {name: value for name, value in of_file.items() if value is not None}
-    options = ConnectionOptions.of(load_settings(**given))
+    options = ConnectionOptions.of(settings)
     return None if options is None else replace(options, stream=None)

@@ -209,7 +209,7 @@ MAIN = replace(
 EMBEDDED = replace(
     MAIN,
     name="embedded",
-    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array", "exact_only"},
+    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
     floors_local_match=False,
     tells_cut_short=True,
     survives_failed_forward=False,

@@ -223,6 +223,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         refusal = self._standing_refusal()
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
+        if getattr(request, "cold", False):
+            return TrackedRequest.refused(request_id, num_computed_tokens, "cold_run")
         serving = self._serve()
         try:
             check_eligible(request)

@@ -24,6 +24,7 @@ from semblend_trt.background import Background
 from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.fleet.router.prompts import PromptError, completion_prompt
+from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -339,6 +340,12 @@ def usage_in(tail: bytes) -> dict[str, Any]:
         if isinstance(usage, dict):
             return usage
     return {}
+
+
+def receipt_in(tail: bytes) -> dict[str, Any]:
+    """The receipt in the usage of an answer; empty where there is none."""
+    receipt = usage_in(tail).get(RECEIPT)
+    return receipt if isinstance(receipt, dict) else {}
 
 
 def _tokens(value: object) -> int | None:

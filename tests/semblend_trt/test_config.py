@@ -66,6 +66,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "adapter_id": ("lora", "lora"),
     "audit_path": ("/tmp/audit.jsonl", Path("/tmp/audit.jsonl")),
     "metrics": ("0", False),
+    "audit_sample": ("0.001", 0.001),
     "nats_url": ("nats://localhost:4222", SecretStr("nats://localhost:4222")),
     "nats_subject": ("events.donors", "events.donors"),
     "nats_stream": ("DONORS", "DONORS"),

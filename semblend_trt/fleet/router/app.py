@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from aiohttp import web
 
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters, worker_name
 from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.replicas import (
@@ -46,10 +48,11 @@ from semblend_trt.fleet.routing_policy import (
     RoutingPolicy,
     RoutingRequest,
 )
-from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog
+from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, receipt_in
+from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -65,6 +68,10 @@ logger = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 4
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 SALT_FIELD = "cache_salt"
+# By which vLLM tells the tokens of an answer.
+TOKENS_FIELD = "return_token_ids"
+# Seconds that a cold run of the sample waits for its replica to have nothing under way.
+AUDIT_SECONDS = 60.0
 # Seconds that an idle connection to a replica is kept.
 IDLE_SECONDS = 2.0
 # Connections that the separate address for /health and /metrics accepts.
@@ -78,6 +85,28 @@ class ReadPrompt:
     token_ids: npt.NDArray[np.int64] | None
     tokens: int
     holders: tuple[Holder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ColdCheck:
+    """How an answer is compared with a cold run: `payload` is that run's body, None where two runs need not agree.
+
+    One of the sample is compared later and told to nobody. `strips_tokens`: the replica is asked for the answer's
+    tokens, which the client has not asked for.
+    """
+
+    payload: bytes | None
+    is_sample: bool
+    strips_tokens: bool
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], caller: Caller, runs: ColdRuns) -> ColdCheck | None:
+        """None for a request whose answer is not compared."""
+        if not caller.verifies:
+            return cls(cold_body(body), True, False) if runs.draws() else None
+        is_whole = not body.get("stream")
+        asked = {**body, TOKENS_FIELD: True} if is_whole else body
+        return cls(cold_body(asked), False, is_whole and not body.get(TOKENS_FIELD))
 
 
 class Placer:
@@ -148,11 +177,17 @@ class Router:
     """One router; `app()` may be served once.
 
     `nats` says where donor events are read. Without it requests are placed by load, or by the prompts sent before.
-    `tokenizer` is the replicas' Transformers tokenizer. Raises ConfigurationError.
+    `tokenizer` is the replicas' Transformers tokenizer. Of the requests with reuse the share `audit_sample` is compared
+    with cold runs. Raises ConfigurationError.
     """
 
     def __init__(
-        self, config: RouterConfig, environment: Mapping[str, str], tokenizer: Any, nats: ConnectionOptions | None
+        self,
+        config: RouterConfig,
+        environment: Mapping[str, str],
+        tokenizer: Any,
+        nats: ConnectionOptions | None,
+        audit_sample: float = 0.0,
     ) -> None:
         self._config = config
         self._bounds = config.bounds()
@@ -164,6 +199,7 @@ class Router:
             self._status_key = status.digest(environment)
         self._name = config.name or Path(config.model).resolve().name
         self.counters = counters = RouterCounters()
+        self._cold_runs = ColdRuns(audit_sample, lambda result: counters.cold_runs.labels(result).inc())
         workers = [(each.worker_id, each.dp_rank) for each in config.replicas]
         self._directory, self._reader = None, None
         if nats is not None:
@@ -243,6 +279,7 @@ class Router:
             yield
             if self._reader is not None:
                 await self._reader.stop()
+            await self._cold_runs.close()
             await self._replicas.stop()
             self._placer.close()
             if self._trace is not None:
@@ -262,13 +299,23 @@ class Router:
         if body.pop(SALT_FIELD, None) is not None:
             self.counters.client_salts.inc()
         prompt = await self._placer.read(body, size, caller)
+        check = ColdCheck.of(body, caller, self._cold_runs)
+        if check is not None:
+            observed.kept = b"" if check.is_sample else None
+            body = {**body, TOKENS_FIELD: True} if check.strips_tokens else body
         # Only salts that the router derives may separate or join tenants.
         payload = json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
         if self._trace is None:
             body = {}  # it is not read again, and a stream may last long
         request_id, attempt_metadata = uuid.uuid4().hex, dict[str, Any]()
         try:
-            return await self._forward(request, payload, request_id, prompt, caller, observed, attempt_metadata)
+            response, worker = await self._forward(
+                request, payload, request_id, prompt, caller, observed, attempt_metadata
+            )
+            if check is None or observed.status != 200 or observed.broken is not None:
+                return response
+            run_cold = check.payload and partial(self._run_cold, check, request.path, worker, prompt.tokens)
+            return await self._compared(check, response, observed, run_cold or None)
         except RequestRefusedError as refusal:
             observed.status = refusal.status
             raise
@@ -290,7 +337,7 @@ class Router:
         caller: Caller,
         observed: Observed,
         metadata: dict[str, Any],
-    ) -> web.StreamResponse:
+    ) -> tuple[web.StreamResponse, Worker]:
         """Sends the request to one replica after another until one answers; `metadata` is for the trace."""
         tried: set[Worker] = set()
         problem = "no replica is healthy"
@@ -304,7 +351,9 @@ class Router:
                 self.counters.placement_seconds.observe(time.perf_counter() - observed.began)
             with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
                 try:
-                    response = await self._forwarder.forward(request, payload, request_id, taken, observed)
+                    response = await self._forwarder.forward(
+                        request, payload, request_id, taken, observed, verifies=caller.verifies
+                    )
                     # vLLM answers so when its engine has died. An error of a sound engine would repeat elsewhere.
                     is_error = response.status == 500 and not response.prepared
                     if is_error and not await self._replicas.is_well(choice.worker):
@@ -317,8 +366,47 @@ class Router:
                     self.counters.failed_attempts.labels(error.reason).inc()
                     continue
             self._count(choice.worker, choice.reused_tokens, prompt, observed)
-            return response
+            return response, choice.worker
         raise RequestRefusedError(503, "no_replica", f"the request was not served: {problem}; try again later")
+
+    async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int) -> list[Sequence[int] | str]:
+        """What the replica answers without reuse; one of the sample waits until the replica has nothing else to do."""
+        assert check.payload is not None
+        if check.is_sample:
+            await self._replicas.idle(worker, AUDIT_SECONDS)
+        with self._replicas.taking(worker, tokens) as taken:
+            return said_in(await self._forwarder.ask(path, check.payload, taken))
+
+    async def _compared(
+        self,
+        check: ColdCheck,
+        response: web.StreamResponse,
+        observed: Observed,
+        run_cold: Callable[[], Awaitable[list[Sequence[int] | str]]] | None,
+    ) -> web.StreamResponse:
+        """The answer with the result of its cold run in the receipt; one of the sample is compared later."""
+        receipt = receipt_in(observed.tail)
+        try:
+            if check.is_sample:
+                answered = observed.kept if response.prepared else observed.tail
+                if answered is None:
+                    self.counters.cold_runs.labels("skipped").inc()
+                elif receipt.get("reused_tokens") != 0:
+                    self._cold_runs.later(said_in(answered), run_cold)
+                return response
+            # The embedded engine's server has compared it; a stream has been sent.
+            if response.prepared or "verified" in receipt:
+                return response
+            answer = json.loads(observed.tail)
+            verified = await self._cold_runs.verdict(said_in(observed.tail), run_cold)
+            answer["usage"][RECEIPT] = {**receipt, "verified": verified}
+            for part in (answer, *answer["choices"]) if check.strips_tokens else ():
+                part.pop("token_ids", None)
+                part.pop("prompt_token_ids", None)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            logger.warning("an answer has a form that is not known, and cannot be compared with a cold run")
+            return response
+        return web.Response(body=json.dumps(answer).encode(), headers=response.headers)
 
     def _count(self, worker: Worker, held: int, prompt: ReadPrompt, observed: Observed) -> None:
         self.counters.requests.labels(worker_name(worker), str(observed.status)).inc()

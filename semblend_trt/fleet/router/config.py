@@ -91,9 +91,10 @@ class _Key(_Table):
 
 
 class KeyConfig(_Key):
-    """An API key and its tenants."""
+    """An API key and its tenants; with `verify` it may ask for answers to be compared with cold runs."""
 
     tenants: Annotated[list[TenantName], Field(min_length=1, max_length=1024)]
+    verify: bool = False
 
     @model_validator(mode="after")
     def _names_one_key(self) -> KeyConfig:
@@ -132,9 +133,9 @@ class TelemetryConfig(_Table):
 class RouterConfig(_Table):
     """The whole file.
 
-    `model` is the folder or hub id of the replicas' tokenizer, `name` the model's name in requests. `nats_url` and
-    `nats_subject` override SEMBLEND_NATS_URL and SEMBLEND_NATS_SUBJECT. `load_weight` is for policy
-    span_overlap. Prompts of more than `max_prompt_tokens` tokens are refused.
+    `model` is the folder or hub id of the replicas' tokenizer, `name` the model's name in requests. `nats_url`,
+    `nats_subject` and `audit_sample` override the variables of these names. `load_weight` is for policy span_overlap.
+    Prompts of more than `max_prompt_tokens` tokens are refused.
     """
 
     host: Host = "127.0.0.1"
@@ -145,6 +146,7 @@ class RouterConfig(_Table):
     load_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     nats_url: Annotated[SecretStr, Field(min_length=1, max_length=4096)] | None = None
     nats_subject: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    audit_sample: Annotated[float, Field(ge=0, le=1)] | None = None
     secret_env: VariableName | None = None
     health_seconds: Seconds = 5.0
     connect_seconds: Seconds = 5.0

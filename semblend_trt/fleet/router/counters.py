@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from semblend_trt.fleet.router.serving import DROPPED
+from semblend_trt.metrics import COLD_RUN_RESULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 # Why no replica answered a request.
 REFUSALS = (
     *("body_too_large", "bad_json", "bad_encoding", "body_timeout", "body_cut", "prompt_too_long", "tenant_busy"),
-    *("unknown_key", "tenant_forbidden", "tenant_missing", "bad_session", "http_error", "no_replica", "internal_error"),
+    *("unknown_key", "tenant_forbidden", "tenant_missing", "bad_session", "bad_verify", "verify_forbidden"),
+    *("http_error", "no_replica", "internal_error"),
 )
 # Why a request was placed by load alone.
 FALLBACKS = ("unread_prompt", "slow_reading", "directory_failed")
@@ -51,6 +53,9 @@ class RouterCounters:
             "dropped_connections", "Connections that were closed because there were too many.", reason=DROPPED
         )
         self.trace_lines = self._counter("trace_lines", "Lines of telemetry, by result.", result=TRACE_RESULTS)
+        self.cold_runs = self._counter(
+            "cold_runs", "Answers compared with a cold run's, by result.", result=COLD_RUN_RESULTS
+        )
         self.placement_seconds = self._histogram(
             "placement_seconds", "Time from a request's body to the choice of its replica."
         )

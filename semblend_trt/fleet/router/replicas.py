@@ -8,13 +8,14 @@ import logging
 import re
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 from aiohttp import web
 
 from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
 from semblend_trt.fleet.router.counters import worker_name
 from semblend_trt.fleet.router.serving import error_object
 from semblend_trt.fleet.routing_policy import Replica
@@ -36,6 +37,10 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 MAX_EVENT_BYTES = 1 << 20
 # The last bytes of a stream are kept: they hold the usage where the client asked for it.
 TAIL_BYTES = 8192
+# A stream of more bytes is not compared with a cold run.
+MAX_KEPT_BYTES = 1 << 20
+# The answer is forwarded as it comes, so it must not be compressed for the router.
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 # The status that is recorded when the client left early.
 CLIENT_LEFT = 499
 
@@ -49,6 +54,7 @@ class ReplicaState:
     is_healthy: bool = False
     load: int = 0
     in_flight: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,11 +128,24 @@ class ReplicaSet:
         taken = Taken(state, tokens)
         state.load += tokens
         state.in_flight += 1
+        state.idle.clear()
         try:
             yield taken
         finally:
             taken.answered()
             state.in_flight -= 1
+            if not state.in_flight:
+                state.idle.set()
+
+    async def idle(self, worker: Worker, seconds: float) -> None:
+        """Waits until the replica has no request under way. Raises asyncio.TimeoutError."""
+        state = self.states[worker]
+
+        async def wait() -> None:
+            while state.in_flight:  # another one may have come in between
+                await state.idle.wait()
+
+        await asyncio.wait_for(wait(), seconds)
 
     async def _watch(self) -> None:
         while True:
@@ -161,7 +180,8 @@ class ReplicaFailedError(SemBlendError):
 class Observed:
     """Observations of an answer: HTTP status, seconds since the request, and the last bytes.
 
-    `began` is on the clock of `time.perf_counter`. `broken` is the reason why a stream broke off.
+    `began` is on the clock of `time.perf_counter`. `broken` is the reason why a stream broke off. `kept` is all of a
+    stream that is to be compared, None for any other and for one that is too long.
     """
 
     began: float
@@ -170,6 +190,7 @@ class Observed:
     seconds: float | None = None
     tail: bytes = b""
     broken: str | None = None
+    kept: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +210,20 @@ class Forwarder:
         self._session, self._bounds, self._shows_worker = session, bounds, shows_worker
 
     async def forward(
-        self, request: web.Request, payload: bytes, request_id: str, taken: Taken, observed: Observed
+        self,
+        request: web.Request,
+        payload: bytes,
+        request_id: str,
+        taken: Taken,
+        observed: Observed,
+        *,
+        verifies: bool = False,
     ) -> web.StreamResponse:
-        """Answers `request` with the replica's answer. Raises ReplicaFailedError when none of it was forwarded yet."""
-        # The answer is forwarded as it comes, so it must not be compressed for the router.
-        headers = {"Content-Type": "application/json", "X-Request-ID": request_id, "Accept-Encoding": "identity"}
+        """Answers `request` with the replica's answer; where the caller `verifies`, the replica is asked to compare it.
+
+        Raises ReplicaFailedError when none of it was forwarded yet.
+        """
+        headers = {**_HEADERS, "X-Request-ID": request_id, **({VERIFY_HEADER: "cold"} if verifies else {})}
         name, bounds = worker_name(taken.state.worker), self._bounds
         deadline = time.perf_counter() + bounds.first_byte_seconds
         try:
@@ -217,6 +247,17 @@ class Forwarder:
                 return await _streamed(request, answer.status, first, events, fields, observed)
         finally:
             observed.seconds = time.perf_counter() - observed.began
+
+    async def ask(self, path: str, payload: bytes, taken: Taken) -> bytes:
+        """A replica's whole answer of status 200. Raises ReplicaFailedError for any other."""
+        name, bounds = worker_name(taken.state.worker), self._bounds
+        sending = self._session.post(taken.state.url + path, data=payload, headers=_HEADERS, allow_redirects=False)
+        async with await _in_time(name, sending, bounds.first_byte_seconds) as answer:
+            observed = Observed(time.perf_counter(), answer.status)
+            await _in_time(name, self._whole(answer, {}, observed), bounds.silence_seconds)
+            if observed.status != 200:
+                raise ReplicaFailedError("unwilling", f"replica {name} answered with status {observed.status}")
+            return observed.tail
 
     async def _whole(self, answer: aiohttp.ClientResponse, headers: dict[str, str], observed: Observed) -> web.Response:
         body, bound = bytearray(), self._bounds.max_answer_bytes
@@ -279,6 +320,8 @@ async def _streamed(
         part = first
         while part:
             observed.tail = (observed.tail + part)[-TAIL_BYTES:]
+            if observed.kept is not None:
+                observed.kept = observed.kept + part if len(observed.kept) < MAX_KEPT_BYTES else None
             await response.write(part)
             try:
                 part = await events.next()

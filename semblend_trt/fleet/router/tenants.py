@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER, asks_to_verify
 from semblend_trt.fleet.router.serving import RequestRefusedError
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ _PURPOSE = b"semblend-router:cache-salt:v1\0"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request. `salt` is the tenant's cache salt; both are None without tenants."""
+    """The caller of a request. `salt` is the tenant's cache salt; both are None without tenants. `verifies`: it asks
+    for its answer to be compared with a cold run, and may."""
 
     tenant: str | None = None
     salt: str | None = field(default=None, repr=False)
     session: str | None = None
+    verifies: bool = False
 
 
 class Tenants:
@@ -39,28 +42,35 @@ class Tenants:
         """Raises ConfigurationError when a variable that the configuration names is not set."""
         self._secret = config.secret(environment)
         self._allowed: dict[str, tuple[str, ...]] = {}
+        self._verifying: set[str] = set()
         for key in config.keys:
             digest = key.digest(environment)
             self._allowed[digest] = (*self._allowed.get(digest, ()), *key.tenants)
+            if key.verify:
+                self._verifying.add(digest)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """The caller, by Authorization, X-Tenant-ID and X-Session-ID.
+        """The caller, by Authorization, X-Tenant-ID, X-Session-ID and X-SemBlend-Verify.
 
         A request may name a tenant of its key, and must name one where the key has several.
-        Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden, 400 tenant_missing and bad_session.
+        Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden and verify_forbidden, 400 tenant_missing,
+        bad_session and bad_verify.
         """
         session = headers.get(SESSION_HEADER)
         if session is not None and not (1 <= len(session) <= MAX_SESSION and session.isprintable()):
             message = f"{SESSION_HEADER} has 1 to {MAX_SESSION} printable characters"
             raise RequestRefusedError(400, "bad_session", message)
+        digest, verifies = key_digest(headers), asks_to_verify(headers)
         named = headers.get(TENANT_HEADER)
         if not self._allowed:
             if named is not None:
                 raise RequestRefusedError(
                     403, "tenant_forbidden", f"this router knows no tenants; leave {TENANT_HEADER} out"
                 )
+            if verifies:
+                raise _may_not_verify()
             return Caller(session=session)
-        allowed = self._allowed.get(key_digest(headers))
+        allowed = self._allowed.get(digest)
         if allowed is None:
             raise unknown_key()
         if named is not None and named not in allowed:
@@ -69,8 +79,10 @@ class Tenants:
             raise RequestRefusedError(
                 400, "tenant_missing", f"this API key speaks for several tenants; name one in {TENANT_HEADER}"
             )
+        if verifies and digest not in self._verifying:
+            raise _may_not_verify()
         tenant = named or allowed[0]
-        return Caller(tenant, self.salt_of(tenant), session)
+        return Caller(tenant, self.salt_of(tenant), session, verifies)
 
     def salt_of(self, tenant: str) -> str:
         """The tenant's cache salt: HMAC-SHA256 under the router's secret, so that no client can compute it."""
@@ -109,6 +121,11 @@ class Shares:
 def _busy(load: str) -> RequestRefusedError:
     message = f"{load} are under way for this caller; wait for some of them to end"
     return RequestRefusedError(429, "tenant_busy", message, RETRY_SECONDS)
+
+
+def _may_not_verify() -> RequestRefusedError:
+    message = f"{VERIFY_HEADER} costs a second run, and this caller may not use it; [[keys]] with verify = true may"
+    return RequestRefusedError(403, "verify_forbidden", message)
 
 
 def key_digest(headers: Mapping[str, str]) -> str:

@@ -22,10 +22,13 @@ from engine_wrapper.embedded.server import (
     Worker,
     main,
     read_body,
+    usage_of,
 )
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
 from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
+VERIFY = {VERIFY_HEADER: "cold"}
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig.ours()
 
@@ -219,6 +222,98 @@ def test_every_answer_has_its_receipt_and_a_stream_in_its_last_chunk(make_worker
     assert told["outcome"] == streamed["outcome"] == "backend_materialized_reuse"
     assert told["reused_tokens"] == details["reused_tokens"] > len(DOCUMENT) // 2
     assert streamed["reused_tokens"] > len(DOCUMENT) // 2
+
+
+async def held(llm, count=1):
+    while llm.connector_scheduler.donor_index.held().donors < count:
+        await asyncio.sleep(0)
+
+
+def test_an_answer_is_compared_with_a_cold_run_where_its_header_asks_for_it(make_worker, tiny_qwen2_path, monkeypatch):
+    """Moved as it is, KV makes some answers differ: the receipt knows which, as an engine without reuse does."""
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    llm, worker = make_worker(kv_connector_config=CONNECTOR)
+    prompts = [f"{begin} {DOCUMENT}" for begin in ("The", "Zebras!", "~" * 40)] + [DOCUMENT + "It ends."]
+    body = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+    async def ask(client):
+        await answer_of(client, "/v1/completions", {**body, "prompt": DOCUMENT})
+        await held(llm)
+        told = []
+        for prompt in prompts:
+            async with client.post("/v1/completions", json={**body, "prompt": prompt}, headers=VERIFY) as response:
+                answer = await response.json()
+            receipt = answer["usage"]["semblend"]
+            assert receipt["reused_tokens"] + receipt["exact_prefix_tokens"] > len(DOCUMENT) // 2
+            told.append((answer["choices"][0]["text"], receipt["verified"]))
+        return told
+
+    told = asked(worker, ask)
+    with LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512) as alone:
+        cold = alone.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+    right = [output.outputs[0].text for output in cold]
+    assert [verified["result"] for _, verified in told] == [
+        "equal" if text == expected else "differs" for (text, _), expected in zip(told, right, strict=True)
+    ]
+    assert {verified["result"] for _, verified in told} == {"equal", "differs"}
+    assert {verified["compared"] for _, verified in told} == {"tokens"}
+    assert llm.connector_scheduler.outcomes.reasons()["cold_run"] == len(prompts)
+
+
+def test_what_cannot_be_compared_is_said_and_costs_no_run(make_worker):
+    llm, worker = make_worker(kv_connector_config=CONNECTOR)
+    body = {"prompt": DOCUMENT, "max_tokens": 4, "ignore_eos": True, "temperature": 0.8}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def verified(client, **fields):
+        async with client.post("/v1/completions", json={**body, **fields}, headers=VERIFY) as response:
+            if response.content_type == "application/json":
+                return response.status, await response.json()
+            *_, last, _ = events_of(await response.read())
+            return response.status, json.loads(last)
+
+    async def ask(client):
+        sampled, seeded = await verified(client), await verified(client, seed=5)
+        streamed = await verified(client, **usage, temperature=0, stop="e")
+        refused = await verified(client, stream=True)
+        async with client.post("/v1/completions", json=body, headers={VERIFY_HEADER: "warm"}) as response:
+            return sampled, seeded, streamed, refused, (response.status, await response.json())
+
+    *answered, refused, wrong = asked(worker, ask)
+    results = [answer["usage"]["semblend"]["verified"]["result"] for _, answer in answered]
+    assert results == ["not_comparable", "equal", "equal"]
+    assert llm.connector_scheduler.outcomes.reasons()["cold_run"] == 2
+    for status, answer in (refused, wrong):
+        assert (status, answer["error"]["code"]) == (400, "bad_verify")
+
+
+def test_a_sample_is_compared_while_nothing_else_runs_and_leaves_no_donor(make_worker, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
+    monkeypatch.setenv("SEMBLEND_AUDIT_SAMPLE", "1")
+    llm, worker = make_worker(kv_connector_config=CONNECTOR)
+    body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    async def counts(client):
+        text = await (await client.get("/metrics")).text()
+        found = [line.split() for line in text.splitlines() if line.startswith("semblend_cold_runs_total{")]
+        return {name.split('"')[1]: float(value) for name, value in found}
+
+    async def ask(client):
+        before = await counts(client)
+        await answer_of(client, "/v1/completions", {**body, "prompt": DOCUMENT})
+        await held(llm)
+        answers = [answer_of(client, "/v1/completions", {**body, "prompt": f"{at} {DOCUMENT}"}) for at in range(3)]
+        receipts = [answer["usage"]["semblend"] for _, answer in await asyncio.gather(*answers)]
+        reasons = llm.connector_scheduler.outcomes.reasons
+        while sum((await counts(client)).values()) < sum(before.values()) + 3:
+            await asyncio.sleep(0)
+        return receipts, before, await counts(client), reasons()["cold_run"]
+
+    receipts, before, after, runs = asked(worker, ask)
+    assert all(receipt["reused_tokens"] and "verified" not in receipt for receipt in receipts)
+    grown = {result: after[result] - before[result] for result in after}
+    assert grown["equal"] + grown["differs"] == runs == 3
+    assert llm.connector_scheduler.donor_index.held().donors == 1
 
 
 def test_a_request_of_lower_priority_waits_and_one_that_is_to_be_exact_becomes_a_donor(make_worker, monkeypatch):
@@ -494,8 +589,9 @@ def test_what_may_become_a_stop_is_held_back():
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_whole_answers_and_chunks_have_the_apis_form(is_chat):
     form = AnswerForm("tiny", is_chat)
-    whole = form.whole("two", "stop", OUTPUT)
-    lines = [form.chunk("t", None, is_first=True), form.chunk("wo", "stop", is_first=False), form.usage_chunk(OUTPUT)]
+    usage = usage_of(OUTPUT)
+    whole = form.whole("two", "stop", usage)
+    lines = [form.chunk("t", None, is_first=True), form.chunk("wo", "stop", is_first=False), form.usage_chunk(usage)]
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
     assert all(line.endswith(b"\n\n") for line in lines)
     assert {answer["id"] for answer in [whole, *chunks]} == {whole["id"]}

@@ -127,7 +127,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             tables += f'[[replicas]]\nurl = "{worker.url}"\nworker_id = {number}\n'
         for tenant in ("acme", "globex"):
             digest = hashlib.sha256(f"key of {tenant}".encode()).hexdigest()
-            tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+            verify = "verify = true\n" * (tenant == "acme")
+            tables += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n{verify}'
         config = folder / "router.toml"
         config.write_text(tables)
         # Before any worker answers: the router has to find out when they have come up.
@@ -179,6 +180,25 @@ def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(
     salt = {"extra_body": {"cache_salt": fleet.tenants.salt_of("acme")}}
     straight = fleet.client("acme", fleet.workers[holder].url).completions.create(prompt=prompt, **GREEDY, **salt)
     assert straight.kv_transfer_params == {"semblend.receipt": receipt}
+
+
+def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet: Fleet) -> None:
+    prompt, _ = prompts(0)[1]
+    fleet.holder(prompt)
+    acme, header = fleet.client("acme"), {"X-SemBlend-Verify": "cold"}
+    answer = acme.completions.create(prompt=prompt, **GREEDY, extra_headers=header)
+    assert answer.usage.semblend["reused_tokens"] > 400
+    assert answer.usage.semblend["verified"] == {"result": "equal", "compared": "tokens"}
+    assert not {"token_ids", "prompt_token_ids"} & set(answer.choices[0].model_extra or ())
+    sampled = acme.completions.create(prompt=prompt, **GREEDY | {"temperature": 1.0}, extra_headers=header)
+    assert sampled.usage.semblend["verified"]["result"] == "not_comparable"
+    with pytest.raises(openai.PermissionDeniedError, match="verify"):
+        fleet.client("globex").completions.create(prompt=prompt, **GREEDY, extra_headers=header)
+    # The cold run itself: vLLM's prefix cache is salted, and our connector leaves it alone.
+    worker = acme.with_options(base_url=f"{fleet.workers[fleet.holder(prompt)].url}/v1")
+    asked = {"cache_salt": "new", "kv_transfer_params": {"semblend.cold": True}}
+    cold = worker.completions.create(prompt=prompt, **GREEDY, extra_body=asked)
+    assert (told(cold)[1], cold.kv_transfer_params["semblend.receipt"]["reason"]) == (0, "cold_run")
 
 
 def test_a_tenants_salt_reaches_vllm(fleet: Fleet) -> None:

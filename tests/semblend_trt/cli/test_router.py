@@ -16,6 +16,8 @@ from semblend_trt.fleet.router.config import load_config
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from semblend_trt.fleet.connection import ConnectionOptions
+
 TABLES = '[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
 
 
@@ -31,6 +33,10 @@ def write(tmp_path: Path, tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
         return str(path)
 
     return make
+
+
+def nats_of(path: str) -> ConnectionOptions | None:
+    return command._nats(command._settings(load_config(path)))
 
 
 def test_a_configuration_that_holds_is_told(write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,15 +68,21 @@ def test_a_model_without_tokenizer_is_named(write, capsys: pytest.CaptureFixture
 def test_events_are_read_where_the_file_says_else_where_the_settings_say(
     write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command._nats(load_config(write())) is None
+    assert nats_of(write()) is None
     monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://settings:1")
     monkeypatch.setenv("SEMBLEND_NATS_STREAM", "donors")
-    by_settings = command._nats(load_config(write()))
-    by_file = command._nats(load_config(write('nats_url = "nats://file:1"\nnats_subject = "theirs"')))
+    by_settings = nats_of(write())
+    by_file = nats_of(write('nats_url = "nats://file:1"\nnats_subject = "theirs"'))
     assert by_settings is not None
     assert by_file is not None
     assert (by_settings.servers, by_settings.subject) == (("nats://settings:1",), "semantic-kv-events")
     assert (by_file.servers, by_file.subject, by_file.stream) == (("nats://file:1",), "theirs", None)
+
+
+def test_the_sample_is_the_files_else_the_settings(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMBLEND_AUDIT_SAMPLE", "0.5")
+    shares = [command._settings(load_config(write(line))).audit_sample for line in ("", "audit_sample = 0.25")]
+    assert shares == [0.5, 0.25]
 
 
 def test_it_serves_until_it_is_told_to_end(

@@ -37,6 +37,9 @@ class StandIn:
 
     number: int
     behave: str = "well"
+    # What a cold run says, if it is not the same; "" fails it.
+    cold_text: str | None = None
+    receipt: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +78,14 @@ class StandIn:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
         details = {"cached_tokens": 2, "reused_tokens": 3, "computed_tokens": 1}
         usage = {"prompt_tokens": 6, "completion_tokens": 1, "prompt_tokens_details": details}
-        answer = {"choices": [{"text": str(self.number)}], "usage": usage}
+        usage |= {} if self.receipt is None else {"semblend": self.receipt}
+        is_cold = "semblend.cold" in (body.get("kv_transfer_params") or {})
+        text = self.cold_text if is_cold and self.cold_text is not None else str(self.number)
+        if not text:
+            return web.json_response({"error": {"message": "the engine"}}, status=500)
+        answer = {"choices": [{"text": text}], "usage": usage}
+        if body.get("return_token_ids"):
+            answer["choices"][0] |= {"token_ids": list(text.encode()), "prompt_token_ids": [7]}
         if not body.get("stream"):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -148,7 +158,8 @@ async def _running(tokenizer: Any, replicas: int = 2, **fields: Any) -> AsyncIte
             "health_seconds": 3600,
             "show_worker": True,
         }
-        running = Router(RouterConfig.model_validate(table | fields), {"SECRET": SECRET}, tokenizer, None)
+        config = RouterConfig.model_validate(table | fields)
+        running = Router(config, {"SECRET": SECRET}, tokenizer, None, config.audit_sample or 0.0)
         async with (
             listening(running.app(), "127.0.0.1", 0, running.connections()) as address,
             aiohttp.ClientSession(address) as client,

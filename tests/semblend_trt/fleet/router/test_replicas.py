@@ -82,6 +82,20 @@ async def test_a_replica_is_what_it_says(parts: Any) -> None:
 
 
 @two_replicas()
+async def test_who_waits_for_an_idle_replica_goes_on_when_its_last_request_has_ended(parts: Any) -> None:
+    replicas = parts[0]
+    await replicas.idle((1, 0), 5)
+    with replicas.taking((1, 0), 1):
+        with replicas.taking((1, 0), 1):
+            waiting = asyncio.create_task(replicas.idle((1, 0), 5))
+            await replicas.idle((2, 0), 5)
+            with pytest.raises(asyncio.TimeoutError):
+                await replicas.idle((1, 0), 0)
+        assert not waiting.done()
+    await waiting
+
+
+@two_replicas()
 async def test_one_that_was_found_dead_is_left_alone_until_it_is_checked(parts: Any) -> None:
     replicas = parts[0]
     await replicas.check()

@@ -1,0 +1,161 @@
+"""Cold runs: requests that are computed a second time without reuse, and their answers compared with the first.
+
+The embedded engine's server and the router compare the answers that a request's header asks to compare, and those of a
+sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.router.serving import RequestRefusedError
+from semblend_trt.policy import COLD
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    # What one run said: the tokens, or the text where no tokens are told, of each choice.
+    Said = Sequence[Sequence[int] | str]
+
+logger = logging.getLogger(__name__)
+
+VERIFY_HEADER = "X-SemBlend-Verify"
+# Requests of the sample whose cold run waits or runs; further ones are skipped.
+MAX_WAITING = 8
+
+
+def asks_to_verify(headers: Mapping[str, str]) -> bool:
+    """Whether a request asks for its answer to be compared. Raises RequestRefusedError, 400 bad_verify."""
+    asked = headers.get(VERIFY_HEADER)
+    if asked is not None and asked.strip().lower() != "cold":
+        raise RequestRefusedError(400, "bad_verify", f"{VERIFY_HEADER} has one value, cold; send that or leave it out")
+    return asked is not None
+
+
+def is_repeatable(temperature: float | None, top_k: int | None, seed: int | None) -> bool:
+    """Whether two runs of a request have to agree: it is greedy, or its random numbers are those of a seed. The API's
+    default temperature is 1."""
+    return temperature == 0 or top_k == 1 or seed is not None
+
+
+def compared(first: Said, cold: Said) -> dict[str, Any]:
+    """The receipt's `verified`: whether both runs said the same, and else where the first choice that does not
+    parts."""
+    what = "text" if any(isinstance(said, str) for said in (*first, *cold)) else "tokens"
+    for one, other in zip(first, cold, strict=False):
+        if one != other:
+            same = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+            return {"result": "differs", "compared": what, "first_difference": next(same, min(len(one), len(other)))}
+    if len(first) != len(cold):
+        return {"result": "failed", "reason": f"{len(first)} choices, and {len(cold)} of the cold run"}
+    return {"result": "equal", "compared": what}
+
+
+def cold_body(body: Mapping[str, Any]) -> bytes | None:
+    """The body of a request's cold run, with a salt that no other request has. None where two runs need not agree."""
+    if not is_repeatable(body.get("temperature"), body.get("top_k"), body.get("seed")):
+        return None
+    asked = body.get("kv_transfer_params")
+    kept = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    kept["cache_salt"] = f"cold-{secrets.token_hex(16)}"
+    kept["kv_transfer_params"] = {**(asked if isinstance(asked, dict) else {}), COLD: True}
+    return json.dumps(kept).encode()
+
+
+def said_in(answer: bytes) -> list[Sequence[int] | str]:
+    """What each choice of an answer, whole or streamed, says: its tokens where they are told, else its text.
+
+    Raises ValueError for what is no answer of the OpenAI API.
+    """
+    parts = [line[5:] for line in answer.splitlines() if line.startswith(b"data:")] or [answer]
+    tokens: dict[int, list[int]] = {}
+    texts: dict[int, dict[str, str]] = {}
+    try:
+        for part in (json.loads(each) for each in parts if each.strip() != b"[DONE]"):
+            for choice in part["choices"]:
+                at = choice.get("index", 0)
+                tokens.setdefault(at, []).extend(choice.get("token_ids") or ())
+                for kind, text in _texts_of(choice).items():
+                    said = texts.setdefault(at, {})
+                    said[kind] = said.get(kind, "") + text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("this is no answer of the OpenAI API") from None
+    return [tokens[at] or "".join(texts[at].values()) for at in sorted(texts)]
+
+
+def _texts_of(choice: Mapping[str, Any]) -> dict[str, str]:
+    """What a choice, or a part of one, says, by kind. The ids of calls are random, and left out."""
+    said = choice.get("message") or choice.get("delta") or {}
+    calls = [call.get("function") or {} for call in said.get("tool_calls") or ()]
+    return {
+        "reasoning": said.get("reasoning_content") or said.get("reasoning") or "",
+        "text": choice.get("text") or said.get("content") or "",
+        "calls": "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls),
+    }
+
+
+class ColdRuns:
+    """Compares answers with cold runs, and draws a `share` of the requests for it. Belongs to one event loop.
+
+    `count` gets the result of each comparison, one of COLD_RUN_RESULTS. Runs of the sample go one at a time, at most
+    MAX_WAITING wait for their turn, and no request waits for them.
+    """
+
+    def __init__(self, share: float, count: Callable[[str], None]) -> None:
+        self._share, self._count = share, count
+        self._random = random.Random()
+        self._turn = asyncio.Lock()
+        self._sample: set[asyncio.Task[Any]] = set()
+
+    def draws(self) -> bool:
+        """Whether the next request is one of the sample."""
+        return self._share > 0 and self._random.random() < self._share
+
+    async def verdict(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> dict[str, Any]:
+        """The receipt's `verified`; without `run_cold` two runs need not agree. Raises nothing but a cancellation."""
+        told: dict[str, Any]
+        try:
+            if run_cold is None:
+                told = {"result": "not_comparable", "reason": "sampled without a seed: two runs need not agree"}
+            else:
+                told = compared(first, await run_cold())
+        except asyncio.TimeoutError:
+            told = {"result": "skipped"}  # nothing was idle for long enough
+        except SemBlendError as error:
+            told = {"result": "failed", "reason": str(error)}
+        except Exception:
+            logger.exception("a cold run failed")
+            told = {"result": "failed", "reason": "the cold run failed; the log says why"}
+        self._count(told["result"])
+        return told
+
+    def later(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> None:
+        """Compares an answer of the sample when its turn comes. Never waits."""
+        if len(self._sample) >= MAX_WAITING:
+            self._count("skipped")
+            return
+        task = asyncio.create_task(self._in_turn(first, run_cold))
+        self._sample.add(task)
+        task.add_done_callback(self._sample.discard)
+
+    async def close(self) -> None:
+        """Gives the waiting and running ones up."""
+        for task in self._sample:
+            task.cancel()
+        await asyncio.gather(*self._sample, return_exceptions=True)
+
+    async def _in_turn(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> None:
+        async with self._turn:
+            told = await self.verdict(first, run_cold)
+        if told["result"] == "differs":
+            logger.warning("an answer with reuse differs from the cold run's at %s %d", *_place(told))
+
+
+def _place(told: Mapping[str, Any]) -> tuple[str, int]:
+    return ("character" if told["compared"] == "text" else "token"), told["first_difference"]

@@ -1,0 +1,289 @@
+"""Answers and cold runs are compared token by token, and runs of a sample wait for their turn, not serving for them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.router.cold_runs import (
+    MAX_WAITING,
+    VERIFY_HEADER,
+    ColdRuns,
+    asks_to_verify,
+    cold_body,
+    compared,
+    is_repeatable,
+    said_in,
+)
+from semblend_trt.fleet.router.serving import RequestRefusedError
+from semblend_trt.metrics import COLD_RUN_RESULTS
+from tests.semblend_trt.fleet.router.conftest import Routed, router
+
+TOKENS = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(TOKENS, TOKENS)
+def test_equal_means_equal_and_else_the_first_difference_is_told(first: list[int], cold: list[int]) -> None:
+    told = compared([first], [cold])
+    assert told["compared"] == "tokens"
+    assert (told["result"] == "equal") == (first == cold)
+    if first != cold:
+        at = told["first_difference"]
+        assert first[:at] == cold[:at]
+        assert first[at : at + 1] != cold[at : at + 1]
+
+
+def test_every_choice_is_compared_as_text_where_tokens_are_not_told() -> None:
+    assert compared(["one", "two"], ["one", "two"]) == {"result": "equal", "compared": "text"}
+    differs = {"result": "differs", "compared": "text", "first_difference": 1}
+    assert compared(["one", "two"], ["one", "toe"]) == differs
+    assert compared(["one", "two"], ["one"])["result"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "seed", "expected"),
+    [
+        (0, None, None, True),
+        (None, None, None, False),
+        (1.0, None, 0, True),
+        (0.7, 1, None, True),
+        (0.7, 2, None, False),
+    ],
+)
+def test_what_is_sampled_without_a_seed_cannot_be_repeated(temperature, top_k, seed, expected) -> None:
+    assert is_repeatable(temperature, top_k, seed) == expected
+
+
+def test_the_header_has_one_value() -> None:
+    assert not asks_to_verify({})
+    assert asks_to_verify({VERIFY_HEADER: " Cold "})
+    with pytest.raises(RequestRefusedError, match="cold") as refusal:
+        asks_to_verify({VERIFY_HEADER: "yes"})
+    assert (refusal.value.status, refusal.value.reason) == (400, "bad_verify")
+
+
+async def _ends() -> None:
+    """Lets everything that can run come to its end."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def test_the_sample_runs_one_at_a_time_and_what_finds_no_room_is_skipped() -> None:
+    counts: Counter[str] = Counter()
+    running: list[int] = []
+    most = 0
+
+    async def run() -> None:
+        nonlocal most
+        runs, go_on = ColdRuns(1.0, lambda result: counts.update([result])), asyncio.Event()
+
+        async def cold() -> list[list[int]]:
+            nonlocal most
+            running.append(1)
+            most = max(most, len(running))
+            await go_on.wait()
+            running.pop()
+            return [[1, 2]]
+
+        for _ in range(MAX_WAITING + 3):
+            runs.later([[1, 2]], cold)  # does not wait
+        assert counts == {"skipped": 3}
+        go_on.set()
+        await _ends()
+        assert counts == {"skipped": 3, "equal": MAX_WAITING}
+        runs.later([[1, 3]], cold)
+        await _ends()
+        assert counts["differs"] == 1
+        go_on.clear()
+        runs.later([[1, 2]], cold)
+        await _ends()
+        await runs.close()
+        assert sum(counts.values()) == MAX_WAITING + 4
+
+    asyncio.run(run())
+    assert most == 1
+    assert counts.keys() <= set(COLD_RUN_RESULTS)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(SemBlendError("no room"), "no room"), (ValueError("inside"), "the cold run failed; the log says why")],
+)
+def test_a_cold_run_that_fails_is_told_and_fails_no_answer(error: Exception, reason: str) -> None:
+    counted: list[str] = []
+
+    async def cold() -> Any:
+        raise error
+
+    verdict = asyncio.run(ColdRuns(0.0, counted.append).verdict([[1]], cold))
+    assert verdict == {"result": "failed", "reason": reason}
+    assert counted == ["failed"]
+
+
+def test_the_share_is_drawn() -> None:
+    def drawn(share: float) -> int:
+        runs = ColdRuns(share, lambda _: None)
+        runs._random.seed(7)
+        return sum(runs.draws() for _ in range(1000))
+
+    assert (drawn(0.0), drawn(1.0)) == (0, 1000)
+    assert 20 < drawn(0.05) < 80
+
+
+# -- what is compared of an answer, and how it is asked for again
+
+
+def stream_of(*choices: dict[str, Any]) -> bytes:
+    events = b"".join(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n" for choice in choices)
+    return events + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("text", ["", "two words", "é\u2028\n", "data: [DONE]"])
+def test_a_streamed_answer_says_what_the_whole_one_says(text: str) -> None:
+    parts = [{"index": 0, "text": text[:3]}, {"index": 1, "text": "b"}, {"index": 0, "text": text[3:]}]
+    whole = json.dumps({"choices": [{"index": 1, "text": "b"}, {"index": 0, "text": text}]}).encode()
+    assert said_in(stream_of(*parts)) == said_in(whole) == [text, "b"]
+    deltas = [{"delta": {"role": "assistant", "content": ""}}, *({"delta": {"content": each}} for each in text)]
+    chat = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+    assert said_in(stream_of(*deltas)) == said_in(chat) == [text]
+
+
+def test_calls_are_compared_without_their_ids_and_tokens_go_before_text() -> None:
+    def call(number: int, name: str | None, arguments: str) -> dict[str, Any]:
+        return {"id": f"call-{number}", "function": {"name": name, "arguments": arguments}}
+
+    whole = {"message": {"content": None, "reasoning_content": "So", "tool_calls": [call(1, "find", "{}")]}}
+    deltas = [{"reasoning": "So"}, {"tool_calls": [call(2, "find", "{")]}, {"tool_calls": [call(2, None, "}")]}]
+    assert said_in(json.dumps({"choices": [whole]}).encode()) == ["Sofind{}"]
+    assert said_in(stream_of(*({"delta": each} for each in deltas))) == ["Sofind{}"]
+    assert said_in(b'{"choices": [{"text": "a", "token_ids": [4, 5]}]}') == [[4, 5]]
+
+
+@pytest.mark.parametrize("answer", [b"", b"{", b"[]", b"3", b'{"choices": 3}', b'{"choices": [3]}', b"data: \xff\n"])
+def test_what_is_no_answer_says_nothing(answer: bytes) -> None:
+    with pytest.raises(ValueError, match="no answer"):
+        said_in(answer)
+
+
+def test_a_cold_run_has_a_salt_of_its_own_and_is_not_streamed() -> None:
+    body = {"prompt": "a", "temperature": 0, "stream": True, "stream_options": {}, "cache_salt": "acme", "stop": ["b"]}
+    first, second = (json.loads(cold_body({**body, "kv_transfer_params": {"x": 1}}) or b"") for _ in range(2))
+    assert first.pop("cache_salt") != second.pop("cache_salt") != "acme"
+    assert first == second
+    assert first == {
+        **{name: body[name] for name in ("prompt", "temperature", "stop")},
+        "kv_transfer_params": {"x": 1, "semblend.cold": True},
+    }
+    assert cold_body({"prompt": "a"}) is None
+
+
+# -- through the router
+
+VERIFY = {VERIFY_HEADER: "cold"}
+KEYS = [
+    {"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenants": ["acme"], "verify": name == "checking"}
+    for name in ("checking", "plain")
+]
+CHECKING, PLAIN = ({"Authorization": f"Bearer {name}"} for name in ("checking", "plain"))
+ASKED: dict[str, Any] = {"prompt": "abc", "temperature": 0}
+
+
+def results(parts: Routed) -> dict[str, float]:
+    found = {each: parts.count("semblend_router_cold_runs_total", result=each) for each in COLD_RUN_RESULTS}
+    return {result: count for result, count in found.items() if count}
+
+
+@router(replicas=1, keys=KEYS)
+async def test_the_router_asks_a_second_time_and_says_whether_both_are_equal(parts: Routed) -> None:
+    replica = parts.replicas[0]
+    replica.receipt = {"reused_tokens": 3}
+    status, answer, headers = await parts.ask(**ASKED, headers=CHECKING | VERIFY)
+    assert (status, headers["X-SemBlend-Worker"]) == (200, "1.0")
+    assert answer["choices"] == [{"text": "1"}]
+    assert answer["usage"]["semblend"] == {"reused_tokens": 3, "verified": {"result": "equal", "compared": "tokens"}}
+    first, cold = replica.bodies
+    assert cold["kv_transfer_params"] == {"semblend.cold": True}
+    assert first["cache_salt"] != cold["cache_salt"]
+    assert replica.headers[0][VERIFY_HEADER] == "cold"
+    replica.cold_text = "2"
+    _, answer, _ = await parts.ask(**ASKED, headers=CHECKING | VERIFY, return_token_ids=True)
+    assert answer["choices"][0]["token_ids"] == [49]
+    differs = {"result": "differs", "compared": "tokens", "first_difference": 0}
+    assert answer["usage"]["semblend"]["verified"] == differs
+    assert results(parts) == {"equal": 1, "differs": 1}
+
+
+@router(replicas=1, keys=KEYS)
+async def test_an_answer_comes_also_where_nothing_can_be_compared(parts: Routed) -> None:
+    replica = parts.replicas[0]
+    _, answer, _ = await parts.ask(prompt="abc", headers=CHECKING | VERIFY)
+    assert answer["usage"]["semblend"]["verified"]["result"] == "not_comparable"
+    assert len(replica.bodies) == 1
+    replica.cold_text = ""
+    status, answer, _ = await parts.ask(**ASKED, headers=CHECKING | VERIFY)
+    assert (status, answer["choices"][0]["text"]) == (200, "1")
+    assert answer["usage"]["semblend"]["verified"] == {
+        "result": "failed",
+        "reason": "replica 1.0 answered with status 500",
+    }
+    assert results(parts) == {"not_comparable": 1, "failed": 1}
+
+
+@router(replicas=1, keys=KEYS)
+async def test_what_the_replica_has_compared_and_what_is_streamed_is_sent_on(parts: Routed) -> None:
+    replica = parts.replicas[0]
+    replica.receipt = {"reused_tokens": 3, "verified": {"result": "differs"}}
+    _, answer, _ = await parts.ask(**ASKED, headers=CHECKING | VERIFY)
+    assert answer["usage"]["semblend"] == replica.receipt
+    async with parts.client.post(
+        "/v1/completions", json={**ASKED, "stream": True}, headers=CHECKING | VERIFY
+    ) as response:
+        assert b'"verified": {"result": "differs"}' in await response.read()
+    assert replica.headers[1][VERIFY_HEADER] == "cold"
+    assert len(replica.bodies) == 2
+    assert results(parts) == {}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "reason"),
+    [(PLAIN | VERIFY, 403, "verify_forbidden"), (CHECKING | {VERIFY_HEADER: "1"}, 400, "bad_verify")],
+)
+@router(keys=KEYS)
+async def test_a_key_needs_the_right(parts: Routed, headers: dict[str, str], status: int, reason: str) -> None:
+    got, answer, _ = await parts.ask(**ASKED, headers=headers)
+    assert (got, answer["error"]["code"]) == (status, reason)
+    assert parts.count("semblend_router_refusals_total", reason=reason) == 1
+    assert [replica.bodies for replica in parts.replicas] == [[], []]
+
+
+@router()
+async def test_without_keys_nobody_has_it(parts: Routed) -> None:
+    assert (await parts.ask(**ASKED, headers=VERIFY))[0] == 403
+
+
+@router(replicas=1, audit_sample=1.0)
+async def test_the_sample_is_compared_behind_whole_and_streamed_answers(parts: Routed) -> None:
+    replica = parts.replicas[0]
+    _, answer, _ = await parts.ask(**ASKED)
+    assert "semblend" not in answer["usage"]
+    while sum(results(parts).values()) < 1:
+        await asyncio.sleep(0)
+    replica.cold_text = "first2"
+    async with parts.client.post("/v1/completions", json={**ASKED, "stream": True}) as response:
+        await response.read()
+    while sum(results(parts).values()) < 2:
+        await asyncio.sleep(0)
+    assert [bool(body.get("stream")) for body in replica.bodies] == [False, False, True, False]
+    replica.receipt = {"reused_tokens": 0}
+    await parts.ask(**ASKED)
+    await _ends()
+    assert len(replica.bodies) == 5  # where nothing was reused there is nothing to compare
+    assert results(parts) == {"equal": 1, "differs": 1}
