@@ -42,6 +42,7 @@ from validation.models import shipped_model
 from validation.output import complain, progress, say, show, write_json, write_text
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
+from validation.replay.latency import shipped_observations
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
 
 if TYPE_CHECKING:
@@ -96,14 +97,18 @@ _BOUNDS = {
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    told = "Prints all result rows; compares or rewrites the tables that a README makes from them."
+    told = "Prints all result rows; compares or rewrites what is made of them: tables on pages, the package's times."
     parser = arguments.Parser("scoreboard", told)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="document that holds the tables")
+    told = "pages that hold tables (default: README.md docs/results.md)"
+    pages = [Path("README.md"), Path("docs/results.md")]
+    parser.add_argument("--pages", type=Path, nargs="+", default=pages, metavar="FILE", help=told)
+    told = "the package's times to the first token, made from the H200's rows"
+    parser.add_argument("--times", type=Path, default=Path("validation/assets/h200_ttft.json"), help=told)
     action = parser.add_mutually_exclusive_group()
-    told = "exit with 1 when the document's tables differ from the rows"
+    told = "exit with 1 when the pages' tables, or the times, differ from the rows"
     action.add_argument("--check", action="store_true", help=told)
-    action.add_argument("--write", action="store_true", help="rewrite the document's tables")
+    action.add_argument("--write", action="store_true", help="rewrite the pages' tables, and the times")
     return parser.parse_args(given)
 
 
@@ -113,14 +118,17 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     if not (options.check or options.write):
         show([scoreboard.terminal_table(rows)])
         return True
-    text = options.readme.read_text(encoding="utf-8")
-    renewed = scoreboard.with_tables(text, rows)
-    if options.write:
-        write_text(options.readme, renewed)
-    elif renewed != text:
-        complain(f"the tables of {options.readme} differ from the rows in {options.results}; rewrite them with --write")
-        return False
-    return True
+    made = {page: scoreboard.with_tables(page.read_text(encoding="utf-8"), rows) for page in options.pages}
+    measured = options.results / "h200"
+    if measured.is_dir() and options.times.is_file():
+        made[options.times] = shipped_observations(measured)
+    old = [path for path, text in made.items() if text != path.read_text(encoding="utf-8")]
+    for path in old:
+        if options.write:
+            write_text(path, made[path])
+        else:
+            complain(f"{path} differs from the rows in {options.results}; rewrite it with --write")
+    return options.write or not old
 
 
 _COMMANDS = {

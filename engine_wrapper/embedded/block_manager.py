@@ -82,10 +82,7 @@ class RadixTree:
             rest = tuple(tokens[start : min(start + self._block_size, limit)])
             child = node.children.get(rest) if len(rest) == self._block_size else None
             if child is None:
-                begins = [each for each in node.children.items() if rest and each[0][0] == rest[0]]
-                shared = [(common_length(beginning, rest), each) for beginning, each in begins]
-                length, source = max(shared, key=lambda each: each[0], default=(0, node))
-                return PrefixMatch(tuple(nodes), source, length) if partial and length else PrefixMatch(tuple(nodes))
+                return PrefixMatch(tuple(nodes), *(_longest_beginning(node, rest) if partial else ()))
             nodes.append(child)
             node = child
         return PrefixMatch()
@@ -151,10 +148,13 @@ class RadixTree:
                 stack.extend(node.children.values())
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of leading tokens that both have in common."""
-    pairs = zip(first, second)  # noqa: B905 - the shorter one ends the comparison
-    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))
+def _longest_beginning(parent: BlockNode, tokens: tuple[int, ...]) -> tuple[BlockNode | None, int]:
+    """The child that shares the longest beginning with `tokens`, the first of several, and its length; None and 0
+    without one. Of thousands of children, few stay after the first tokens."""
+    left, length = list(parent.children), 0
+    while length < len(tokens) and (fitting := [each for each in left if each[length] == tokens[length]]):
+        left, length = fitting, length + 1
+    return (parent.children[left[0]], length) if length else (None, 0)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""`semblend-trt SUBCOMMAND`: every other module of this folder is a subcommand of its name.
+"""`semblend-trt SUBCOMMAND`: every other module of this folder is a subcommand of its name, and so is every module that
+an installed package names as an entry point of the group `semblend_trt.cli`.
 
 Such a module has SUMMARY (one line for the list of subcommands), `configure(parser)`, which adds its arguments, and
 `run(arguments)`, which returns the exit status. It imports what is heavy in `run`.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 import semblend_trt
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 def subcommands() -> list[str]:
     """Names of the subcommands, sorted."""
-    names = (module.name for module in pkgutil.iter_modules(cli.__path__))
-    return sorted(name for name in names if name != "main" and not name.startswith("_"))
+    names = {module.name for module in pkgutil.iter_modules(cli.__path__)}
+    return sorted(name for name in names | _plugged().keys() if name != "main" and not name.startswith("_"))
+
+
+def _plugged() -> dict[str, metadata.EntryPoint]:
+    """The subcommands of the floors above, which this one cannot import."""
+    return {point.name: point for point in metadata.entry_points(group="semblend_trt.cli")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +47,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser. Only the subcommand that `words` begin with is imported, or all where they name none."""
     parser = argparse.ArgumentParser(prog="semblend-trt", description=semblend_trt.__doc__)
     parsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
-    known = subcommands()
+    known, plugged = subcommands(), _plugged()
     for name in [words[0]] if words and words[0] in known else known:
-        module: Any = import_module(f"{cli.__name__}.{name}")
+        module: Any = plugged[name].load() if name in plugged else import_module(f"{cli.__name__}.{name}")
         subparser = parsers.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         module.configure(subparser)
         subparser.set_defaults(run=module.run)

@@ -97,6 +97,8 @@ _OPTIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         for action in ("tail", "check", "stats")
     ),
     ("semblend-trt", "events tail --seconds 1", "--subject", ("", "a b", "a..b", "x" * 300)),
+    ("semblend-trt", "estimate pyproject.toml", "--kv-bytes-a-token", _NO_COUNT),
+    *(("semblend-trt", "estimate pyproject.toml", option, _NO_FILE) for option in ("--json", "--profile", "--ttft")),
     ("semblend-trt", "doctor", "--engine-options", (*_NO_FILE, "/", "/dev/null")),
     ("semblend-trt", "doctor", "--kv-dtype", ("", "int3")),
     ("semblend-trt", "doctor", "--model", ("", "/proc/nonexistent", "/dev/null", "x" * 5_000, "\ud800")),

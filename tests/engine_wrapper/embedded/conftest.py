@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import pytest
 import torch
 
-from engine_wrapper.embedded.block_manager import common_length
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry, pool_view
@@ -126,7 +126,7 @@ class RecordingScheduler(KvCacheConnectorScheduler):
         prompt = request.get_tokens(0)[: request.prompt_len - 1]
         best, length = None, num_computed_tokens
         for tokens in self.record.donors:
-            common = common_length(tokens, prompt)
+            common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, prompt, strict=False))))
             if common > length:
                 best, length = tokens, common
         if best is None:

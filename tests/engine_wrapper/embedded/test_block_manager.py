@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_wrapper.embedded.block_manager import BlockManager, RadixTree, RootKey, common_length
+from engine_wrapper.embedded.block_manager import BlockManager, RadixTree, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from semblend_trt.runtime import ActivePlans
 
@@ -54,6 +54,21 @@ def test_a_partial_match_names_the_child_with_the_longest_beginning():
     assert tree.match(KEY, [7, 1, 2, 3, 4]).partial is None
 
 
+_blocks = st.lists(st.integers(0, 1), min_size=BLOCK, max_size=BLOCK)
+
+
+@given(st.lists(_blocks, unique_by=tuple, max_size=8), st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK))
+def test_of_all_children_the_first_with_the_longest_beginning_is_named(children, prompt):
+    tree = RadixTree(BLOCK)
+    nodes = [put(tree, child, first_block=at)[0] for at, child in enumerate(children)]
+    match = tree.match(KEY, prompt)
+    limit = min(len(prompt) - 1, BLOCK)
+    lengths = [max(n for n in range(limit + 1) if prompt[:n] == child[:n]) for child in children]
+    longest = max(lengths, default=0)
+    expected = nodes[lengths.index(longest)] if longest else None
+    assert (match.nodes, match.partial, match.partial_tokens) == ((), expected, longest)
+
+
 @pytest.mark.parametrize("other", [RootKey(cache_salt="a"), RootKey(lora_task_id=1), RootKey(1, "a")])
 def test_another_salt_or_adapter_sees_nothing(other):
     tree = RadixTree(BLOCK)
@@ -86,12 +101,6 @@ def test_a_root_without_blocks_is_forgotten():
         put(tree, range(4), key=RootKey(cache_salt=str(salt)))
         tree.evict()
     assert tree._roots == {}
-
-
-def test_common_length():
-    assert common_length((1, 2, 3), (1, 2, 4)) == 2
-    assert common_length((1, 2), (1, 2, 4)) == 2
-    assert common_length((), (1,)) == 0
 
 
 def admit(blocks, request_id, tokens, total=None, key=KEY):

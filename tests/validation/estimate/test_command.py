@@ -1,0 +1,235 @@
+"""The command: its table, files and plot, what it refuses, and that no prompt's text leaves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kernels.layout import KvGeometry
+from semblend_trt.cli.main import main, subcommands
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.pages import ROOT
+from tests.semblend_trt.discovery.planning import profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WORDS = ["amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "kayak", "mango"]
+WORDS += ["ocean", "pearl", "quilt", "raven", "stone", "tulip", "umber", "vivid", "wheat", "xenon", "yacht", "zebra"]
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as `pyproject.toml` installs it, with its subcommands."""
+    folder = tmp_path_factory.mktemp("site") / "semblend_trt-9.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: semblend-trt\nVersion: 9.9\n")
+    points = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."semblend_trt.cli"]\n')[2]
+    named = "".join(line.replace('"', "") + "\n" for line in points.partition("\n\n")[0].splitlines())
+    (folder / "entry_points.txt").write_text(f"[semblend_trt.cli]\n{named}")
+    monkeypatch.syspath_prepend(folder.parent)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Twenty chats with two documents each, of four, and a question; two lines hold none."""
+    random = np.random.default_rng(3)
+    documents = [" ".join(random.choice(WORDS, 120)) for _ in range(4)]
+    lines = []
+    for _ in range(20):
+        chosen = [documents[each] for each in random.choice(4, 2, replace=False)]
+        asked = "\n\n".join([*chosen, " ".join(random.choice(WORDS, 12))])
+        lines.append(json.dumps({"model": "m", "messages": [{"role": "user", "content": asked}]}))
+    lines[4:4] = ['{"model": "m", "mess', '{"prompt": ""}']
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def estimated(log: Path, *arguments: str) -> dict[str, object]:
+    path = log.with_name("figures.json")
+    assert main(["estimate", str(log), "--json", str(path), *arguments]) == 0
+    return json.loads(path.read_text())
+
+
+def test_a_log_leaves_a_table_a_file_and_a_plot(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = log.with_name("shares.png")
+    found = estimated(log, "--plot", str(plot))
+    shares = found["shares"]
+    assert found["prompts"] == 20
+    assert found["skipped"] == {"not JSON": {"count": 1, "first_line": 5}, "empty": {"count": 1, "first_line": 6}}
+    assert shares["together"] == pytest.approx(shares["prefix_cache"] + shares["added"])
+    assert shares["added"] > 0.1
+    assert sum(each["share"] for each in found["moved_runs"]) >= shares["added"]
+    times = found["expected_ttft"]
+    assert times["with_donors"]["mean_ms"] < times["with_checked_donors"]["mean_ms"] < times["prefix_cache"]["mean_ms"]
+    assert times["prefix_cache"]["mean_ms"] < times["cold"]["mean_ms"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr()
+    assert "20 prompts" in shown.out
+    assert f"{shares['together']:.1%}" in shown.out
+    assert "Passed over: 1 not JSON (first in line 5), 1 empty (first in line 6)." in shown.out
+    assert "fitted to 10 observations of an H200" in shown.out
+    assert "without --tokenizer" in shown.err
+
+
+def test_documents_that_recur_are_named_by_digest_and_first_lines(log: Path) -> None:
+    """The longest of them are the four documents, each at least once behind other text."""
+    found = estimated(log, "--documents", "4")["documents"]
+    assert len({each["name"] for each in found}) == 4
+    for each in found:
+        assert len(bytes.fromhex(each["name"])) == 6
+        assert each["reused_tokens"] >= each["tokens"] >= 64
+        assert each["first_lines"] == sorted(set(each["first_lines"]))
+        assert not {5, 6} & set(each["first_lines"])
+
+
+def test_no_word_of_a_prompt_is_shown_or_written(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimated(log)
+    shown = capsys.readouterr()
+    written = shown.out + shown.err + log.with_name("figures.json").read_text()
+    assert [word for word in WORDS if word in written] == []
+
+
+def test_less_memory_holds_less(log: Path) -> None:
+    much, little = estimated(log), estimated(log, "--kv-bytes-a-token", "1000", "--host-bytes", "2500000")
+    assert (much["memory"]["evicted_donors"], much["memory"]["kv_bytes_a_token"]) == (0, 57344)
+    assert little["memory"]["host_tokens"] == 2500
+    assert little["memory"]["evicted_donors"] > 0
+    assert 0 < little["shares"]["added"] < much["shares"]["added"]
+    none = estimated(log, "--min-span", "5000")
+    assert none["shares"]["added"] == 0
+    assert none["documents"] == none["moved_runs"] == []
+
+
+def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_path: Path, tmp_path: Path) -> None:
+    assert estimated(log, "--model", str(tiny_qwen2_path))["memory"]["kv_bytes_a_token"] == 3 * 2 * 2 * 16 * 4
+    path = tmp_path / "profile.json"
+    profile("verified", check=ProfileCheck(layer=1, threshold=0.1)).write(path)
+    sizes = ReuseProfile.read(path).geometry
+    expected = KvGeometry(sizes.num_layers, sizes.kv_heads, sizes.head_dim, 32)
+    found = estimated(log, "--profile", str(path))
+    assert found["memory"]["kv_bytes_a_token"] == 2 * expected.num_layers * expected.kv_heads * expected.head_dim * 2
+    assert found["shares"]["added"] > 0.1
+
+
+def test_times_of_ones_own_are_taken(log: Path, tmp_path: Path) -> None:
+    own = tmp_path / "ttft.json"
+    seen = [{"ttft_ms": 5.0 + n, "computed": n, "reused": 0} for n in (10, 50, 100, 500, 1000, 5000)]
+    own.write_text(json.dumps(seen))
+    times = estimated(log, "--ttft", str(own), "--limit", "3")["expected_ttft"]
+    assert times["model"]["computed_ms"] == pytest.approx(1.0)
+    assert times["extrapolated_share"] == pytest.approx(2 / 3)  # none of them tells of reused tokens
+    assert "with_checked_donors" not in times
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "log.jsonl holds no prompt; give a log of requests, one a line"),
+        (b"\n \n", "log.jsonl holds no prompt; give a log"),
+        (b'{"messages": [\n', "One request"),
+        (b'[\n {"messages": []},\n {"messages": []}\n]\n', "not JSON (first in line 1)"),
+        (bytes(range(256)) * 50, "not text in UTF-8 (first in line 1)"),
+        (b"\x1f\x8b\x08\x00" + bytes(100), "not text in UTF-8"),
+    ],
+    ids=["empty", "blank", "cut", "not a line each", "binary", "compressed"],
+)
+def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(
+    content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.jsonl").write_bytes(content)
+    assert main(["estimate", str(tmp_path / "log.jsonl"), "--json", str(tmp_path / "out.json")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert sentence.lower() in captured.err.splitlines()[-1].lower()
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing.jsonl"], "missing.jsonl cannot be read (No such file or directory)"),
+        (["."], ". cannot be read (Is a directory)"),
+        (["log", "--tokenizer", "nowhere/at all"], "tokenizer nowhere/at all cannot be read"),
+        (["log", "--model", "nowhere/at all"], "give --kv-bytes-a-token in place of --model"),
+        (["log", "--profile", "missing.json"], "missing.json"),
+        (["log", "--ttft", "log"], "log does not hold result rows"),
+        (["log", "--ttft", "missing.json"], "missing.json does not hold result rows"),
+        (["log", "--pool-bytes", "1000"], "--pool-bytes is 1000, less than a block of 32 tokens"),
+        (["log", "--min-span", "9999999"], "min_span_tokens is '9999999'"),
+        (["log", "--json", "."], ". is a folder"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").write_text("Why?\n")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["estimate", *arguments]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("semblend-trt: ")
+    assert sentence in last
+
+
+@pytest.mark.parametrize("arguments", [["--limit", "0"], ["--format", "xml"], ["--model", "m", "--profile", "p"], []])
+def test_bad_usage_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", *(["log", *arguments] if arguments else [])])
+    assert ended.value.code == 2
+    assert "usage: semblend-trt estimate" in capsys.readouterr().err
+
+
+def test_a_file_without_the_right_to_read_it_is_named(tmp_path: Path) -> None:
+    """As another user where this one is root, who reads every file."""
+    path = tmp_path / "log.jsonl"
+    path.write_text("Why?\n")
+    path.chmod(0)
+    code = (
+        "import os, sys; from validation.estimate.command import _opened; from semblend_trt.command_line import ended\n"
+        "from pathlib import Path\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "sys.exit(ended('semblend-trt', lambda: _opened(Path(sys.argv[1]), 4096) and 0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"semblend-trt: {path} cannot be read (Permission denied)")
+
+
+def test_the_base_installation_is_enough(log: Path) -> None:
+    """Without the extra validation there is no plot, which is said before anything is read."""
+    code = (
+        "import sys\n"
+        "for name in ('matplotlib', 'rich', 'scipy', 'rouge_score'): sys.modules[name] = None\n"
+        "from argparse import ArgumentParser; from validation.estimate import command\n"
+        "from semblend_trt.command_line import ended\n"
+        "parser = ArgumentParser(); command.configure(parser)\n"
+        "sys.exit(ended('semblend-trt', lambda: command.run(parser.parse_args())))"
+    )
+    run: Callable[..., subprocess.CompletedProcess[str]] = lambda *more: subprocess.run(  # noqa: E731
+        [sys.executable, "-c", code, str(log), *more],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    done = run("--limit", "5")
+    assert done.returncode == 0, done.stderr
+    assert "5 prompts" in done.stdout
+    done = run("--plot", str(log.with_suffix(".png")))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "matplotlib is not installed, and --plot needs it" in done.stderr
+
+
+def test_it_is_a_subcommand_of_the_installed_command() -> None:
+    assert "estimate" in subcommands()
+    assert find_spec("validation.estimate.command") is not None

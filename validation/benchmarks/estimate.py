@@ -1,0 +1,107 @@
+"""How fast `semblend-trt estimate` reads a log, and what memory it takes.
+
+`python -m validation.benchmarks.estimate` writes chats of an instruction, three of 2,000 documents in any order and a
+question, and runs the command on half of them and on all of them, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.results import Count, run_counted
+from validation.estimate.prompts import Encoder, Prompt
+
+if TYPE_CHECKING:
+    from kernels.results import Results
+
+PROMPTS, TOKENS, LEAST_RATE = 4_000, 4_096, 300.0
+DOCUMENTS, DOCUMENTS_EACH = 2_000, 3
+_RUN = """
+from argparse import ArgumentParser
+from validation.estimate import command
+parser = ArgumentParser()
+command.configure(parser)
+raise SystemExit(command.run(parser.parse_args()))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the command: its time without the start of the process, and the most memory that it held."""
+
+    seconds: float
+    peak_bytes: int
+    tokens: int
+
+
+def run(prompts: int, rows: Results, tokens: int) -> None:
+    """Adds the rows for `prompts` prompts of about `tokens` tokens each."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        write_log(log, prompts, tokens)
+        start = estimate(log, 1).seconds
+        half, whole = estimate(log, prompts // 2), estimate(log, prompts)
+    against = (
+        f"{prompts:,} prompts of {whole.tokens / prompts:,.0f} tokens, without the {start:.1f} s of a first prompt"
+    )
+    rate = prompts / max(whole.seconds - start, 1e-9)
+    goal = LEAST_RATE if tokens == TOKENS else None
+    rows.add("estimate_prompts_per_s", rate, "prompts/s", against, goal, "higher")
+    rows.add("estimate_peak_mib", whole.peak_bytes / (1 << 20), "MiB", f"{against}; donors in 4 GiB of KV")
+    grown = (whole.peak_bytes - half.peak_bytes) / (prompts - prompts // 2)
+    rows.add("estimate_growth_bytes", grown, "B a prompt", f"the second half of {prompts:,} prompts")
+
+
+def write_log(path: Path, prompts: int, tokens: int, seed: int = 0) -> None:
+    """Writes so many chats; documents are drawn by Zipf's law, and hold three quarters of a prompt."""
+    random = np.random.default_rng(seed)
+    words = np.array(sorted(set((files("validation") / "assets" / "excerpt.txt").read_text(encoding="utf-8").split())))
+    sample = " ".join(random.choice(words, 4_000))
+    part = max(1, tokens * 1_000 // len(Encoder().encode([Prompt(1, "", sample)])[0]))  # a quarter's words
+    documents = [" ".join(random.choice(words, part)) for _ in range(DOCUMENTS)]
+    shares = np.arange(1, DOCUMENTS + 1) ** -1.0
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(prompts):
+            chosen = random.choice(DOCUMENTS, DOCUMENTS_EACH, replace=False, p=shares / shares.sum())
+            asked = "\n\n".join([*(documents[each] for each in chosen), " ".join(random.choice(words, part))])
+            messages = [{"role": "system", "content": "Answer from the documents."}, {"role": "user", "content": asked}]
+            file.write(json.dumps({"model": "model", "messages": messages}) + "\n")
+
+
+def estimate(log: Path, prompts: int) -> Run:
+    """Runs the command on the first prompts. Raises CalledProcessError when it fails."""
+    figures = log.with_name("figures.json")
+    asked = [sys.executable, "-c", _RUN, str(log), "--limit", str(prompts), "--json", str(figures)]
+    began = time.perf_counter()
+    with subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, asked)
+    return Run(seconds, used.ru_maxrss * 1024, json.loads(figures.read_text())["tokens"])
+
+
+main = partial(
+    run_counted,
+    "estimate",
+    __doc__,
+    [Count("prompts", PROMPTS, "prompts of the log", least=2)],
+    run,
+    tokens={"type": int, "default": TOKENS, "help": "about so many tokens a prompt; goals are for %(default)s"},
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Says what reuse would save on your traffic: replays the prompts of FILE through the look-up and the tiers.
+
+No model and no card are needed. FILE holds JSON lines (OpenAI request bodies, LiteLLM's logs, chats, texts, token ids),
+a log of vLLM, or plain text with a prompt a line. Prompts are served in order, each whole before the next. What it
+prints and writes names documents by a digest, and never holds their text. Lines that cannot be read are passed over and
+counted. It exits with 0, and with 2 when nothing could be read. docs/estimate.md says how to read the figures.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.command_line import USAGE_ERROR, count, named, printable
+from semblend_trt.errors import ConfigurationError, SemBlendError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from typing import BinaryIO
+
+    from semblend_trt.config import Settings
+    from semblend_trt.reuse_profile import ReuseProfile
+    from semblend_trt.runtime import PoolFacts
+    from validation.estimate.figures import Figures
+    from validation.estimate.prompts import Encoder, Skipped
+    from validation.estimate.serving import Serving
+
+SUMMARY = "say what reuse would save on the prompts of a log"
+SCHEMA = 1
+FORMATS = ("jsonl", "vllm", "text")
+# Of Qwen2.5-7B in bfloat16, the model of the recorded times: 28 layers, K and V, 4 heads of 128 channels.
+KV_BYTES_A_TOKEN = 28 * 2 * 4 * 128 * 2
+# About what an 80 GB card has left beside such a model.
+POOL_BYTES = 48 << 30
+# A look-up's time on this machine says nothing about the engine's: none is given up.
+_LOOKUP_MS = 60_000
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the log, how it is read, the memory, and what is written."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="the prompts, in the order in which they came")
+    parser.add_argument("--format", choices=FORMATS, help="what FILE holds (default: told by its beginning)")
+    parser.add_argument("--limit", type=count, metavar="N", help="replay the first N prompts alone")
+    told = "folder or hub id of the model's tokenizer (default: a small one that ships with the package)"
+    parser.add_argument("--tokenizer", type=named, metavar="PATH_OR_ID", help=told)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--model", type=named, metavar="PATH_OR_ID", help="the model, whose configuration sizes its KV")
+    told = f"bytes of one token's KV (default: {KV_BYTES_A_TOKEN}, that of Qwen2.5-7B)"
+    size.add_argument("--kv-bytes-a-token", type=count, metavar="N", help=told)
+    told = "the model's reuse profile, whose terms and generations then hold (default: any run, of exact donors)"
+    size.add_argument("--profile", type=Path, metavar="FILE", help=told)
+    parser.add_argument(
+        "--host-bytes", type=count, metavar="N", help="memory for donors (default: SEMBLEND_HOST_BYTES)"
+    )
+    told = "the engine's own KV pool, whose prefix cache comes first (default: %(default)s)"
+    parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=told)
+    parser.add_argument("--block-size", type=count, default=32, metavar="N", help="tokens of a block of the pool")
+    parser.add_argument("--min-span", type=count, metavar="N", help="shortest run (default: SEMBLEND_MIN_SPAN)")
+    told = "times to the first token to predict by: result rows or observations as JSON (default: an H200's)"
+    parser.add_argument("--ttft", type=Path, metavar="FILE", help=told)
+    parser.add_argument("--documents", type=count, default=10, metavar="N", help="documents to name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the shares (needs matplotlib)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replays, prints and writes. Raises SemBlendError and OSError."""
+    from semblend_trt.files import check_writable
+    from semblend_trt.reuse_profile import ReuseProfile
+    from validation.estimate.prompts import Encoder
+    from validation.estimate.serving import Serving
+    from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
+
+    for path in filter(None, (arguments.json, arguments.plot)):
+        check_writable(path)
+    if arguments.plot is not None:
+        _figure_class()
+    source = "an H200 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
+    model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_PROFILE), source)
+    profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
+    settings, pool = _settings(arguments), _pool(arguments, profile)
+    encoder = Encoder(arguments.tokenizer)
+    if encoder.is_shipped:
+        sys.stderr.write(
+            "semblend-trt: without --tokenizer prompts are read by a small tokenizer: shares are about right, but a "
+            "prompt has more tokens than for a large model, so that the times are too long\n"
+        )
+    figures, skipped, donors = _replayed(arguments, encoder, Serving(settings, pool, profile))
+    if not figures.prompts:
+        sys.stderr.write(f"semblend-trt: {printable(_nothing(arguments.file, skipped))}\n")
+        return USAGE_ERROR
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        **figures.to_dict(),
+        "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
+        "documents": [asdict(each) for each in figures.documents.most_reused(arguments.documents)],
+        "expected_ttft": figures.expected_ttft(model),
+        "memory": {**donors, **_memory(settings, pool)},
+        "tokenizer": arguments.tokenizer or "shipped",
+    }
+    sys.stdout.write(_shown(report) + "\n")
+    for sentence in filter(None, (skipped.sentence(), model.sentence())):
+        sys.stdout.write(printable(sentence) + "\n")
+    _write(report, arguments)
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """The settings of the environment, under the policy that reuses what a profile allows, or without one any run."""
+    from semblend_trt.config import load_settings
+    from semblend_trt.policy import ReusePolicy
+
+    given = {"host_bytes": arguments.host_bytes, "min_span_tokens": arguments.min_span}
+    policy = ReusePolicy.POSITION_FIX if arguments.profile is None else ReusePolicy.VERIFIED
+    return load_settings(
+        **{name: value for name, value in given.items() if value is not None},
+        enabled=True,
+        policy=policy,
+        lookup_deadline_ms=_LOOKUP_MS,
+    )
+
+
+def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFacts:
+    """The engine's pool. Raises ConfigurationError for a model that would be refused."""
+    import torch
+
+    from kernels.layout import KvGeometry
+    from semblend_trt.doctor.model import AUTO, KnownModel, known_model
+    from semblend_trt.runtime import PoolFacts
+
+    size = arguments.block_size
+    geometry = KvGeometry(1, 1, arguments.kv_bytes_a_token or KV_BYTES_A_TOKEN, size, kv_factor=1)
+    dtype = torch.int8
+    if arguments.model is not None:
+        known = known_model(arguments.model, AUTO)
+        if not isinstance(known, KnownModel):
+            raise ConfigurationError(f"{known.text}; give --kv-bytes-a-token in place of --model")
+        facts, dtype = known.facts, known.dtype or torch.bfloat16
+        geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, size)
+    elif profile is not None:
+        sizes, dtype = profile.geometry, getattr(torch, str(profile.namespace["kv_dtype"]), torch.bfloat16)
+        geometry = KvGeometry(sizes.num_layers, sizes.kv_heads, sizes.head_dim, size)
+    blocks = arguments.pool_bytes // (geometry.bytes_per_token(dtype) * size)
+    if not blocks:
+        raise ConfigurationError(
+            f"--pool-bytes is {arguments.pool_bytes}, less than a block of {size} tokens of "
+            f"{geometry.bytes_per_token(dtype)} bytes; raise it"
+        )
+    return PoolFacts(geometry, blocks, dtype)
+
+
+def _replayed(
+    arguments: argparse.Namespace, encoder: Encoder, serving: Serving
+) -> tuple[Figures, Skipped, dict[str, int]]:
+    """What was found, what was passed over, and the donors held at the end."""
+    from itertools import islice
+
+    from tqdm import tqdm
+
+    from validation.estimate.figures import Figures
+    from validation.estimate.prompts import HEAD_BYTES, LogFormat, PromptLog, encoded
+
+    figures = Figures()
+    form = None if arguments.format is None else LogFormat(arguments.format)
+    with _opened(arguments.file, HEAD_BYTES) as file:
+        total = os.fstat(file.fileno()).st_size or None
+        with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
+            log = PromptLog(file, encoder, form, bar.update)
+            for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
+                if len(tokens):
+                    served = serving.serve(prompt.line, prompt.namespace, tokens)
+                    figures.add(prompt.line, prompt.namespace, tokens, served)
+    held = serving.stats()
+    return figures, log.skipped, {"donors": held.ready, "donor_bytes": held.used_bytes, "evicted_donors": held.evicted}
+
+
+def _opened(path: Path, buffering: int) -> BinaryIO:
+    try:
+        return path.open("rb", buffering=buffering)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
+
+
+def _memory(settings: Settings, pool: PoolFacts) -> dict[str, int]:
+    a_token = pool.geometry.bytes_per_token(pool.dtype)
+    return {
+        "kv_bytes_a_token": a_token,
+        "host_bytes": settings.host_bytes,
+        "host_tokens": settings.host_bytes // a_token,
+        "pool_tokens": pool.num_blocks * pool.geometry.block_size,
+        "max_donors": settings.max_donors,
+        "min_span_tokens": settings.min_span_tokens,
+    }
+
+
+def _nothing(file: Path, skipped: Skipped) -> str:
+    if not skipped.counts:
+        return f"{file} holds no prompt; give a log of requests, one a line"
+    return f"{file} holds no prompt that can be read; one request a line is expected. {skipped.sentence()}"
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+def _shown(report: dict[str, Any]) -> str:
+    """The report as text for a terminal."""
+    shares, memory = report["shares"], report["memory"]
+    parts = [
+        f"{report['prompts']:,} prompts of {report['tokens']:,} tokens, the longest {report['longest_prompt']:,}; room "
+        f"for {memory['pool_tokens']:,} tokens in the engine's pool and {memory['host_tokens']:,} of donors",
+        _columns(
+            ("held tokens", "share of all"),
+            [
+                ("by an exact prefix cache", f"{shares['prefix_cache']:.1%}"),
+                ("added by donors", f"{shares['added']:+.1%}"),
+                ("together", f"{shares['together']:.1%}"),
+            ],
+        ),
+    ]
+    if report["moved_runs"]:
+        parts.append(_columns(("tokens of a moved run", "runs", "share of all"), map(_run_cells, report["moved_runs"])))
+    if report["documents"]:
+        headings = ("documents that recur", "tokens", "reuses", "first in lines")
+        parts.append(_columns(headings, map(_document_cells, report["documents"])))
+    times = report["expected_ttft"]
+    names = {"cold": "cold", "prefix_cache": "prefix cache", "with_donors": "moved text, unchecked"}
+    names["with_checked_donors"] = "moved text, all of it checked"
+    rows = [(told, *(f"{each:,.1f}" for each in times[name].values())) for name, told in names.items() if name in times]
+    parts.append(_columns(("expected TTFT in ms", "mean", "p50", "p95"), rows))
+    without = ", ".join(f"{number:,} {reason}" for reason, number in report["prompts_without_donors"].items())
+    parts += [f"Prompts without donors: {without}."] if without else []
+    if shares["added"] < 0.0:
+        parts.append(
+            "Donors cost more than they add here: KV behind moved text stays out of the prefix cache, and prompts that "
+            "go on from there lose it."
+        )
+    if memory["evicted_donors"]:
+        parts.append(
+            f"Donors that went for want of room: {memory['evicted_donors']:,}; raise --host-bytes to keep them."
+        )
+    parts.append(f"{times['extrapolated_share']:.0%} of the prompts lie outside of what the times were fitted to.")
+    return "\n\n".join(parts)
+
+
+def _run_cells(runs: dict[str, Any]) -> tuple[str, ...]:
+    end = "and more" if runs["to_tokens"] is None else f"to {runs['to_tokens']:,}"
+    return f"{runs['from_tokens']:,} {end}", f"{runs['runs']:,}", f"{runs['share']:.1%}"
+
+
+def _document_cells(document: dict[str, Any]) -> tuple[str, ...]:
+    lines = ", ".join(f"{line:,}" for line in document["first_lines"])
+    return document["name"], f"{document['tokens']:,}", f"{document['uses']:,}", lines
+
+
+def _columns(headings: Sequence[str], rows: Any) -> str:
+    """Lines of cells under their headings; all but the first are right-aligned."""
+    table = [tuple(headings), *rows]
+    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
+    return "\n".join(
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])
+        for name, *cells in table
+    )
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+def _write(report: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from kernels.files import write_bytes
+
+    if arguments.json is not None:
+        write_bytes(arguments.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    if arguments.plot is not None:
+        write_bytes(arguments.plot, _drawn(report))
+
+
+def _figure_class() -> Any:
+    """Matplotlib's. Raises SemBlendError where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SemBlendError(
+            "matplotlib is not installed, and --plot needs it; pip install 'semblend-trt[validation]'"
+        ) from None
+    return Figure
+
+
+def _drawn(report: dict[str, Any]) -> bytes:
+    """A PNG: the shares of the tokens with moved runs by their length, and the expected times."""
+    figure = _figure_class()(figsize=(9, 4), dpi=130, layout="constrained")
+    shares, times = figure.subplots(1, 2)
+    alone, bottom = 100 * report["shares"]["prefix_cache"], 0.0
+    shares.bar("exact prefix\ncache", alone, color="tab:gray")
+    shares.bar("moved text", 0.0)
+    for runs in report["moved_runs"]:
+        height = 100 * runs["share"]
+        shares.bar("moved text", height, bottom=bottom, label=_run_cells(runs)[0])
+        bottom += height
+    shares.set_ylabel("share of the prompts' tokens, %")
+    if report["moved_runs"]:
+        shares.legend(title="tokens of a run", fontsize=7, title_fontsize=7)
+    told = {
+        name: each for name, each in report["expected_ttft"].items() if isinstance(each, dict) and "mean_ms" in each
+    }
+    for name, each in told.items():
+        times.bar(name.replace("_", "\n"), each["p50_ms"], color="tab:blue", alpha=0.8)
+        times.plot(name.replace("_", "\n"), each["p95_ms"], "k_", markersize=12)
+    times.set_ylabel("expected TTFT, ms: median, and p95 as a line")
+    figure.suptitle(f"{report['prompts']:,} prompts, {report['tokens']:,} tokens", fontsize=10)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()

@@ -1,0 +1,366 @@
+"""The prompts of a log, one line after the other: request bodies, LiteLLM's and vLLM's lines, or plain text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from semblend_trt.discovery.fingerprint import as_token_array
+from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
+    from typing import BinaryIO
+
+    from semblend_trt.discovery.fingerprint import TokenArray
+
+# A longer line is passed over, and never held whole.
+MAX_LINE_BYTES = 64 << 20
+# Bytes of a log by which its form is told.
+HEAD_BYTES = 1 << 20
+# Prompts that are encoded together: at most so many, of about so many characters.
+_BATCH_PROMPTS, _BATCH_CHARACTERS = 256, 2 << 20
+
+# Where a request may stand in a line, and where its prompt stands in the request; the first that is there counts.
+_ENVELOPES = ("body", "request_body", "request", "proxy_server_request", "payload", "kwargs", "data")
+_PROMPTS = ("messages", "prompt_token_ids", "prompt", "input", "text")
+_MAX_ENVELOPES = 4
+_INSTRUCTIONS = ("system", "instructions")
+# vLLM's "Received request ID: prompt: '...', ..." up to 0.10, then "Request ID details: prompt: '...', ..." at DEBUG.
+_VLLM_START = re.compile(r"request \S{1,256}(?: details)?: prompt: ", re.IGNORECASE)
+_VLLM_REQUEST = re.compile(
+    _VLLM_START.pattern + r"(?P<prompt>None|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"), "
+    r"(?:.*?prompt_token_ids: \[(?P<ids>[\d, ]*)\])?",
+    re.IGNORECASE,
+)
+
+
+class LogFormat(str, Enum):
+    """JSONL: a request, a chat, a text or token ids a line. VLLM: vLLM's own log. TEXT: a prompt a line."""
+
+    JSONL = "jsonl"
+    VLLM = "vllm"
+    TEXT = "text"
+
+    @classmethod
+    def of(cls, head: bytes) -> LogFormat:
+        """The form of a log that begins with `head`."""
+        if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b'"'):
+            return cls.JSONL
+        return cls.VLLM if _VLLM_START.search(head.decode("utf-8", "replace")) else cls.TEXT
+
+
+class UnreadError(Exception):
+    """A line, or a prompt of it, that cannot be replayed; the message says why, without any of its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of line `line`, counted from 1: a text, or token ids int32 [n]. Prompts of one `namespace` may share
+    KV. A text that `is_rendered` holds its special tokens."""
+
+    line: int
+    namespace: str
+    content: str | TokenArray
+    is_rendered: bool = False
+
+
+class Skipped:
+    """Lines that were passed over: how many for each reason, and the first of them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, int] = {}
+
+    def add(self, line: int, reason: str) -> None:
+        self.counts[reason] += 1
+        self.first.setdefault(reason, line)
+
+    def sentence(self) -> str:
+        """Empty where nothing was passed over."""
+        told = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
+        return f"Passed over: {told}." if told else ""
+
+
+class Encoder:
+    """Prompts as token ids: a model's tokenizer with its chat template, or the one that ships with the package."""
+
+    def __init__(self, name: str | None = None) -> None:
+        """`name`: a folder or a hub id; None for the shipped one. Raises ConfigurationError where there is none."""
+        self.is_shipped = name is None
+        self._tokenizer: Any = None
+        if name is None:
+            self._backend: Any = tokenizer_file(Path(str(files("validation") / "assets" / "model")))
+        else:
+            self._tokenizer = load_tokenizer(name)
+            self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    def render(self, messages: list[dict[str, Any]], tools: Any) -> str:
+        """A chat as the model reads it, by the template where there is one. Raises UnreadError."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            said = [f"tools\n{json.dumps(tools)}<|end|>"] if tools else []
+            return "".join((*said, *map(_plain, messages)))
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=messages[-1].get("role") != "assistant",
+                )
+            )
+        except Exception:  # a template raises what it likes
+            raise UnreadError("refused by the tokenizer's chat template") from None
+
+    def encode(self, prompts: list[Prompt]) -> list[TokenArray]:
+        """The token ids of each prompt, int32 [n]."""
+        found = [each.content for each in prompts]
+        for is_rendered in (False, True):
+            chosen = [
+                at
+                for at, each in enumerate(prompts)
+                if isinstance(each.content, str) and each.is_rendered is is_rendered
+            ]
+            ids = self._ids_of([found[at] for at in chosen], is_rendered)
+            for at, each in zip(chosen, ids, strict=True):
+                found[at] = np.array(each, dtype=np.int32)
+        return cast("list[TokenArray]", found)
+
+    def _ids_of(self, texts: list[Any], is_rendered: bool) -> list[list[int]]:
+        if self._backend is None:
+            return list(self._tokenizer(texts, add_special_tokens=not is_rendered)["input_ids"]) if texts else []
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=not is_rendered)
+        return [each.ids for each in encodings]
+
+
+def encoded(prompts: Iterable[Prompt], encoder: Encoder) -> Iterator[tuple[Prompt, TokenArray]]:
+    """The prompts with their token ids, in order. The next ones are encoded while the caller goes on."""
+    with ThreadPoolExecutor(1) as thread:
+        before: tuple[list[Prompt], Future[list[TokenArray]]] | None = None
+        for batch in _batches(prompts):
+            now = batch, thread.submit(encoder.encode, batch)
+            if before is not None:
+                yield from zip(before[0], before[1].result(), strict=True)
+            before = now
+        if before is not None:
+            yield from zip(before[0], before[1].result(), strict=True)
+
+
+def _batches(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
+    batch, size = [], 0
+    for prompt in prompts:
+        batch.append(prompt)
+        size += len(prompt.content)
+        if len(batch) == _BATCH_PROMPTS or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class PromptLog:
+    """Iterates over the prompts of an open `file`, once. What cannot be read is counted in `skipped`.
+
+    `on_bytes` hears how many bytes of the file were read since it was called last.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        encoder: Encoder,
+        form: LogFormat | None = None,
+        on_bytes: Callable[[int], object] = lambda _count: None,
+    ) -> None:
+        """`form` None: told by the first HEAD_BYTES bytes. `file` must give so many by `peek`."""
+        self.skipped = Skipped()
+        self._file, self._encoder, self._on_bytes = file, encoder, on_bytes
+        self._form = form
+
+    def __iter__(self) -> Iterator[Prompt]:
+        form = self._form or LogFormat.of(self._file.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+        prompts_of: dict[LogFormat, Callable[[int, str], Iterable[Prompt]]] = {
+            LogFormat.JSONL: self._of_json,
+            LogFormat.VLLM: _of_vllm,
+            LogFormat.TEXT: lambda line, text: [Prompt(line, "", text)],
+        }
+        for line, text in self._lines():
+            try:
+                yield from prompts_of[form](line, text)
+            except UnreadError as error:
+                self.skipped.add(line, str(error))
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Lines that are not blank, without their ends."""
+        number = 0
+        while content := self._file.readline(MAX_LINE_BYTES + 1):
+            number, size = number + 1, len(content)
+            if is_long := size > MAX_LINE_BYTES:
+                while content and not content.endswith(b"\n"):
+                    content = self._file.readline(MAX_LINE_BYTES)
+                    size += len(content)
+            self._on_bytes(size)
+            if is_long:
+                self.skipped.add(number, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+                continue
+            try:
+                text = content.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError:
+                text = "\0"
+            if "\0" in text:
+                self.skipped.add(number, "not text in UTF-8")
+            elif text:
+                yield number, text
+
+    def _of_json(self, line: int, text: str) -> Iterator[Prompt]:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UnreadError("not JSON") from None
+        body = _body(found) if isinstance(found, dict) else {"messages": found}
+        namespace = json.dumps([body.get("model"), body.get("cache_salt")])
+        content = next(body[name] for name in _PROMPTS if name in body)
+        if isinstance(content, str) and isinstance(found, dict) and "messages" in body:
+            chat = _parsed(content)  # LiteLLM's spend logs keep a chat as text
+            content = chat if isinstance(chat, list) else content
+        for each in _several(content):
+            yield Prompt(line, namespace, *self._content(each, body))
+
+    def _content(self, content: Any, body: dict[str, Any]) -> tuple[str | TokenArray, bool]:
+        """A prompt's text or token ids, and whether special tokens are in it. Raises UnreadError."""
+        if isinstance(content, str):
+            return _checked(content), False
+        if isinstance(content[0], int):
+            return _token_ids(content), False
+        messages = [_message(each) for each in content]
+        first = next((_text_of(body[name]) for name in _INSTRUCTIONS if body.get(name)), "")
+        if first:
+            messages.insert(0, {"role": "system", "content": first})
+        return _checked(self._encoder.render(messages, body.get("tools"))), True
+
+
+def _of_vllm(line: int, text: str) -> Iterator[Prompt]:
+    """The prompt of a line of vLLM's log; other lines of it have none."""
+    if _VLLM_START.search(text) is None:
+        return
+    found = _VLLM_REQUEST.search(text)
+    if found is None:
+        raise UnreadError("cut off")
+    if found["ids"]:
+        yield Prompt(line, "", _token_ids(found["ids"].split(",")))
+    elif found["prompt"] == "None":
+        raise UnreadError("without a prompt")
+    else:
+        yield Prompt(line, "", _checked(_literal(found["prompt"])), is_rendered=True)
+
+
+def _token_ids(found: list[Any]) -> TokenArray:
+    """Raises UnreadError for what is no list of token ids."""
+    try:
+        return as_token_array(np.array(found, dtype=np.int64 if isinstance(found[0], str) else None))
+    except (ValueError, OverflowError):
+        raise UnreadError("with token ids that are none") from None
+
+
+def _literal(text: str) -> str:
+    try:
+        return str(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        raise UnreadError("cut off") from None
+
+
+def _body(found: dict[str, Any]) -> dict[str, Any]:
+    """The request in a line's object. Raises UnreadError."""
+    inner: Any = found
+    for _ in range(_MAX_ENVELOPES):
+        if not isinstance(inner, dict):
+            break
+        if any(inner.get(name) is not None for name in _PROMPTS):
+            return {name: value for name, value in inner.items() if value is not None}
+        inner = next((inner[name] for name in _ENVELOPES if inner.get(name)), None)
+        inner = _parsed(inner) if isinstance(inner, str) else inner
+    raise UnreadError("without a prompt")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _several(content: Any) -> list[Any]:
+    """The prompts of one request: texts, lists of token ids, or chats. Raises UnreadError."""
+    if not isinstance(content, (str, list)):
+        raise UnreadError("without a prompt")
+    is_one = isinstance(content, str) or not content or isinstance(content[0], (int, dict))
+    prompts: list[Any] = [content] if is_one else list(content)
+    if not all(prompts):
+        raise UnreadError("empty")
+    for each in prompts:
+        is_list = isinstance(each, list) and any(all(isinstance(one, kind) for one in each) for kind in (int, dict))
+        if not (isinstance(each, str) or is_list):
+            raise UnreadError("without a prompt")
+    return prompts
+
+
+def _message(found: dict[str, Any]) -> dict[str, Any]:
+    """A chat's message with its content as text. Items of the Responses API may have no role. Raises UnreadError."""
+    if isinstance(found.get("role"), str):
+        return {**found, "content": _text_of(found.get("content"))}
+    if "output" in found:
+        return {"role": "tool", "content": _text_of(found["output"])}
+    return {"role": "assistant", "content": json.dumps(found)}
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message's content, which may have parts. Raises UnreadError for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        raise UnreadError("without a prompt")
+    said = []
+    for part in content:
+        if isinstance(part, str):
+            said.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            said.append(part["text"])
+        elif isinstance(part, dict) and part.get("type") == "tool_result":
+            said.append(_text_of(part.get("content")))
+        elif isinstance(part, dict) and part.get("type") == "tool_use":
+            said.append(json.dumps([part.get("name"), part.get("input")]))
+        else:
+            raise UnreadError("with images or other input than text")
+    return "".join(said)
+
+
+def _plain(message: dict[str, Any]) -> str:
+    """A message where there is no template."""
+    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+    return f"{message['role']}\n{message['content']}{calls}<|end|>"
+
+
+def _checked(text: str) -> str:
+    """The text. Raises UnreadError for an empty one, and for surrogates, which no tokenizer reads."""
+    if not text.strip():
+        raise UnreadError("empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnreadError("not text in UTF-8") from None
+    return text
