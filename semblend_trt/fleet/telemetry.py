@@ -18,16 +18,16 @@ from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from semblend_trt.background import Background
 from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
-from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.router.prompts import PromptError, completion_prompt
 from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from semblend_trt.fleet.router.config import TelemetryConfig
     from semblend_trt.fleet.router.counters import RouterCounters
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.router.tenants import Caller
 
 
-MAX_LINE_BYTES = 16 << 20
 MAX_BLOCKS = 1 << 17
 MAX_TOKENS = 1 << 28
 
@@ -63,10 +62,6 @@ _BY_ROLE = {
 # Bytes of bodies that may wait to be written; further lines are dropped and counted.
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_SECONDS = 5.0
-
-
-class TraceError(SemBlendError, ValueError):
-    """A line of a trace cannot be read."""
 
 
 class _Part(BaseModel):
@@ -121,36 +116,6 @@ class TraceLine(_Part):
     def to_json(self) -> str:
         """The line without its newline; unknown values are left out."""
         return self.model_dump_json(exclude_none=True)
-
-
-def read_trace(
-    lines: Iterable[str | bytes], on_bad_line: Callable[[TraceError], None] | None = None
-) -> Iterator[TraceLine]:
-    """Reads a trace line by line, without empty lines.
-
-    A line that is not a request is given to `on_bad_line` and skipped. Without `on_bad_line`, raises TraceError with
-    the line's number and what is wrong.
-    """
-    for number, line in enumerate(lines, 1):
-        if len(line) <= MAX_LINE_BYTES and not line.strip():
-            continue
-        try:
-            yield _read_line(line, number)
-        except TraceError as error:
-            if on_bad_line is None:
-                raise
-            on_bad_line(error)
-
-
-def _read_line(line: str | bytes, number: int) -> TraceLine:
-    if len(line) > MAX_LINE_BYTES:
-        raise TraceError(f"line {number} has {len(line)} bytes; at most {MAX_LINE_BYTES} are read")
-    try:
-        return TraceLine.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise TraceError(f"line {number} is not a request, {place or 'the line'}: {first['msg']}") from None
 
 
 class Hasher:

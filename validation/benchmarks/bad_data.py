@@ -242,7 +242,7 @@ def file_tries(folder: Path, count: int) -> Iterator[Tried]:
         "router": (load_config, partial(_spoiled_toml, rng), _alternatives(_NO_ROUTER, _ROUTER), True),
         "options": (read_options, partial(_broken_yaml, rng), _alternatives(_NO_OPTIONS), True),
         "cases": (read_cases, partial(_spoiled_json, rng, _CASE), _NO_JSON, False),
-        "trace": (partial(trace_file, skip_bad=False), partial(_spoiled_json, rng, _REQUEST), _NO_JSON, False),
+        "trace": (trace_file, partial(_spoiled_json, rng, _REQUEST), _NO_JSON, False),
     }
     for kind, (read, make, bad, is_each_bad) in kinds.items():
         for number in range(count):

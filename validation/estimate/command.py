@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from semblend_trt.reuse_profile import ReuseProfile
     from semblend_trt.runtime import PoolFacts
     from validation.estimate.figures import Figures
-    from validation.estimate.prompts import Encoder, Skipped
+    from validation.estimate.prompts import Encoder
     from validation.estimate.serving import Serving
+    from validation.replay.trace import Skipped
 
 SUMMARY = "say what reuse would save on the prompts of a log"
 SCHEMA = 1

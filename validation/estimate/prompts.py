@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +16,7 @@ import numpy as np
 
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
+from validation.replay.trace import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -74,23 +74,6 @@ class Prompt:
     namespace: str
     content: str | TokenArray
     is_rendered: bool = False
-
-
-class Skipped:
-    """Lines that were passed over: how many for each reason, and the first of them."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, int] = {}
-
-    def add(self, line: int, reason: str) -> None:
-        self.counts[reason] += 1
-        self.first.setdefault(reason, line)
-
-    def sentence(self) -> str:
-        """Empty where nothing was passed over."""
-        told = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
-        return f"Passed over: {told}." if told else ""
 
 
 class Encoder:

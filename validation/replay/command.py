@@ -20,11 +20,29 @@ from kernels.results import Measured
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
+from semblend_trt.fleet.routing_policy import POLICIES
 from validation import arguments
 from validation.output import markdown_table, png, progress, say, show, table_of, write_json, write_text
 from validation.replay.latency import H200_PROFILE, MIN_OF_A_TRACE, LatencyModel, recorded_observations
-from validation.replay.simulation import EXACT_PREFIX, OPTIMUM, SPAN, Outcome, ReuseRule, simulate
-from validation.replay.trace import WORKLOADS, Trace, trace_file, trace_of, workload_lines
+from validation.replay.simulation import (
+    EXACT_PREFIX,
+    OPTIMUM,
+    SPAN,
+    FleetOutcome,
+    Outcome,
+    ReuseRule,
+    simulate,
+    simulate_fleet,
+)
+from validation.replay.trace import (
+    MAX_REQUESTS,
+    WORKLOADS,
+    Trace,
+    TraceFormat,
+    trace_file,
+    trace_of,
+    workload_lines,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -34,14 +52,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FILE_NAMES = ("replay_results.json", "replay_metrics.csv", "replay_summary.md", "replay_plot.png")
-MAX_WORKLOAD_REQUESTS = 100_000
+MAX_WORKLOAD_REQUESTS, _WORKLOAD_REQUESTS = 100_000, 600
+MAX_REPLICAS = 64
 _DEFAULT_SHARES = (0.1, 0.25, 0.5)
 _TABLE_WIDTH = 170
 _DESCRIPTION = """
-Replays request telemetry through the eviction policies, for an exact prefix cache and for reuse of spans, and predicts
-the time to the first token by a fitted model; nothing is measured. Writes replay_results.json, replay_metrics.csv,
-replay_summary.md and replay_plot.png. Exit status: 0 the replay is complete, 2 bad usage or an
-error, 130 interrupted.
+Replays requests through the eviction policies, for an exact prefix cache and for reuse of spans, and through the
+router's policies for several replicas, and predicts the time to the first token by a fitted model; nothing is measured.
+Reads the router's telemetry and traces as Mooncake, Azure and WEKA (sessions of Claude Code) publish them; lines that
+cannot be read are passed over and counted. Writes replay_results.json, replay_metrics.csv, replay_summary.md and
+replay_plot.png. Exit status: 0 the replay is complete, 2 bad usage, an error, or nothing could be read, 130
+interrupted.
 """
 
 
@@ -49,10 +70,13 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of a replay; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("replay", _DESCRIPTION)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="request telemetry as a router writes it")
+    told = (
+        "request telemetry or a published trace: JSON lines, Azure's CSV, or a folder of sessions, a file *.json each"
+    )
+    source.add_argument("--trace", type=Path, metavar="FILE", help=told)
     source.add_argument("--workload", metavar="NAME", help=f"a built-in trace: {', '.join(WORKLOADS)}")
-    parser.add_argument("--skip-bad", action="store_true", help="count lines that cannot be read and pass over them")
-    parser.add_argument("--requests", type=int, default=600, help="requests of a built-in trace")
+    told = f"the first N requests of a file (default: all), or of a built-in trace (default: {_WORKLOAD_REQUESTS})"
+    parser.add_argument("--requests", type=int, metavar="N", help=told)
     arguments.add(parser, "--seed", help="seed of a built-in trace and of the bootstrap")
     parser.add_argument("--write-trace", type=Path, metavar="FILE.jsonl", help="save the built-in trace")
     names = [each.value for each in Eviction]
@@ -60,6 +84,8 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=told)
     told = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
     parser.add_argument("--capacity-tokens", nargs="+", type=int, metavar="N", help=told)
+    told = "replicas behind the router, which together hold as much (default: %(default)s)"
+    parser.add_argument("--replicas", type=int, default=4, metavar="N", help=told)
     arguments.add(parser, "--min-match-length", help="shortest span that is reused, in tokens")
     told = "first tokens of each reused span that are computed again"
     parser.add_argument("--recompute-tokens", type=int, default=16, help=told)
@@ -81,23 +107,23 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
         check_writable(path)
     trace = _trace(options)
     model = _latency_model(trace, options.latency_profile)
-    rules = (
-        ReuseRule(EXACT_PREFIX, as_prefixes=True),
-        ReuseRule(SPAN, False, min_tokens=options.min_match_length, recompute_tokens=options.recompute_tokens),
-    )
-    outcomes, unlimited = _outcomes(trace, rules, policies, options.capacity_tokens or _capacities(trace))
+    rules, capacities = _rules(trace, options), options.capacity_tokens or _capacities(trace)
+    outcomes, unlimited = _outcomes(trace, rules, policies, capacities)
+    routed = _routed(trace, rules, options.replicas, capacities, model)
     report = ReplayReport(
         source=str(options.trace or options.workload),
         facts=_facts(trace),
         model=model,
         rules=rules,
         lines=lines_of(trace, outcomes, model, options.seed),
+        routed=routed,
+        replicas=options.replicas,
         unlimited_share=unlimited,
         settings=arguments.settings_in_text(options),
         measured=Measured.now(command, "cpu"),
     )
-    _write(report, paths)
-    _show(report, [*paths, *filter(None, [options.write_trace])])
+    written = _write(report, paths)
+    _show(report, [*written, *filter(None, [options.write_trace])])
     return True
 
 
@@ -111,9 +137,15 @@ def _policies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    arguments.check_integers(options, requests=1, seed=0, min_match_length=1, recompute_tokens=0)
-    if options.requests > MAX_WORKLOAD_REQUESTS:
-        raise ConfigurationError(f"--requests is {options.requests}; it must be at most {MAX_WORKLOAD_REQUESTS}.")
+    arguments.check_integers(options, replicas=1, seed=0, min_match_length=1, recompute_tokens=0)
+    if options.requests is not None:
+        arguments.check_integers(options, requests=1)
+    for name, most in (
+        ("requests", MAX_REQUESTS if options.trace else MAX_WORKLOAD_REQUESTS),
+        ("replicas", MAX_REPLICAS),
+    ):
+        if (getattr(options, name) or 0) > most:
+            raise ConfigurationError(f"--{name} is {getattr(options, name)}; it must be at most {most}.")
     for capacity in options.capacity_tokens or ():
         if not 1 <= capacity <= arguments.HIGHEST:
             raise ConfigurationError(f"--capacity-tokens holds {capacity}; a cache holds 1 to {arguments.HIGHEST}.")
@@ -123,8 +155,8 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _trace(options: argparse.Namespace) -> Trace:
     if options.trace is not None:
-        return trace_file(options.trace, skip_bad=options.skip_bad)
-    lines = list(workload_lines(options.workload, options.requests, options.seed))
+        return trace_file(options.trace, options.requests)
+    lines = list(workload_lines(options.workload, options.requests or _WORKLOAD_REQUESTS, options.seed))
     if options.write_trace is not None:
         write_text(options.write_trace, "".join(line.to_json() + "\n" for line in lines))
     return trace_of(lines)
@@ -137,6 +169,17 @@ def _latency_model(trace: Trace, profile: Path | None) -> LatencyModel:
     if profile is None:
         return LatencyModel.fitted(recorded_observations(H200_PROFILE), "an H200")
     return LatencyModel.fitted(recorded_observations(profile), str(profile))
+
+
+def _rules(trace: Trace, options: argparse.Namespace) -> tuple[ReuseRule, ...]:
+    """What the trace's format tells of reuse."""
+    if trace.form is TraceFormat.AZURE:
+        return ()
+    prefix = ReuseRule(EXACT_PREFIX, as_prefixes=True)
+    if trace.form is not TraceFormat.ROUTER:
+        return (prefix,)
+    span = ReuseRule(SPAN, False, min_tokens=options.min_match_length, recompute_tokens=options.recompute_tokens)
+    return prefix, span
 
 
 def _capacities(trace: Trace) -> list[int]:
@@ -161,16 +204,38 @@ def _outcomes(
     return outcomes, unlimited
 
 
+def _routed(
+    trace: Trace, rules: Sequence[ReuseRule], replicas: int, capacities: Sequence[int], model: LatencyModel
+) -> list[RoutedLine]:
+    """What the router's policies make of the trace, by the last rule; none for one replica."""
+    rule = rules[-1] if rules else ReuseRule(EXACT_PREFIX, as_prefixes=True)
+    sizes = dict.fromkeys(max(1, each // replicas) for each in capacities) if rules else {1: None}
+    runs = [(size, policy) for size in sizes for policy in POLICIES] if replicas > 1 else []
+    lines = []
+    with progress("Routing", len(runs)) as on_step:
+        for size, policy in runs:
+            lines.append(RoutedLine.of(trace, simulate_fleet(trace, rule, policy, replicas, size, model)))
+            on_step(policy)
+    return lines
+
+
 def _facts(trace: Trace) -> list[str]:
-    facts = [
-        f"{len(trace):,} requests of {trace.block_uses:,} blocks and {sum(trace.prompt_tokens()):,} tokens, "
-        f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
-        f"Times to the first token observed: {len(trace.observations):,}.",
-    ]
+    if trace.form is TraceFormat.AZURE:
+        facts = [f"{len(trace):,} requests of {sum(trace.prompt_tokens()):,} tokens."]
+    else:
+        held = trace.held_prefix_blocks
+        facts = [
+            f"{len(trace):,} requests of {trace.block_uses:,} blocks and {sum(trace.prompt_tokens()):,} tokens, "
+            f"{len(trace.spans):,} blocks and {sum(trace.spans.tokens):,} tokens of them distinct.",
+            f"Blocks of a prefix that an earlier request had: {held:,}, {held / trace.block_uses:.1%} of all blocks.",
+            f"Times to the first token observed: {len(trace.observations):,}.",
+        ]
+    if trace.form.told:
+        facts.append(trace.form.told)
     if trace.empty:
         facts.append(f"Requests without tokens, which are not replayed: {trace.empty:,}.")
-    if trace.skipped:
-        facts.append(f"Lines that were passed over: {trace.skipped:,}; the first time because {trace.first_skipped}.")
+    if trace.skipped.counts:
+        facts.append(trace.skipped.sentence())
     if abs(trace.observed_over_counted - 1.0) > 0.05:
         facts.append(
             f"Engines computed or found cached {trace.observed_over_counted:.2f} tokens for each of the blocks' tokens."
@@ -178,12 +243,15 @@ def _facts(trace: Trace) -> list[str]:
     return facts
 
 
-def _write(report: ReplayReport, paths: Sequence[Path]) -> None:
+def _write(report: ReplayReport, paths: Sequence[Path]) -> list[Path]:
+    """The files that were written: no plot where nothing of reuse is known."""
     document, table, page, plot = paths
     write_json(document, report.to_dict())
     write_text(table, report.csv())
-    write_bytes(plot, draw(report.lines, f"{report.source}, {report.measured.date}"))
+    if report.lines:
+        write_bytes(plot, draw(report.lines, f"{report.source}, {report.measured.date}"))
     write_text(page, report.page(plot.name))
+    return [document, table, page, *([plot] if report.lines else [])]
 
 
 def _show(report: ReplayReport, paths: Sequence[Path]) -> None:
@@ -290,6 +358,50 @@ def lines_of(trace: Trace, outcomes: Sequence[Outcome], model: LatencyModel, see
     return lines
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedLine:
+    """A policy of the router over a trace. `capacity_tokens` are each replica's, `hit_share` is of all prompts' tokens.
+
+    `imbalance`: the busiest replica's time over the mean; `busy_share`: the mean over the trace's duration. TTFT in ms
+    is predicted by the model, and includes the time in a queue.
+    """
+
+    policy: str
+    capacity_tokens: int
+    hit_share: float
+    imbalance: float
+    busy_share: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    ttft_p99_ms: float
+
+    @classmethod
+    def of(cls, trace: Trace, outcome: FleetOutcome) -> RoutedLine:
+        began, ended = trace.seconds_from_to
+        p50, p95, p99 = (float(value) for value in np.quantile(outcome.ttft_ms, (0.5, 0.95, 0.99)))
+        return cls(
+            policy=outcome.policy,
+            capacity_tokens=outcome.capacity_tokens,
+            hit_share=float(outcome.reused.sum() / sum(trace.prompt_tokens())),
+            imbalance=outcome.imbalance,
+            busy_share=float(outcome.busy_ms.mean() / 1e3 / max(ended - began, 1e-9)),
+            ttft_p50_ms=p50,
+            ttft_p95_ms=p95,
+            ttft_p99_ms=p99,
+        )
+
+    def cells(self, *, is_known: bool) -> tuple[str, ...]:
+        """For a table; without the figures of reuse where it is not known."""
+        return (
+            self.policy,
+            f"{self.capacity_tokens:,}" if is_known else "-",
+            f"{self.hit_share:.1%}" if is_known else "not known",
+            f"{self.imbalance:.2f}",
+            f"{self.busy_share:.0%}",
+            *(f"{value:,.0f}" for value in (self.ttft_p50_ms, self.ttft_p95_ms, self.ttft_p99_ms)),
+        )
+
+
 _PANEL_WIDTH, _PANEL_HEIGHT, _DPI = 6.0, 4.0, 130
 _MARKERS = "osD^vPX"
 
@@ -323,12 +435,18 @@ def _draw_panel(axes: Any, lines: Sequence[Line], value: Any) -> None:
     axes.grid(alpha=0.3)
 
 
-SCHEMA = 1
+SCHEMA = 2
 _INTERVALS = ("hit_share_over_lru", "ttft_over_lru_ms")
 _HEADINGS = (
     "policy | capacity | reused | saved tokens | TTFT p50 | p95 | p99 | extrapolated | evicted | regrets | "
     "reused - lru, points | mean TTFT - lru"
 )
+_ROUTED_HEADINGS = "policy | capacity of each | reused | busiest over mean | busy | TTFT p50 | p95 | p99"
+_ROUTED_NOTE = """
+Requests come at their times, and each replica prefills one after the other, in predicted time; decoding takes none. The
+router is told at once what each replica holds, and caches evict by lru. Busy: the replicas' mean time over the trace's
+duration; above 100% queues grow. TTFT includes the time in a queue.
+"""
 _NOTES = f"""
 All times are **predicted by the model**, in ms; none is measured. One cache serves the whole trace, as if there were
 one replica: one request after the other in the order of their times, each whole before the next, without the time in a
@@ -355,6 +473,8 @@ class ReplayReport:
     model: LatencyModel
     rules: Sequence[ReuseRule]
     lines: Sequence[Line]
+    routed: Sequence[RoutedLine]
+    replicas: int
     unlimited_share: dict[str, float]
     settings: dict[str, Any]
     measured: Measured
@@ -385,11 +505,15 @@ class ReplayReport:
             " ".join(self.facts),
             self.model.sentence(),
             _NOTES.strip(),
-            f"![reused share and predicted TTFT against capacity]({plot_name})",
         ]
+        if self.lines:
+            parts.append(f"![reused share and predicted TTFT against capacity]({plot_name})")
         for rule in self.rules:
             table = markdown_table(_HEADINGS, map(_cells, self._of(rule)))
             parts += [f"## {rule.name}", self._rule_sentence(rule), table]
+        if self.routed:
+            table = markdown_table(_ROUTED_HEADINGS, self._routed_cells())
+            parts += [f"## {self._routed_title()}", _ROUTED_NOTE.strip(), table]
         return "\n\n".join(parts) + "\n"
 
     def tables(self) -> list[Table]:
@@ -403,7 +527,21 @@ class ReplayReport:
             for line in self._of(rule):
                 table.add_row(*_cells(line), end_section=line.policy == OPTIMUM)
             tables.append(table)
+        if self.routed:
+            headings = _ROUTED_HEADINGS.split(" | ")
+            table = table_of(
+                f"{self._routed_title()}: TTFT in ms predicted by the model", headings, headings[1:], ("policy",)
+            )
+            for cells in self._routed_cells():
+                table.add_row(*cells)
+            tables.append(table)
         return tables
+
+    def _routed_title(self) -> str:
+        return f"router over {self.replicas} replicas"
+
+    def _routed_cells(self) -> list[tuple[str, ...]]:
+        return [line.cells(is_known=bool(self.rules)) for line in self.routed]
 
     def _of(self, rule: ReuseRule) -> list[Line]:
         return [line for line in self.lines if line.rule == rule.name]

@@ -1,24 +1,29 @@
-"""Traces: what a replay needs of request telemetry, from a file or from a built-in workload."""
+"""Traces: what a replay needs of requests, from telemetry, from a published trace or from a built-in workload."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from enum import Enum
+from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic_core import from_json
 
 from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.telemetry import MAX_LINE_BYTES, TraceBlock, TraceError, TraceLine, read_trace
+from semblend_trt.fleet.telemetry import MAX_BLOCKS, Label, Milliseconds, Tokens, TraceBlock, TraceLine
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
     from pathlib import Path
-    from typing import BinaryIO
 
     from semblend_trt.donors.block_kind import KindMix
 
@@ -84,6 +89,52 @@ class Blocks:
         return len(self.tokens)
 
 
+class Skipped:
+    """Lines that were passed over: how many for each reason, and the first of them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, int] = {}
+
+    def add(self, line: int, reason: str) -> None:
+        self.counts[reason] += 1
+        self.first.setdefault(reason, line)
+
+    def sentence(self) -> str:
+        """Empty where nothing was passed over."""
+        told = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
+        return f"Passed over: {told}." if told else ""
+
+
+class TraceFormat(str, Enum):
+    """Who publishes a trace. ROUTER: this package's router. CLAUDE_CODE: sessions of that agent, from WEKA.
+
+    `told` says what of reuse the format does not tell; empty for ROUTER.
+    """
+
+    ROUTER = "router"
+    MOONCAKE = "mooncake"
+    CLAUDE_CODE = "claude_code"
+    AZURE = "azure"
+
+    @property
+    def told(self) -> str:
+        return _TOLD[self]
+
+
+_PREFIXES = (
+    "An id stands for all text up to the end of its block: what an exact prefix cache reuses is known, what reuse of "
+    "moved text would add is not."
+)
+_TOLD = {
+    TraceFormat.ROUTER: "",
+    TraceFormat.MOONCAKE: _PREFIXES,
+    TraceFormat.CLAUDE_CODE: f"{_PREFIXES} Ids hold within a session: what sessions share is not known either. Every "
+    "session begins at second 0.",
+    TraceFormat.AZURE: "The trace holds times and lengths alone: what its prompts share cannot be known, and counts as "
+    "nothing.",
+}
+
 MAX_REQUESTS = 1_000_000
 MAX_BLOCK_USES = 4_000_000
 
@@ -93,13 +144,14 @@ class Trace:
 
     Blocks of `spans` differ by tenant, model, content and length; blocks of `prefixes` also by all blocks before them,
     the last of which is their parent. A block without content_hash and text is not shared. `empty` counts requests
-    without tokens, which are not replayed; `skipped` counts lines that are no requests, `first_skipped` tells of one.
+    without tokens, which are not replayed; `skipped` lines that are no requests.
     """
 
     def __init__(self) -> None:
+        self.form = TraceFormat.ROUTER
         self.spans, self.prefixes = Blocks(), Blocks()
         self.observations: list[Observation] = []
-        self.empty, self.skipped, self.first_skipped = 0, 0, ""
+        self.empty, self.skipped = 0, Skipped()
         self._span_uses, self._prefix_uses = array("q"), array("q")
         self._starts, self._ends = array("q"), array("q")
         self._seconds = array("d")
@@ -114,7 +166,8 @@ class Trace:
             return
         if len(self) >= MAX_REQUESTS or len(self._span_uses) + len(blocks) > MAX_BLOCK_USES:
             raise ConfigurationError(
-                f"the trace holds more than {MAX_REQUESTS} requests or {MAX_BLOCK_USES} blocks; replay a part of it."
+                f"the trace holds more than {MAX_REQUESTS} requests or {MAX_BLOCK_USES} blocks; replay the first ones "
+                "with --requests."
             )
         self._starts.append(len(self._span_uses))
         parent, chain_holds = NONE, True
@@ -137,11 +190,6 @@ class Trace:
             self._observed_tokens += observed.computed + observed.reused
             self._counted_tokens += self._prompt_tokens[-1]
 
-    def skip(self, error: TraceError) -> None:
-        """Counts a line that could not be read."""
-        self.skipped += 1
-        self.first_skipped = self.first_skipped or str(error)
-
     def requests(self, *, as_prefixes: bool) -> Iterator[tuple[float, list[int]]]:
         """Seconds since 1970 and the blocks, or NONE, of each request."""
         uses = self._prefix_uses if as_prefixes else self._span_uses
@@ -161,6 +209,21 @@ class Trace:
     def block_uses(self) -> int:
         return len(self._span_uses)
 
+    @property
+    def seconds_from_to(self) -> tuple[float, float]:
+        """When the first and the last request came."""
+        return min(self._seconds), max(self._seconds)
+
+    @property
+    def held_prefix_blocks(self) -> int:
+        """How many uses of blocks an unlimited prefix cache answers."""
+        seen: set[int] = {NONE}
+        held = 0
+        for _, request in self.requests(as_prefixes=True):
+            held += sum(block in seen and block != NONE for block in request)
+            seen.update(request)
+        return held
+
     def __len__(self) -> int:
         return len(self._seconds)
 
@@ -174,31 +237,190 @@ def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
     for line in lines:
         trace.add(line)
     if not len(trace):
-        raise ConfigurationError("the trace holds no request with tokens; there is nothing to replay.")
+        told = f"the trace holds no request with tokens; there is nothing to replay. {trace.skipped.sentence()}"
+        raise ConfigurationError(told.rstrip())
     return trace
 
 
-def trace_file(path: Path, *, skip_bad: bool) -> Trace:
-    """Reads a file of JSON lines, once. Raises ConfigurationError naming the file, and the line where one is at fault.
+def trace_file(path: Path, requests: int | None = None) -> Trace:
+    """Reads the first `requests` of a file, or of a folder whose files `*.json` count as lines in the order of names.
 
-    With `skip_bad` lines that cannot be read are counted and passed over.
+    The first line that can be read tells the format; what cannot be read is counted in `skipped`. Raises
+    ConfigurationError naming the file when nothing is left.
     """
     trace = Trace()
     try:
-        with path.open("rb") as file:
-            return trace_of(read_trace(_bounded(file), trace.skip if skip_bad else None), trace)
+        return trace_of(islice(_requests(_content_lines(path), trace), requests), trace)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (TraceError, ConfigurationError) as error:
+    except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-def _bounded(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, cut right behind MAX_LINE_BYTES."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        yield line
-        while line and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
+# A longer line is passed over, and never held whole.
+MAX_LINE_BYTES = 64 << 20
+
+
+def _content_lines(path: Path) -> Iterator[bytes]:
+    """Lines, or whole files of a folder, cut right behind MAX_LINE_BYTES."""
+    if path.is_dir():
+        for each in sorted(path.glob("*.json")):
+            with each.open("rb") as file:
+                yield file.read(MAX_LINE_BYTES + 1)
+        return
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            yield line
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
+
+
+class _UnreadError(Exception):
+    """A line that is no request of the trace; the message says why, without any of its text."""
+
+
+def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
+    """The requests of all lines that have the format of the first; sets the trace's format."""
+    form: TraceFormat | None = None
+    for number, line in enumerate(lines, 1):
+        try:
+            if len(line) > MAX_LINE_BYTES:
+                raise _UnreadError(f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
+                continue
+            found, values = _recognised(text, form)
+            if form not in (None, found):
+                raise _UnreadError(f"of another format, {found.value}")
+            read = _READERS[found](values) if values else []
+        except _UnreadError as error:
+            trace.skipped.add(number, str(error))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(each for each in first["loc"] if isinstance(each, str))
+            trace.skipped.add(number, f"{place}: {first['msg']}" if place else first["msg"])
+        else:
+            form = trace.form = found
+            yield from read
+
+
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+# The key by which a JSON line's format is told.
+_KEYS = {
+    "blocks": TraceFormat.ROUTER,
+    "requests": TraceFormat.CLAUDE_CODE,
+    "hash_ids": TraceFormat.MOONCAKE,
+}
+
+
+def _recognised(text: bytes, form: TraceFormat | None) -> tuple[TraceFormat, dict[str, Any]]:
+    """A line's format and values, without values for the headings of a table. Raises _UnreadError."""
+    if not text.startswith((b"{", b"[")):
+        cells = text.decode("utf-8", "replace").split(",")
+        if cells == list(_AZURE_COLUMNS):
+            return TraceFormat.AZURE, {}
+        if form is TraceFormat.AZURE and len(cells) == len(_AZURE_COLUMNS):
+            return form, dict(zip(_AZURE_COLUMNS, cells, strict=True))
+        raise _UnreadError("not JSON" if form is not TraceFormat.AZURE else f"not of {len(_AZURE_COLUMNS)} columns")
+    try:
+        values = from_json(text)
+    except ValueError:
+        raise _UnreadError("not JSON") from None
+    found = next((each for key, each in _KEYS.items() if key in values), None) if isinstance(values, dict) else None
+    if found is None:
+        raise _UnreadError(f"without any of {', '.join(_KEYS)}")
+    return found, values
+
+
+class _Published(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+_HashIds = Annotated[list[StrictInt], Field(max_length=MAX_BLOCKS)]
+_MOONCAKE_BLOCK = 512
+
+
+class _MooncakeRequest(_Published):
+    timestamp: Milliseconds
+    input_length: Tokens
+    hash_ids: _HashIds
+
+
+class _SessionRequest(_Published):
+    """A request of a session, or with `requests` the work of a subagent."""
+
+    t: Annotated[float, Field(ge=0)]
+    model: Label | None = None
+    tokens: Annotated[Tokens, Field(alias="in")] = 0
+    hash_ids: _HashIds = []
+    requests: list[_SessionRequest] = []
+
+
+class _PublishedSession(_Published):
+    id: Label
+    block_size: Annotated[int, Field(ge=1, le=1 << 20)]
+    hash_id_scope: str = "local"
+    requests: list[_SessionRequest]
+
+
+class _AzureRequest(_Published):
+    time: Annotated[datetime, Field(alias=_AZURE_COLUMNS[0])]
+    tokens: Annotated[Tokens, Field(alias=_AZURE_COLUMNS[1])]
+
+
+def _of_mooncake(values: dict[str, Any]) -> list[TraceLine]:
+    seen = _MooncakeRequest.model_validate(values)
+    blocks = _blocks(seen.hash_ids, seen.input_length, _MOONCAKE_BLOCK)
+    return [TraceLine(request_id="mooncake", timestamp_ms=seen.timestamp, blocks=blocks)]
+
+
+def _of_session(values: dict[str, Any]) -> list[TraceLine]:
+    session = _PublishedSession.model_validate(values)
+    return [
+        TraceLine(
+            request_id=session.id,
+            timestamp_ms=1_000.0 * seconds,
+            tenant_id=None if session.hash_id_scope == "global" else session.id,
+            model_name=each.model,
+            blocks=_blocks(each.hash_ids, each.tokens, session.block_size),
+        )
+        for seconds, each in _in_session(session.requests, 0.0)
+    ]
+
+
+def _in_session(requests: Iterable[_SessionRequest], began: float) -> Iterator[tuple[float, _SessionRequest]]:
+    for each in requests:
+        if each.requests:
+            # Releases differ: a subagent's times count from its own begin, or from the session's.
+            is_own = each.requests[0].t < each.t
+            yield from _in_session(each.requests, began + each.t if is_own else began)
+        else:
+            yield began + each.t, each
+
+
+def _of_azure(values: dict[str, Any]) -> list[TraceLine]:
+    seen = _AzureRequest.model_validate(values)
+    time = seen.time if seen.time.tzinfo else seen.time.replace(tzinfo=timezone.utc)
+    block = TraceBlock(token_count=seen.tokens)
+    return [TraceLine(request_id="azure", timestamp_ms=1e3 * time.timestamp(), blocks=[block])]
+
+
+def _blocks(ids: Sequence[int], tokens: int, size: int) -> list[TraceBlock]:
+    """Blocks of `size` tokens; the last may have fewer, with an id or without. Raises _UnreadError."""
+    if not (len(ids) - 1) * size < tokens < (len(ids) + 1) * size:
+        raise _UnreadError(f"with ids of blocks of {size} tokens that do not fit its length")
+    lengths = [min(size, tokens - start) for start in range(0, tokens, size)]
+    return [
+        TraceBlock(content_hash=str(ids[at]) if at < len(ids) else None, token_count=length)
+        for at, length in enumerate(lengths)
+    ]
+
+
+_READERS: dict[TraceFormat, Callable[[dict[str, Any]], list[TraceLine]]] = {
+    TraceFormat.ROUTER: lambda values: [TraceLine.model_validate(values)],
+    TraceFormat.MOONCAKE: _of_mooncake,
+    TraceFormat.CLAUDE_CODE: _of_session,
+    TraceFormat.AZURE: _of_azure,
+}
 
 
 def _content(block: TraceBlock) -> str | None:

@@ -20,15 +20,12 @@ from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
 from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.telemetry import (
-    MAX_LINE_BYTES,
     BlockMaker,
     Hasher,
     ServedRequest,
     TraceBlock,
-    TraceError,
     TraceLine,
     TraceLog,
-    read_trace,
     usage_in,
 )
 
@@ -57,7 +54,7 @@ lines = st.builds(
 
 @given(st.lists(lines, max_size=4))
 def test_what_is_written_is_read(written: list[TraceLine]) -> None:
-    assert list(read_trace(line.to_json() for line in written)) == written
+    assert [TraceLine.model_validate_json(line.to_json()) for line in written] == written
 
 
 def test_what_is_unknown_is_left_out() -> None:
@@ -79,30 +76,6 @@ def test_what_is_unknown_is_left_out() -> None:
 )
 def test_kinds_have_either_systems_names(name: str, kind: BlockKind) -> None:
     assert TraceBlock(semantic_type=name, token_count=1).kind is kind
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "line 2 is not a request, the line: Invalid JSON"),
-        ('{"request_id": "a", "timestamp_ms": 1}', "line 2 is not a request, blocks: Field required"),
-        (
-            '{"request_id": "a", "timestamp_ms": 1, "blocks": [{"token_count": -1}]}',
-            "line 2 is not a request, blocks.0.token_count: Input should be greater than or equal to 0",
-        ),
-        (" " * (MAX_LINE_BYTES + 1), f"line 2 has {MAX_LINE_BYTES + 1} bytes; at most {MAX_LINE_BYTES} are read"),
-    ],
-)
-def test_what_is_no_line_is_named(line: str, problem: str) -> None:
-    with pytest.raises(TraceError, match="^" + problem.replace(".", r"\.")):
-        list(read_trace(["", line]))
-
-
-def test_bad_lines_can_be_passed_over() -> None:
-    good = TraceLine(request_id="a", timestamp_ms=1, blocks=[])
-    problems: list[TraceError] = []
-    assert list(read_trace(["{", good.to_json(), "[]"], problems.append)) == [good]
-    assert [str(problem).split(" is")[0] for problem in problems] == ["line 1", "line 3"]
 
 
 HASHER = Hasher(b"a secret of sixteen bytes")
@@ -204,7 +177,7 @@ class Log:
 def test_lines_can_be_read_back(tokenizer: Any, tmp_path: Path) -> None:
     log = Log(tokenizer, tmp_path / "trace.jsonl")
     log.write(*map(served, range(3)), served(3, prompt=5))
-    lines = list(read_trace((tmp_path / "trace.jsonl").open()))
+    lines = list(map(TraceLine.model_validate_json, (tmp_path / "trace.jsonl").open()))
     assert [line.request_id for line in lines] == ["r0", "r1", "r2", "r3"]
     assert [sum(block.token_count for block in line.blocks) for line in lines] == [9, 9, 9, 0]
     assert lines[0].observed_total_latency_ms == 500
@@ -303,6 +276,6 @@ def test_usage_is_taken_where_it_stands(tail: bytes, usage: dict[str, Any]) -> N
 def test_a_replicas_nonsense_is_left_out(tokenizer: Any, tmp_path: Path, wrong: bytes) -> None:
     log = Log(tokenizer, tmp_path / "trace.jsonl")
     log.write(served(1, tail=wrong))
-    (line,) = read_trace((tmp_path / "trace.jsonl").open())
+    line = TraceLine.model_validate_json((tmp_path / "trace.jsonl").read_text())
     assert (line.observed_prefix_hit_tokens, line.observed_prefill_tokens) == (None, None)
     assert line.metadata == {"attempts": 1, "status": 200}

@@ -78,14 +78,58 @@ def test_a_trace_with_enough_observations_makes_its_own_latency_model(
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(each.to_json() + "\n" for each in seen) + "no line\n")
-    asked = ["--trace", str(path), "--skip-bad", "--policies", "lru"]
+    asked = ["--trace", str(path), "--policies", "lru"]
     own = run(asked, tmp_path / "own", None)["model"]
     assert (own["source"], own["observations"], own["computed_range"]) == ("the trace itself", 40, [1_010, 1_400])
     shown = capsys.readouterr().out
     assert "fitted to 40 observations of the trace itself" in shown
-    assert "passed over: 1; the first time because line 41 is not a request" in shown
+    assert "Passed over: 1 not JSON (first in line 41)." in shown
     rows = run(asked, tmp_path / "rows", recorded_rows)["model"]
     assert rows["source"] == str(recorded_rows)
+
+
+def test_a_published_trace_shows_prefixes_and_the_routers_balance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {
+            "timestamp": 4_000 * n,
+            "input_length": 5_000,
+            "output_length": 9,
+            "hash_ids": [0, *range(9 * d + 1, 9 * d + 10)],
+        }
+        for n, d in enumerate([0, 1, 2, 3] * 10)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    asked = ["--trace", str(path), "--policies", "lru", "--capacity-tokens", "30000", "--replicas", "2"]
+    found = run(asked, tmp_path / "out")
+    assert [rule["name"] for rule in found["rules"]] == ["exact_prefix"]
+    routed = {line["policy"]: line for line in found["routed"]}
+    assert set(routed) == {"round_robin", "least_loaded", "exact_prefix", "span_overlap"}
+    assert {line["capacity_tokens"] for line in routed.values()} == {15_000}
+    for line in routed.values():
+        assert 1.0 <= line["imbalance"] <= 2.0
+        assert 0.0 < line["hit_share"] <= found["unlimited_share"]["exact_prefix"]
+    assert routed["exact_prefix"]["imbalance"] == pytest.approx(2.0)
+    shown = capsys.readouterr().out
+    assert "Blocks of a prefix that an earlier request had: 363, 90.8% of all blocks." in shown
+    assert "what reuse of moved text would add is not" in shown
+    page = (tmp_path / "out" / "replay_summary.md").read_text()
+    assert "## router over 2 replicas" in page
+    assert "| span_overlap | 15,000 |" in page
+
+
+def test_times_and_lengths_alone_say_nothing_of_reuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\r\n" + "2023-11-16 18:15:46.6805900,374,44\r\n" * 6)
+    found = run(["--trace", str(path), "--replicas", "3"], tmp_path / "out")
+    assert (found["lines"], found["unlimited_share"]) == ([], {})
+    assert [line["imbalance"] for line in found["routed"]] == pytest.approx([1.0, 1.0, 1.0, 1.0])
+    assert not (tmp_path / "out" / "replay_plot.png").exists()
+    shown = capsys.readouterr().out
+    assert "not known" in shown
+    assert "replay_plot.png" not in shown
 
 
 @pytest.mark.parametrize(
@@ -102,6 +146,9 @@ def test_a_trace_with_enough_observations_makes_its_own_latency_model(
         (["--workload", "rag_shared_corpus", "--capacity-tokens", "many"], "invalid int value: 'many'"),
         (["--workload", "rag_shared_corpus", "--requests", "0"], "--requests is 0; it must be at least 1"),
         (["--workload", "rag_shared_corpus", "--requests", "100001"], "it must be at most 100000"),
+        (["--trace", "t", "--requests", "0"], "--requests is 0; it must be at least 1"),
+        (["--workload", "rag_shared_corpus", "--replicas", "0"], "--replicas is 0; it must be at least 1"),
+        (["--workload", "rag_shared_corpus", "--replicas", "65"], "--replicas is 65; it must be at most 64"),
         (["--workload", "rag_shared_corpus", "--min-match-length", "0"], "--min-match-length is 0"),
         (["--workload", "rag_shared_corpus", "--recompute-tokens", "-1"], "--recompute-tokens is -1"),
         (["--workload", "rag_shared_corpus", "--latency-profile", "missing.json"], "missing.json does not hold"),

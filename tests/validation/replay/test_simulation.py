@@ -6,17 +6,21 @@ import functools
 from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.donors.eviction import Eviction, eviction_factory
-from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate
+from semblend_trt.fleet.routing_policy import POLICIES
+from validation.replay.latency import LatencyModel
+from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate, simulate_fleet
 from validation.replay.trace import NONE, trace_of, workload_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from semblend_trt.fleet.telemetry import TraceLine
     from validation.replay.trace import Blocks, Trace
 
     Maker = Callable[..., Trace]
@@ -205,3 +209,36 @@ def test_the_optimum_hits_as_much_as_any_choice_could(
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     found = simulate(trace, ReuseRule("rule", as_prefixes=False), OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
+
+
+# 1 ms for each computed token, and nothing else.
+PLAIN = LatencyModel("a test", 1, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, (1, 1), (0, 0))
+
+
+def test_a_replica_takes_one_request_after_the_other(line: Callable[..., TraceLine]) -> None:
+    trace = trace_of([line(n, name, [2_000]) for n, name in enumerate("abc")])
+    alone = simulate_fleet(trace, PREFIX, "round_robin", 1, 10_000, PLAIN)
+    assert alone.ttft_ms.tolist() == pytest.approx([2_000, 3_000, 4_000])
+    two = simulate_fleet(trace, PREFIX, "least_loaded", 2, 10_000, PLAIN)
+    assert two.ttft_ms.tolist() == pytest.approx([2_000, 2_000, 2_000])
+    assert (two.busy_ms.tolist(), two.imbalance) == (pytest.approx([4_000, 2_000]), pytest.approx(4 / 3))
+
+
+def test_a_request_goes_where_its_blocks_are(line: Callable[..., TraceLine]) -> None:
+    trace = trace_of([line(10 * n, name, [500]) for n, name in enumerate("aabbab")])
+    found = {
+        policy: simulate_fleet(trace, PREFIX, policy, 2, 500, PLAIN).reused.tolist()
+        for policy in ("round_robin", "span_overlap")
+    }
+    assert found == {"round_robin": [0, 0, 0, 0, 0, 499], "span_overlap": [0, 499, 0, 499, 499, 499]}
+
+
+def test_one_replica_reuses_what_one_cache_does(trace_from: Callable[..., Trace]) -> None:
+    random = np.random.default_rng(0)
+    tokens = {name: int(random.integers(1, 90)) for name in "abcdefgh"}
+    requests = [list(random.choice(list(tokens), size=random.integers(1, 5))) for _ in range(60)]
+    trace = trace_from(requests, tokens)
+    for rule in (PREFIX, ReuseRule("span", False, min_tokens=8, recompute_tokens=2)):
+        alone = simulate(trace, rule, "lru", 200)
+        for policy in POLICIES:
+            assert simulate_fleet(trace, rule, policy, 1, 200, PLAIN).reused.tolist() == alone.reused.tolist()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from semblend_trt.fleet.telemetry import read_trace
+from semblend_trt.fleet.telemetry import TraceLine
 from tests.semblend_trt.conftest import NatsServer
 from validation.benchmarks.server_process import MODEL, ServerProcess, key_of, worker
 from validation.benchmarks.server_process import fleet as routed_fleet
@@ -124,7 +124,7 @@ def test_the_trace_has_no_text(fleet: Fleet) -> None:
         fleet.ask(prompt, tenant)
     wait_for(lambda: fleet.trace.read_text().count("\n") >= 7)
     text = fleet.trace.read_text()
-    lines = [line.model_dump() for line in read_trace(text.splitlines())]
+    lines = [TraceLine.model_validate_json(line).model_dump() for line in text.splitlines()]
     *_, acme, globex = lines
     assert acme["tenant_id"] != globex["tenant_id"]
     assert sum(block["token_count"] for block in acme["blocks"]) == acme["metadata"]["prompt_tokens"]
