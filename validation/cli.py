@@ -97,16 +97,18 @@ _BOUNDS = {
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    told = "Prints all result rows; compares or rewrites what is made of them: a README's tables, the package's times."
+    told = "Prints all result rows; compares or rewrites what is made of them: tables on pages, the package's times."
     parser = arguments.Parser("scoreboard", told)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="document that holds the tables")
+    told = "pages that hold tables (default: README.md docs/results.md)"
+    pages = [Path("README.md"), Path("docs/results.md")]
+    parser.add_argument("--pages", type=Path, nargs="+", default=pages, metavar="FILE", help=told)
     told = "the package's times to the first token, made from the H200's rows"
     parser.add_argument("--times", type=Path, default=Path("validation/assets/h200_ttft.json"), help=told)
     action = parser.add_mutually_exclusive_group()
-    told = "exit with 1 when the document's tables, or the times, differ from the rows"
+    told = "exit with 1 when the pages' tables, or the times, differ from the rows"
     action.add_argument("--check", action="store_true", help=told)
-    action.add_argument("--write", action="store_true", help="rewrite the document's tables, and the times")
+    action.add_argument("--write", action="store_true", help="rewrite the pages' tables, and the times")
     return parser.parse_args(given)
 
 
@@ -116,7 +118,7 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     if not (options.check or options.write):
         show([scoreboard.terminal_table(rows)])
         return True
-    made = {options.readme: scoreboard.with_tables(options.readme.read_text(encoding="utf-8"), rows)}
+    made = {page: scoreboard.with_tables(page.read_text(encoding="utf-8"), rows) for page in options.pages}
     measured = options.results / "h200"
     if measured.is_dir() and options.times.is_file():
         made[options.times] = shipped_observations(measured)

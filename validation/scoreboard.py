@@ -1,6 +1,6 @@
-"""All result rows in the terminal, and the README tables made from them.
+"""All result rows in the terminal, and the tables that pages make from them.
 
-In a README, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
+On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
 that matches a row's name or its file's `machine/file`.
 """
 

@@ -4,7 +4,8 @@
 /v1/chat/completions (where the tokenizer has a template), /v1/models, /health and /metrics. Requests that come together
 run together; a request whose client leaves is aborted. `cache_salt` in a body keeps the KV of its tenant apart. Only
 trusted clients may set it, so by default the server listens on this machine only. A request with a `priority` above 0
-waits while one with a lower number waits or runs.
+waits while one with a lower number waits or runs. With the header `X-SemBlend-Verify: cold` an answer is compared with
+one without reuse, and its usage says whether both are equal.
 """
 
 from __future__ import annotations

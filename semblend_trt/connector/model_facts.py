@@ -149,6 +149,11 @@ def _refuse_type(raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
     if raw.get("kv_lora_rank"):
         raise UnsupportedModelError("mla", f"model type {model_type!r} caches latent attention (MLA), not K and V")
+    if raw.get("dual_chunk_attention_config"):
+        raise UnsupportedModelError(
+            "attention_layout",
+            f"model type {model_type!r} has dual chunk attention, whose keys rotate by their place in a chunk",
+        )
     if any(name in raw for name in ("vision_config", "audio_config", "text_config", "thinker_config")):
         raise UnsupportedModelError("multimodal", f"model type {model_type!r} takes more than text")
     ropes = [raw.get(name) or {} for name in ("rope_parameters", "rope_scaling")]

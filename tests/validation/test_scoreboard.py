@@ -1,4 +1,4 @@
-"""README tables are made from rows, agree with them, and leave the text around them alone."""
+"""Tables on pages are made from rows, agree with them, and leave the text around them alone."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ def test_the_command_checks_and_rewrites(
 ) -> None:
     for place, each in rows.items():
         results.write_rows(tmp_path / "results" / f"{place}.json", each)
-    readme = tmp_path / "README.md"
+    readme, other = tmp_path / "README.md", tmp_path / "results.md"
     readme.write_text(TEXT)
-    where = ["scoreboard", "--results", str(tmp_path / "results"), "--readme", str(readme)]
+    other.write_text("No table.\n")
+    where = ["scoreboard", "--results", str(tmp_path / "results"), "--pages", str(other), str(readme)]
     assert main(where) == 0
     assert "gpu_b" in capsys.readouterr().out
     assert main([*where, "--check"]) == 1
@@ -94,7 +95,7 @@ def test_the_times_that_ship_are_checked_and_rewritten_with_the_tables(
     results.write_rows(folder / "verified.json", [reused])
     readme.write_text("No table.\n")
     times.write_text("[]\n")
-    where = ["scoreboard", "--results", str(folder.parent), "--readme", str(readme), "--times", str(times)]
+    where = ["scoreboard", "--results", str(folder.parent), "--pages", str(readme), "--times", str(times)]
     assert main([*where, "--check"]) == 1
     assert f"{times} differs from the rows" in capsys.readouterr().err
     assert main([*where, "--write"]) == main([*where, "--check"]) == 0

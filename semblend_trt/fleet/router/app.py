@@ -301,7 +301,7 @@ class Router:
         prompt = await self._placer.read(body, size, caller)
         check = ColdCheck.of(body, caller, self._cold_runs)
         if check is not None:
-            observed.kept = b"" if check.is_sample else None
+            observed.kept = bytearray() if check.is_sample else None
             body = {**body, TOKENS_FIELD: True} if check.strips_tokens else body
         # Only salts that the router derives may separate or join tenants.
         payload = json.dumps(body if caller.salt is None else {**body, SALT_FIELD: caller.salt}).encode()
@@ -392,7 +392,7 @@ class Router:
                 if answered is None:
                     self.counters.cold_runs.labels("skipped").inc()
                 elif receipt.get("reused_tokens") != 0:
-                    self._cold_runs.later(said_in(answered), run_cold)
+                    self._cold_runs.later(said_in(bytes(answered)), run_cold)
                 return response
             # The embedded engine's server has compared it; a stream has been sent.
             if response.prepared or "verified" in receipt:

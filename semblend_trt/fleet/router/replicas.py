@@ -190,7 +190,7 @@ class Observed:
     seconds: float | None = None
     tail: bytes = b""
     broken: str | None = None
-    kept: bytes | None = None
+    kept: bytearray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,9 @@ async def _streamed(
         while part:
             observed.tail = (observed.tail + part)[-TAIL_BYTES:]
             if observed.kept is not None:
-                observed.kept = observed.kept + part if len(observed.kept) < MAX_KEPT_BYTES else None
+                observed.kept += part
+                if len(observed.kept) > MAX_KEPT_BYTES:
+                    observed.kept = None
             await response.write(part)
             try:
                 part = await events.next()

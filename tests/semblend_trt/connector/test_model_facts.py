@@ -163,6 +163,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("sliding_window", MIXTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}),
     ("attention_layout", QWEN2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
+    ("attention_layout", QWEN3_MOE, {"dual_chunk_attention_config": {"chunk_size": 262144}}),
     ("rope_dynamic", LLAMA, {"rope_parameters": rope("dynamic", factor=2.0)}),
     ("rope_longrope", PHI3, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024}),
     ("rope_multimodal", QWEN2, {"rope_parameters": rope("default", mrope_section=[16, 8, 8])}),
