@@ -110,6 +110,19 @@ def test_less_memory_holds_less(log: Path) -> None:
     assert none["documents"] == none["moved_runs"] == []
 
 
+def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The document moves once; after that each prompt goes on from the one before."""
+    random = np.random.default_rng(5)
+    document, turns = " ".join(random.choice(WORDS, 150)), [" ".join(random.choice(WORDS, 8)) for _ in range(12)]
+    prompts = [f"one {document}", *(f"two {document}" + "".join(turns[:end]) for end in range(12))]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    assert estimated(path, "--min-span", "32")["shares"]["added"] < 0
+    assert "Donors cost more than they add here" in capsys.readouterr().out
+
+
 def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_path: Path, tmp_path: Path) -> None:
     assert estimated(log, "--model", str(tiny_qwen2_path))["memory"]["kv_bytes_a_token"] == 3 * 2 * 2 * 16 * 4
     path = tmp_path / "profile.json"
