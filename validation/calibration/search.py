@@ -248,7 +248,8 @@ class Search:
     `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
     confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
     engine reads it. At most `max_tries` candidates are screened. With the check that is confirmed up to `sample_tries`
-    samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has witnesses where they catch a trap answer that it loses without, or `always`.
+    samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has
+    witnesses where they catch a trap answer that it loses without, or `always`.
     """
 
     num_layers: int
