@@ -39,7 +39,7 @@ class PublishedModel:
     @property
     def text(self) -> dict[str, Any]:
         """The fields of the part that reads text."""
-        return self.config | self.config.get("text_config", {})
+        return {**self.config, **self.config.get("text_config", {})}
 
     def answer(self) -> KnownModel | Finding:
         """What the connector says to this configuration."""
