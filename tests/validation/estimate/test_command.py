@@ -22,20 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("installed_subcommands")
 WORDS = ["amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "kayak", "mango"]
 WORDS += ["ocean", "pearl", "quilt", "raven", "stone", "tulip", "umber", "vivid", "wheat", "xenon", "yacht", "zebra"]
-
-
-@pytest.fixture(autouse=True)
-def _installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package as `pyproject.toml` installs it, with its subcommands."""
-    folder = tmp_path_factory.mktemp("site") / "semblend_trt-9.9.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: semblend-trt\nVersion: 9.9\n")
-    points = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."semblend_trt.cli"]\n')[2]
-    named = "".join(line.replace('"', "") + "\n" for line in points.partition("\n\n")[0].splitlines())
-    (folder / "entry_points.txt").write_text(f"[semblend_trt.cli]\n{named}")
-    monkeypatch.syspath_prepend(folder.parent)
 
 
 @pytest.fixture
