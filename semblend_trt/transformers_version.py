@@ -32,6 +32,6 @@ def embedded_engine_refusal() -> str | None:
     if Version(version) >= MIN_TRANSFORMERS:
         return None
     return (
-        f"Transformers {version} is installed; the embedded engine and the validation need "
-        f"{MIN_TRANSFORMERS} or later. The connector alone works without"
+        f"Transformers {version} is installed; the embedded engine and the validation need {MIN_TRANSFORMERS} or "
+        "later: pip install 'semblend-trt[embedded]'. The connector alone works without"
     )

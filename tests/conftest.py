@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +26,6 @@ from validation.benchmarks.families import random_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # A shell that starts the tests in the background has interrupts ignored, in every process that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,3 +97,16 @@ def tiny_qwen3_path(tiny_model_paths: dict[str, Path]) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama_path(tiny_model_paths: dict[str, Path]) -> Path:
     return tiny_model_paths["llama"]
+
+
+@pytest.fixture
+def installed_subcommands(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subcommands that `pyproject.toml` names, as this checkout installs them: the environment may be older."""
+    folder = tmp_path_factory.mktemp("site") / "semblend_trt-9.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: semblend-trt\nVersion: 9.9\n")
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    points = project.read_text().partition('[project.entry-points."semblend_trt.cli"]\n')[2]
+    named = "".join(line.replace('"', "") + "\n" for line in points.partition("\n\n")[0].splitlines())
+    (folder / "entry_points.txt").write_text(f"[semblend_trt.cli]\n{named}")
+    monkeypatch.syspath_prepend(folder.parent)

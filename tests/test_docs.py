@@ -41,6 +41,7 @@ def test_settings_exist(page: Page) -> None:
 
 
 @EVERY_PAGE
+@pytest.mark.usefixtures("installed_subcommands")
 def test_commands_exist(page: Page) -> None:
     pairs = [pair for line in page.commands for pair in pairwise(line)]
     ours = {word for program, word in pairs if program.endswith("semblend-trt") and word.isalpha()}

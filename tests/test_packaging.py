@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import README
+
 pytestmark = pytest.mark.last_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +161,15 @@ def test_sdist_can_be_built_and_tested(built: Path) -> None:
 def test_kernels_is_a_namespace_package(wheel_files: set[str]) -> None:
     assert not (ROOT / "kernels/__init__.py").exists()
     assert "kernels/__init__.py" not in wheel_files
+
+
+def test_the_quick_start_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "venv")
+    environment.install(wheel)
+    environment.check(f"import validation; assert not validation.__file__.startswith({str(ROOT)!r})")
+    done = run(environment.root / "bin" / "semblend-trt", "try", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(README.blocks("text")[0])
 
 
 def test_no_module_is_shared_with_hugging_face_kernels(wheel_files: set[str], hub_kernels: Path) -> None:

@@ -83,9 +83,11 @@ def is_reusing(name: str) -> bool:
     return name not in REFERENCE_NAMES
 
 
-def default_names(choices: ArmChoices) -> tuple[str, ...]:
-    """The arms of a run that names none: verified only where a profile says what it may do."""
-    return DEFAULT_NAMES if choices.profile is not None else tuple(name for name in DEFAULT_NAMES if name != VERIFIED)
+def default_names(choices: ArmChoices, full: bool) -> tuple[str, ...]:
+    """The arms of a run that names none: verified only where a profile says what it may do, boundary only in a full
+    run."""
+    left_out = {VERIFIED} if choices.profile is None else set()
+    return tuple(name for name in DEFAULT_NAMES if name not in left_out | (set() if full else {BOUNDARY}))
 
 
 def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:

@@ -173,6 +173,8 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype")
     arguments.add(what, "--max-tokens", default=64)
     arguments.add(what, "--seed", help="seed of the built-in prompts")
+    told = "all built-in prompts and the arm boundary too, and every table; so does --record"
+    what.add_argument("--full", action="store_true", help=told)
     repeat = "measure everything N times, each with fresh engines"
     what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
     gates = parser.add_argument_group("gates")
@@ -194,6 +196,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
 def run_validation(options: argparse.Namespace, command: str) -> bool:
     """Runs and writes everything; True when all gates hold. Raises SemBlendError and OSError."""
     began = time.perf_counter()
+    options.full |= options.record is not None  # rows are those of a full run
     bounds = GateBounds(**{each.name: getattr(options, each.name) for each in fields(GateBounds)})
     arguments.check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
     if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
@@ -211,10 +214,10 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     device, dtype = models.place_of(engines, options.dtype)
     scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
     context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)
-    cases = own_cases or write_timed(engines, options.seed, context)
+    cases = own_cases or write_timed(engines, options.seed, context, options.full)
     choices = models.choices_of(engines, options.boundary, profile)
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
-    arms = arms_of(_arm_names(options.arms, policy, choices), choices)
+    arms = arms_of(_arm_names(options.arms, policy, choices, options.full), choices)
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
     measured, exactness = _measure(engines, options.engine, measurement, settings)
     samples = _scores(measured, cases, scorer, asked_judge)
@@ -237,11 +240,11 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     return _show(report, options)
 
 
-def _arm_names(asked: str | None, policy: str, choices: ArmChoices) -> tuple[str, ...]:
+def _arm_names(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
     """The arms of the run, always with those that gates and comparisons read."""
     if not is_reusing(policy):
         raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
-    names = default_names(choices) if asked is None else names_of(asked)
+    names = default_names(choices, full) if asked is None else names_of(asked)
     return tuple(dict.fromkeys((COLD, COLD_AGAIN, EXACT_PREFIX, *names, *names_of(policy, "--policy"))))
 
 
@@ -277,7 +280,10 @@ def _write(options: argparse.Namespace, report: Report, measured: Measured) -> N
 
 
 def _show(report: Report, options: argparse.Namespace) -> bool:
-    show(report.tables())
+    if options.full:
+        show(report.tables())
+    for line in report.screen():
+        say(line)
     failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]
     if failures:
         complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")

@@ -282,12 +282,10 @@ def quality_rows(report: QualityReport) -> list[Row]:
     for line in report.kind_lines():
         if line.family == Kind.HARMLESS.value and line.arm == VERIFIED:
             _add_harmless(results, line)
-    trap = {line.arm: line for line in lines if line.family == HEADER_TRAP}
-    cold, ours = (trap[arm].exact_match if arm in trap else None for arm in (COLD, POSITION_FIX))
-    if cold and ours is not None:
-        line = trap[POSITION_FIX]
-        baseline = f"cold {cold:.3f}; the trap has to bite; {line.samples} prompts, {line.fires} fires"
-        results.add("position_fix_em_header_trap", ours, "exact match", baseline, cold / 2)
+    cold = {line.family: line.exact_match or 0.0 for line in lines if line.arm == COLD}
+    for line in lines:
+        if line.arm == POSITION_FIX and report.kinds[line.family] == Kind.TRAP.value:
+            _add_unchecked(results, line, cold.get(line.family, 0.0))
     unrelated = [s for s in report.samples if report.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
     if unrelated:
         arms = list(dict.fromkeys(sample.arm for sample in unrelated))
@@ -311,6 +309,15 @@ def _add_verified(results: Results, line: Line) -> None:
     if bound.groups > 1:
         how = f"one-sided 95 % lower bound of the difference, paired bootstrap over {bound.groups} groups"
         results.add(f"verified_em_bound_{line.family}", bound.lower, "exact match", how, -bound.margin, "higher")
+
+
+def _add_unchecked(results: Results, line: Line, cold: float) -> None:
+    """What reuse without a check makes of a trap that the model answers cold. The header trap has to bite."""
+    if line.exact_match is None or cold < MIN_COLD_SCORE:
+        return
+    baseline = f"cold {cold:.3f}; {line.samples} prompts, {line.fires} fires"
+    goal = cold / 2 if line.family == HEADER_TRAP else None
+    results.add(f"position_fix_em_{line.family}", line.exact_match, "exact match", baseline, goal)
 
 
 def _add_harmless(results: Results, line: Line) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from validation.exactness import Exactness
     from validation.samples import Sample
 
+EXACTNESS = "wrapper_exactness"
 MAX_LOGIT_DIFFERENCE = 1e-4
 # Nats by which a GPU's results of one computation may differ.
 KL_ROUNDING = 1e-6
@@ -122,7 +124,7 @@ def _at_least(name: str, value: float | None, bounds: GateBounds, reads: str) ->
 
 
 def _exactness_gate(exactness: Exactness | None) -> Gate:
-    name, reads = "wrapper_exactness", "largest difference of logits"
+    name, reads = EXACTNESS, "largest difference of logits"
     if exactness is None:
         return Gate(name, None, MAX_LOGIT_DIFFERENCE, "lower", f"{reads}; float32 only")
     reads += f" from {exactness.against}"
@@ -189,7 +191,11 @@ MIN_SPEEDUP = 1.05
 MAX_EM_DROP = 0.02
 # Sizes of the timed prompts as row names and as cases tell them.
 TIMED_SIZES = {"2k": "2048", "4k": "4096"}
+_COLUMNS = 80
+# What a first look calls an arm.
+ARM_NAMES = {COLD_AGAIN: "cold again", EXACT_PREFIX: "prefix cache", POSITION_FIX: "unchecked", VERIFIED: "checked"}
 _HARMLESS = tuple(each.name for each in FAMILIES if each.kind is Kind.HARMLESS)
+_TEXTS = tuple(each.name for each in FAMILIES if each.is_text)
 
 _MEANS = (
     *("exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold", "rouge1_reference", "rouge_l_reference"),
@@ -255,6 +261,72 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmFigures:
+    """What an arm did where reuse is expected.
+
+    `speedup` (cold's TTFT over the arm's) and `ttft_s` are medians over timed prompts without the trap, None without
+    any; `prompt_tokens` is their mean, `reused_share` is of their tokens.
+
+    `changed` of `answers` are not cold's, without the trap and texts that may go on in many ways. On the trap,
+    `trap_wrong` of `trap_answers` are wrong, of which cold has `trap_cold_wrong`.
+    """
+
+    speedup: float | None
+    ttft_s: float | None
+    timed: int
+    prompt_tokens: int
+    reused_share: float
+    changed: int
+    answers: int
+    trap_changed: int
+    trap_wrong: int
+    trap_cold_wrong: int
+    trap_answers: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], arm: str) -> ArmFigures | None:
+        """None where the arm has no such sample."""
+        cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
+        ours = [s for s in samples if s.arm == arm and Expectation(s.expects).may_reuse]
+        trap = [s for s in ours if s.workload == HEADER_TRAP]
+        moved = [s for s in ours if s.workload != HEADER_TRAP]
+        answers = [s for s in moved if s.workload not in _TEXTS]
+        timed = [s for s in moved if s.timed]
+        prompt_tokens = sum(s.prompt_tokens for s in timed)
+        if not ours:
+            return None
+        return cls(
+            speedup=median(s.speedup for s in timed),
+            ttft_s=median(s.ttft_s for s in timed),
+            timed=len(timed),
+            prompt_tokens=prompt_tokens // max(1, len(timed)),
+            reused_share=sum(s.reused_tokens for s in timed) / max(1, prompt_tokens),
+            changed=sum(s.answer != cold[s.case_id, s.repeat].answer for s in answers),
+            answers=len(answers),
+            trap_changed=sum(s.answer != cold[s.case_id, s.repeat].answer for s in trap),
+            trap_wrong=sum(not s.exact_match for s in trap),
+            trap_cold_wrong=sum(not cold[s.case_id, s.repeat].exact_match for s in trap),
+            trap_answers=len(trap),
+        )
+
+    @property
+    def is_trapped(self) -> bool:
+        """True when the trap bites: at least half of what cold answers right is wrong."""
+        right = self.trap_answers - self.trap_cold_wrong
+        return right > 0 and 2 * (self.trap_answers - self.trap_wrong) <= right
+
+    def sentence(self) -> str:
+        """For the list of figures."""
+        time = "no time" if self.ttft_s is None else f"{self.ttft_s * 1e3:,.0f} ms, {_times(self.speedup)}"
+        trap = f"; trap: {self.trap_wrong} of {self.trap_answers} wrong" if self.trap_answers else ""
+        return f"{time}, {self.reused_share:.0%} reused, {self.changed} of {self.answers} changed{trap}"
+
+
+def _times(speedup: float | None) -> str:
+    return "no time" if speedup is None else f"{speedup:.1f}x"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A run's findings. `settings`: the command's arguments; `notes`: limits of the engine, a sentence each."""
 
@@ -272,6 +344,51 @@ class Report:
     @property
     def failed(self) -> list[Gate]:
         return [gate for gate in self.gates if not gate.holds]
+
+    def headline(self) -> str:
+        """What the run shows, in one sentence with its figures."""
+        unchecked, checked = (ArmFigures.of(self.samples, arm) for arm in (POSITION_FIX, VERIFIED))
+        parts = []
+        if unchecked is not None:
+            told = f"{_times(unchecked.speedup)} faster to the first token"
+            parts.append(f"a document that moved: {told}, {unchecked.changed} of {unchecked.answers} answers changed")
+        if checked is None:
+            parts.append("checked: not measured")
+        else:
+            changed, answers = checked.changed + checked.trap_changed, checked.answers + checked.trap_answers
+            told = ", the trap's among them" if checked.trap_answers else ""
+            parts.append(f"checked: {_times(checked.speedup)}, {changed} of {answers}{told}")
+        if unchecked is not None and unchecked.trap_answers:
+            parts.append(f"the trap that breaks unchecked reuse: {_verdict(unchecked, checked)}")
+        return "; ".join(parts)
+
+    def figures(self) -> list[tuple[str, str]]:
+        """A name and a sentence for cold, every other arm, and what must not happen."""
+        cold = ArmFigures.of(self.samples, COLD)
+        found = []
+        if cold is not None and cold.ttft_s is not None:
+            where = f"median of {cold.timed} prompts, {cold.prompt_tokens:,} tokens on average"
+            found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token ({where})"))
+        for arm in dict.fromkeys(s.arm for s in self.samples if s.arm != COLD):
+            if (figures := ArmFigures.of(self.samples, arm)) is not None:
+                found.append((ARM_NAMES.get(arm, arm), figures.sentence()))
+        unrelated = [s for s in self.samples if s.expects == Expectation.NONE.value and is_reusing(s.arm)]
+        told = [f"{unrelated_fires(unrelated)} of {len(unrelated)} unrelated prompts reused KV"] if unrelated else []
+        told += [f"logits within {g.value:.1e}" for g in self.gates if g.name == EXACTNESS and g.value is not None]
+        return [*found, ("controls", "; ".join(told))] if told else found
+
+    def gate_line(self) -> str:
+        """How many gates hold, and what each read."""
+        known = [gate for gate in self.gates if gate.value is not None]
+        values = ", ".join(f"{gate.name} {gate.value:.4g}{'' if gate.holds else ' FAILED'}" for gate in known)
+        return f"gates: {sum(gate.holds for gate in known)} of {len(known)} hold: {values}"
+
+    def screen(self) -> list[str]:
+        """Headline, figures and gates, as lines of a terminal of 80 columns."""
+        lines = textwrap.wrap(self.headline(), _COLUMNS)
+        for name, told in self.figures():
+            lines += textwrap.wrap(f"{name:<13}{told}", _COLUMNS, initial_indent="  ", subsequent_indent=" " * 15)
+        return [*lines, *textwrap.wrap(self.gate_line(), _COLUMNS)]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form. `num_samples` to `audit` are named as the SemBlend package's validation names them."""
@@ -313,6 +430,15 @@ class Report:
 
     def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
+
+
+def _verdict(unchecked: ArmFigures, checked: ArmFigures | None) -> str:
+    if not unchecked.is_trapped:
+        return "does not bite here"
+    if checked is None:
+        return "bites"
+    lost = checked.trap_wrong - checked.trap_cold_wrong
+    return "caught" if lost <= 0 else f"NOT caught, {lost} of {checked.trap_answers} answers lost"
 
 
 def _table(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Table:

@@ -27,10 +27,13 @@ def test_the_extras_install_what_runs(extra: str) -> None:
 
 
 @pytest.mark.parametrize(("version", "runs"), [("4.99.0.dev0", False), ("5.0.0rc1", False), ("5.0.0", True)])
-def test_older_ones_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, version: str, runs: bool) -> None:
+def test_older_ones_are_refused_and_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: str, runs: bool
+) -> None:
     monkeypatch.setattr(transformers, "__version__", version)
     refusal = embedded_engine_refusal()
     assert (refusal is None) is runs
     if refusal is not None:
         assert f"Transformers {version} is installed" in refusal
+        assert "pip install 'semblend-trt[embedded]'" in refusal
         assert "\n" not in refusal

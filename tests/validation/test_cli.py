@@ -86,6 +86,22 @@ def test_a_run_measures_every_case_in_every_arm(
     assert "position_fix" in capsys.readouterr().out
 
 
+def test_a_first_look_is_one_screen_and_a_full_run_has_every_table(
+    run: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run()
+    screen = capsys.readouterr().out
+    assert (status, {sample["arm"] for sample in report["samples"]}) == (0, set(ARMS) - {"boundary"})
+    assert screen.startswith("a document that moved: ")
+    assert "position_fix" not in screen
+    assert len(screen.splitlines()) <= 24
+    assert max(map(len, screen.splitlines()[:-1])) <= 80
+    assert {sample["arm"] for sample in run("--full")[1]["samples"]} == set(ARMS)
+    full = capsys.readouterr().out
+    assert "position_fix" in full
+    assert "a document that moved: " in full
+
+
 def test_a_gate_that_fails_is_named(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
     status, report = run("--min-materializations", "99", "--policy", "boundary")
     assert (status, report["passed"]) == (1, False)
@@ -106,7 +122,7 @@ def test_a_judge_and_a_second_model_score_the_answers(
     judge = tmp_path / "judge.py"
     judge.write_text("import json, sys; c = json.load(sys.stdin); print(0.5 if c['reference'] else 'unsure')\n")
     scorers = ("--ppl-model", str(tiny_model_paths["llama"]), "--judge-command", f"{sys.executable} {judge}")
-    status, report = run(*scorers)
+    status, report = run("--full", *scorers)
     samples = report["samples"]
     judged = {(s["case_id"], s["judge_score"], s["judge_error"]) for s in samples if s["arm"] == "boundary"}
     assert judged == {("known", 0.5, None), ("swap", None, "printed 'unsure' instead of a number")}

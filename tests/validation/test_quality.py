@@ -126,6 +126,19 @@ def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> Non
     assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
 
 
+def test_every_trap_that_is_answered_cold_says_what_reuse_without_a_check_makes_of_it(report: QualityReport) -> None:
+    traps = [each for each in report.samples if each.workload == "header_trap"]
+    known = [replace(each, workload="state", case_id=f"s{each.case_id}") for each in traps]
+    unknown = [replace(each, workload="edited_field", case_id=f"e{each.case_id}", exact_match=False) for each in traps]
+    kinds = {**KINDS, "state": "trap", "edited_field": "trap"}
+    rows = {
+        row.name: row for row in quality_rows(replace(report, samples=[*report.samples, *known, *unknown], kinds=kinds))
+    }
+    assert (rows["position_fix_em_state"].value, rows["position_fix_em_state"].goal) == (0.0, None)
+    assert "position_fix_em_edited_field" not in rows
+    assert "position_fix_em_reordered" not in rows
+
+
 def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport) -> None:
     samples = [replace(each, exact_match=False) if each.workload == "reordered" else each for each in report.samples]
     names = {row.name for row in quality_rows(replace(report, samples=samples))}

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     Maker = Callable[..., Sample]
 
+LOST = "the trap that breaks unchecked reuse: NOT caught, 1 of 1 answers lost"
 BUSY = AuditCounts(100, 10, 8, 8, 16_000, 15_000, 8)
 
 
@@ -171,6 +172,59 @@ def test_json_has_every_sample_and_the_old_names(report: Report, tmp_path: Path)
     assert (document["audit"]["path"], document["audit"]["rejection_reasons"]) == ("audit.jsonl", {"no_runs": 1})
     assert [gate["holds"] for gate in document["gates"]] == [True, False]
     assert document["noise_floor"]["arm"] == "cold_again"
+
+
+def look(make_sample: Maker, measured: Measured, *arms: tuple[str, str, float, str]) -> Report:
+    """A report of three prompts and a trap; each arm with its last answer, its speed-up, its answer on the trap."""
+    samples = [make_sample(arm="cold", case_id=str(i), ttft_s=0.4, speedup=1.0, answer="7") for i in range(3)]
+    samples.append(make_sample(arm="cold", case_id="t", workload="header_trap", ttft_s=9.9, answer="8"))
+    for arm, answer, speedup, trapped in arms:
+        samples += [make_sample(arm=arm, case_id=str(i), speedup=speedup, answer="7") for i in range(2)]
+        samples.append(make_sample(arm=arm, case_id="2", timed=False, speedup=None, answer=answer))
+        right = trapped == "8"
+        samples.append(
+            make_sample(arm=arm, case_id="t", workload="header_trap", speedup=99.0, answer=trapped, exact_match=right)
+        )
+        samples.append(make_sample(arm=arm, workload="unrelated", expects="none", reused_tokens=0))
+    exactness = Gate("wrapper_exactness", 1.26e-5, 1e-4, "lower", "reads")
+    return Report("tiny", "verified", samples, {}, "", [exactness], {}, measured, 1.0)
+
+
+def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(
+    make_sample: Maker, measured: Measured
+) -> None:
+    unchecked, checked = ("position_fix", "6", 9.7, "1"), ("verified", "7", 2.0, "8")
+    told = look(make_sample, measured, unchecked, checked).headline()
+    assert told == (
+        "a document that moved: 9.7x faster to the first token, 1 of 3 answers changed; checked: 2.0x, 0 of 4, the "
+        "trap's among them; the trap that breaks unchecked reuse: caught"
+    )
+    lost = look(make_sample, measured, unchecked, ("verified", "7", 2.0, "1")).headline()
+    assert lost.endswith("checked: 2.0x, 1 of 4, the trap's among them; " + LOST)
+    toothless = look(make_sample, measured, ("position_fix", "7", 9.7, "8"), checked).headline()
+    assert toothless.endswith("the trap that breaks unchecked reuse: does not bite here")
+    assert (
+        look(make_sample, measured, unchecked)
+        .headline()
+        .endswith("checked: not measured; the trap that breaks unchecked reuse: bites")
+    )
+    assert look(make_sample, measured, checked).headline() == "checked: 2.0x, 0 of 4, the trap's among them"
+
+
+def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample: Maker, measured: Measured) -> None:
+    arms = [(arm, "7", 2.0, "8") for arm in ("cold_again", "exact_prefix", "position_fix", "verified")]
+    report = look(make_sample, measured, *arms)
+    lines = report.screen()
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 80
+    assert [name for name, _ in report.figures()] == [
+        *("cold", "cold again", "prefix cache", "unchecked", "checked", "controls")
+    ]
+    figures = dict(report.figures())
+    assert figures["cold"] == "400 ms to the first token (median of 3 prompts, 2,000 tokens on average)"
+    assert figures["checked"] == "100 ms, 2.0x, 95% reused, 0 of 3 changed; trap: 0 of 1 wrong"
+    assert figures["controls"] == "0 of 2 unrelated prompts reused KV; logits within 1.3e-05"
+    assert lines[-1] == "gates: 1 of 1 hold: wrapper_exactness 1.26e-05"
 
 
 def test_tables_have_a_line_for_each_workload_and_arm(report: Report) -> None:

@@ -39,9 +39,10 @@ raise SystemExit(command.run(parser.parse_args()))
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the command: its time without the start of the process, and the most memory that it held."""
+    """One run of the command: its time, that of its processors, and the most memory that it held."""
 
     seconds: float
+    processor_seconds: float
     peak_bytes: int
     tokens: int
 
@@ -51,14 +52,15 @@ def run(prompts: int, rows: Results, tokens: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         write_log(log, prompts, tokens)
-        start = estimate(log, 1).seconds
+        start = estimate(log, 1)
         half, whole = estimate(log, prompts // 2), estimate(log, prompts)
-    against = (
-        f"{prompts:,} prompts of {whole.tokens / prompts:,.0f} tokens, without the {start:.1f} s of a first prompt"
-    )
-    rate = prompts / max(whole.seconds - start, 1e-9)
+    length = f"{whole.tokens / prompts:,.0f} tokens"
+    against = f"{prompts:,} prompts of {length}, without the {start.seconds:.1f} s of a first prompt"
+    rate = prompts / max(whole.seconds - start.seconds, 1e-9)
     goal = LEAST_RATE if tokens == TOKENS else None
     rows.add("estimate_prompts_per_s", rate, "prompts/s", against, goal, "higher")
+    work = (whole.processor_seconds - start.processor_seconds) / prompts
+    rows.add("estimate_processor_ms", work * 1e3, "ms a prompt", f"{against}; of all cores together")
     rows.add("estimate_peak_mib", whole.peak_bytes / (1 << 20), "MiB", f"{against}; donors in 4 GiB of KV")
     grown = (whole.peak_bytes - half.peak_bytes) / (prompts - prompts // 2)
     rows.add("estimate_growth_bytes", grown, "B a prompt", f"the second half of {prompts:,} prompts")
@@ -91,7 +93,8 @@ def estimate(log: Path, prompts: int) -> Run:
     seconds = time.perf_counter() - began
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, asked)
-    return Run(seconds, used.ru_maxrss * 1024, json.loads(figures.read_text())["tokens"])
+    processors = used.ru_utime + used.ru_stime
+    return Run(seconds, processors, used.ru_maxrss * 1024, json.loads(figures.read_text())["tokens"])
 
 
 main = partial(

@@ -145,7 +145,8 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
         facts, dtype = known.facts, known.dtype or torch.bfloat16
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, size)
     elif profile is not None:
-        sizes, dtype = profile.geometry, getattr(torch, str(profile.namespace["kv_dtype"]), torch.bfloat16)
+        sizes, named_dtype = profile.geometry, getattr(torch, str(profile.namespace["kv_dtype"]), None)
+        dtype = named_dtype if isinstance(named_dtype, torch.dtype) else torch.bfloat16
         geometry = KvGeometry(sizes.num_layers, sizes.kv_heads, sizes.head_dim, size)
     blocks = arguments.pool_bytes // (geometry.bytes_per_token(dtype) * size)
     if not blocks:

@@ -58,7 +58,7 @@ class _PrefixCache:
         config = KvCacheConfig(tokens_per_block=pool.geometry.block_size)
         self._blocks = BlockManager(pool.num_blocks, config, lambda _source, _target: None)
 
-    def begin(self, namespace: str, tokens: list[int]) -> int | None:
+    def begin(self, namespace: str, tokens: tuple[int, ...]) -> int | None:
         """Tokens of the prompt's prefix that are held; None for a prompt that does not fit into the pool."""
         key = RootKey(cache_salt=namespace)
         match = self._blocks.match(key, tokens)
@@ -68,7 +68,7 @@ class _PrefixCache:
         self._blocks.allocate(0, len(tokens))
         return held
 
-    def end(self, exact_tokens: list[int]) -> None:
+    def end(self, exact_tokens: tuple[int, ...]) -> None:
         """Ends the request; its blocks of these leading tokens, whose KV a cold run would produce, are held."""
         self._blocks.publish(0, exact_tokens)
         self._blocks.release(0)
@@ -87,7 +87,7 @@ class Serving:
     def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
         """Serves one prompt (int32 [n], n >= 1), which stands in line `line`."""
         self._served += 1
-        held = tokens.tolist()
+        held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
         alone = self._alone.begin(namespace, held)
         prefix = self._prefixes.begin(namespace, held)
         if alone is None or prefix is None:

@@ -156,7 +156,7 @@ def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
     return [grown(case, form, asked.generations) for case in cases] if asked.generations else cases
 
 
-# What a timed run serves unless its user brings cases: harmless prompts, a trap, and controls.
+# What a full timed run serves unless its user brings cases: harmless prompts, a trap, and controls.
 TIMED = (
     FamilyRequest(("reordered",), groups=4, questions=6, tokens=2_048),
     FamilyRequest(("reordered",), groups=2, questions=6, tokens=4_096),
@@ -167,15 +167,29 @@ TIMED = (
     FamilyRequest(("unrelated",), groups=3, questions=1, tokens=1_024),
     FamilyRequest(("unrelated", "repeat"), groups=2, questions=1, tokens=2_048),
 )
+# Those of them that a first look serves: of every kind enough for all gates, within a minute on two cores.
+FIRST_LOOK = (
+    FamilyRequest(("reordered",), groups=4, questions=6, tokens=2_048),
+    FamilyRequest(("reordered",), groups=1, questions=6, tokens=4_096),
+    FamilyRequest(("system_prompt", "cut_turns"), groups=1, questions=6, tokens=2_048),
+    FamilyRequest(("prose",), groups=1, questions=1, tokens=2_048),
+    FamilyRequest(("header_trap",), groups=2, questions=6, tokens=2_048),
+    FamilyRequest(("unrelated",), groups=1, questions=1, tokens=1_024),
+    FamilyRequest(("repeat",), groups=1, questions=1, tokens=2_048),
+)
 
 
-def write_timed(model: ServedModel, seed: int, context: int) -> list[Case]:
-    """The cases of TIMED whose prompts fit into `context` tokens. Raises ConfigurationError when none do."""
-    fitting = [asked for asked in TIMED if asked.tokens <= context]
+def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list[Case]:
+    """The cases of TIMED, or of FIRST_LOOK, whose prompts fit into `context` tokens.
+
+    Raises ConfigurationError when none do.
+    """
+    requests = TIMED if full else FIRST_LOOK
+    fitting = [asked for asked in requests if asked.tokens <= context]
     if not fitting:
         raise ConfigurationError(
-            f"The built-in prompts have {min(asked.tokens for asked in TIMED)} tokens, but the model's context leaves "
-            f"{context} for a prompt; bring shorter cases with --prompts."
+            f"The built-in prompts have {min(asked.tokens for asked in requests)} tokens, but the model's context "
+            f"leaves {context} for a prompt; bring shorter cases with --prompts."
         )
     return [case for asked in fitting for case in write_cases(model, replace(asked, seed=seed))]
 

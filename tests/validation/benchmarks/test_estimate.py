@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 def test_a_short_run_is_whole_and_dry(tmp_path: Path) -> None:
     rows = dry_rows(estimate, tmp_path, "--prompts", "20", "--tokens", "400")
-    assert set(rows) == {"estimate_prompts_per_s", "estimate_peak_mib", "estimate_growth_bytes"}
+    assert set(rows) == {
+        "estimate_prompts_per_s",
+        "estimate_processor_ms",
+        "estimate_peak_mib",
+        "estimate_growth_bytes",
+    }
     assert "20 prompts of 4" in rows["estimate_prompts_per_s"].baseline
     assert rows["estimate_peak_mib"].value > 50
 

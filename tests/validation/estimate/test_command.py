@@ -22,20 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("installed_subcommands")
 WORDS = ["amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "kayak", "mango"]
 WORDS += ["ocean", "pearl", "quilt", "raven", "stone", "tulip", "umber", "vivid", "wheat", "xenon", "yacht", "zebra"]
-
-
-@pytest.fixture(autouse=True)
-def _installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package as `pyproject.toml` installs it, with its subcommands."""
-    folder = tmp_path_factory.mktemp("site") / "semblend_trt-9.9.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: semblend-trt\nVersion: 9.9\n")
-    points = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."semblend_trt.cli"]\n')[2]
-    named = "".join(line.replace('"', "") + "\n" for line in points.partition("\n\n")[0].splitlines())
-    (folder / "entry_points.txt").write_text(f"[semblend_trt.cli]\n{named}")
-    monkeypatch.syspath_prepend(folder.parent)
 
 
 @pytest.fixture
@@ -108,6 +97,19 @@ def test_less_memory_holds_less(log: Path) -> None:
     none = estimated(log, "--min-span", "5000")
     assert none["shares"]["added"] == 0
     assert none["documents"] == none["moved_runs"] == []
+
+
+def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The document moves once; after that each prompt goes on from the one before."""
+    random = np.random.default_rng(5)
+    document, turns = " ".join(random.choice(WORDS, 150)), [" ".join(random.choice(WORDS, 8)) for _ in range(12)]
+    prompts = [f"one {document}", *(f"two {document}" + "".join(turns[:end]) for end in range(12))]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    assert estimated(path, "--min-span", "32")["shares"]["added"] < 0
+    assert "Donors cost more than they add here" in capsys.readouterr().out
 
 
 def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_path: Path, tmp_path: Path) -> None:

@@ -140,11 +140,21 @@ def test_what_cannot_be_written_is_refused(writer: Writer, changes: dict, messag
 
 
 def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipped: EmbeddedEngines) -> None:
-    cases = write_timed(shipped, 1, 8_192)
+    cases = write_timed(shipped, 1, 8_192, full=True)
     assert {family(case.workload).kind for case in cases} == set(Kind)
     assert len({case.id for case in cases}) == len(cases)
-    assert write_timed(shipped, 1, 8_192) == cases
-    fitting = write_timed(shipped, 1, 3_000)
+    assert write_timed(shipped, 1, 8_192, full=True) == cases
+    fitting = write_timed(shipped, 1, 3_000, full=True)
     assert fitting == [case for case in cases if case.size != "4096"]
     with pytest.raises(ConfigurationError, match="leaves 1000 for a prompt; bring shorter cases"):
-        write_timed(shipped, 1, min(asked.tokens for asked in TIMED) - 24)
+        write_timed(shipped, 1, min(asked.tokens for asked in TIMED) - 24, full=True)
+
+
+def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped: EmbeddedEngines) -> None:
+    cases = write_timed(shipped, 1, 8_192, full=False)
+    every = {case.id: case for case in write_timed(shipped, 1, 8_192, full=True)}
+    assert {family(case.workload).kind for case in cases} == set(Kind)
+    assert all(every[case.id] == case for case in cases)
+    assert {case.size for case in cases if case.workload == "reordered"} == {"2048", "4096"}
+    answers = [case for case in cases if case.known_answer and case.expects is Expectation.REUSE]
+    assert (len(answers), len(every)) == (54, 107)
