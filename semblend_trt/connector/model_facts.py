@@ -166,10 +166,14 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         )
     expected = _ARCHITECTURES[model_type]
     architectures = raw.get("architectures") or [expected]
-    if architectures != [expected] or "AutoModelForCausalLM" in (raw.get("auto_map") or {}):
+    if architectures != [expected]:
+        raise UnsupportedModelError(
+            "unknown_architecture", f"architecture {architectures} of model type {model_type!r} is not {expected}"
+        )
+    if own := (raw.get("auto_map") or {}).get("AutoModelForCausalLM"):
         raise UnsupportedModelError(
             "unknown_architecture",
-            f"architecture {architectures} of model type {model_type!r} is not {expected}, or brings its own code",
+            f"model type {model_type!r} brings code of its own, {own}, which may compute otherwise than {expected}",
         )
 
 

@@ -90,6 +90,8 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
     told = "have witnesses in every layer even where they catch no trap answer that the check alone loses"
     parser.add_argument("--always-witnesses", action="store_true", help=told)
+    told = "samples in front of the check that are tried on new prompts, once the check alone is confirmed; 0: none"
+    parser.add_argument("--sample-tries", type=int, choices=range(9), metavar="0..8", default=2, help=told)
     told = (
         "generations of donors that are tried, after the first: how often KV behind checked KV may be built on; 0: none"
     )
@@ -263,6 +265,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             ),
             written=written,
             max_tries=options.max_tries,
+            sample_tries=options.sample_tries,
             generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
             always_witnesses=options.always_witnesses,

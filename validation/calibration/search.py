@@ -34,8 +34,6 @@ _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 SAMPLE_EVERY = 16
 _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
-# Samples that hold on screening prompts, and that are tried on new ones behind the check that is confirmed.
-_SAMPLE_TRIES = 2
 # A deeper layer's check that computes at most so much more is preferred: deeper layers see more.
 _ABOUT_THE_SAME = 1.1
 # One kept token of so many is computed in all layers, which have so many groups with a bound each.
@@ -249,8 +247,9 @@ class Search:
 
     `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
     confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
-    engine reads it. At most `max_tries` candidates are screened. `generations` are tried with the check that is
-    confirmed, ascending. The winner has witnesses where they catch a trap answer that it loses without, or `always`.
+    engine reads it. At most `max_tries` candidates are screened. With the check that is confirmed up to `sample_tries`
+    samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has
+    witnesses where they catch a trap answer that it loses without, or `always`.
     """
 
     num_layers: int
@@ -260,6 +259,7 @@ class Search:
     fresh: Callable[[int, int], tuple[Trials, Rule]]
     written: Callable[[Candidate], Path]
     max_tries: int
+    sample_tries: int
     generations: Sequence[int]
     tell: Callable[[str], None]
     always_witnesses: bool = False
@@ -299,7 +299,7 @@ class Search:
     def _extended(self, found: Found, families: list[str]) -> Found:
         """The winner behind a sample, and building on its own KV as often, as is shown to hold."""
         assert found.winner is not None
-        samples = itertools.islice(self._sampled(found, found.winner, families), _SAMPLE_TRIES)
+        samples = itertools.islice(self._sampled(found, found.winner, families), self.sample_tries)
         any(self._is_confirmed(found, each, families) for each in samples)
         winner = found.winner
         if winner.check is not None:

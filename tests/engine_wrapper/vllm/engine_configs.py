@@ -37,14 +37,19 @@ def transfer_config(**extra: Any) -> KVTransferConfig:
     )
 
 
-@cache
-def _made() -> VllmConfig:
-    arguments = EngineArgs(
-        model=str(MODEL),
-        dtype="float32",
+def made_for(model: Path, **arguments: Any) -> VllmConfig:
+    """What vLLM makes of a model's folder."""
+    made = EngineArgs(
+        model=str(model),
         max_model_len=2048,
         kv_transfer_config=transfer_config(),
         # As for our connector, which asks vLLM for it.
         compilation_config={"cudagraph_mode": "PIECEWISE"},
+        **arguments,
     )
-    return arguments.create_engine_config()
+    return made.create_engine_config()
+
+
+@cache
+def _made() -> VllmConfig:
+    return made_for(MODEL, dtype="float32")

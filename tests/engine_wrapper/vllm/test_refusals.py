@@ -24,7 +24,9 @@ from vllm.v1.request import Request
 
 from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import REASONS, engine_refusal_of, request_refusal, sample_refusal
-from tests.engine_wrapper.vllm.engine_configs import engine_config
+from semblend_trt.doctor.model import KnownModel
+from tests.engine_wrapper.vllm.engine_configs import engine_config, made_for
+from validation.benchmarks.models import published
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
@@ -89,6 +91,17 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     assert engine_refusal_of(config, ONE_GROUP) is None
     assert engine_refusal_of(config, None) is None
+
+
+def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(tmp_path: Path) -> None:
+    """Of each type one model: vLLM looks at its code first, which takes time."""
+    served = {model.text["model_type"]: model for model in published() if isinstance(model.answer(), KnownModel)}
+    for model_type, model in served.items():
+        folder = tmp_path / model_type
+        folder.mkdir()
+        model.save(folder)
+        config = made_for(folder, skip_tokenizer_init=True)
+        assert engine_refusal_of(config, ONE_GROUP) is None, model.name
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,17 @@ def searched(
     return search_of(Answers(holding, asked, told), asked, generations).run()
 
 
-def search_of(trials: Any, asked: list[Candidate], generations: Sequence[int] = (), **options: bool) -> Search:
+def search_of(
+    trials: Any, asked: list[Candidate], generations: Sequence[int] = (), sample_tries: int = 2, **options: bool
+) -> Search:
     """A search whose candidates come to `asked` one after the other."""
     rule = Rule((1,), 0.1, 0.95, proof=False)
     kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
     written: Any = asked.append
     fresh: Any = lambda *_: (trials, rule)  # noqa: E731
-    return Search(DEEP_LAYERS, kinds, trials, rule, fresh, written, 99, generations, lambda _: None, **options)
+    return Search(
+        DEEP_LAYERS, kinds, trials, rule, fresh, written, 99, sample_tries, generations, lambda _: None, **options
+    )
 
 
 def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_cheapest_sample_of_it() -> None:
@@ -250,7 +254,8 @@ def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_che
     assert confirmed_in_order(found) == [deeper, found.winner]
 
 
-def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_are_tried() -> None:
+@pytest.mark.parametrize("tries", [0, 1, 2])
+def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_are_tried(tries: int) -> None:
     asked: list[Candidate] = []
     checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
     dense = max(checks, key=share_of)
@@ -262,12 +267,12 @@ def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_ar
             holds = asked[-1] in self.holding or (is_sample and title.startswith("screen"))
             return Verdict((), inferior=None if holds else "trap")
 
-    found = search_of(Screened([dense], asked), asked).run()
+    found = search_of(Screened([dense], asked), asked, sample_tries=tries).run()
     assert found.winner == dense
     tried = confirmed_in_order(found)
     assert tried[0] == dense
     assert [each.computed_share for each in tried[1:]] == sorted(each.computed_share for each in tried[1:])
-    assert len(tried) == 3
+    assert len(tried) == 1 + tries
 
 
 def confirmed_in_order(found: Found) -> list[Candidate]:
