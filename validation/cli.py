@@ -39,7 +39,8 @@ from validation.families.catalog import write_timed
 from validation.judge import Judge, Scorer, judged, scored
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
-from validation.output import complain, progress, say, show, write_json, write_text
+from validation.output import beside, complain, progress, say, show, write_json, write_text
+from validation.page import page
 from validation.quality import parse_quality, run_quality
 from validation.replay.command import parse_replay, run_replay
 from validation.replay.latency import shipped_observations
@@ -187,6 +188,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     scores.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
+    files.add_argument("--page", type=Path, help="HTML page (default: report.html beside the JSON)")
     audit = Path("results/trtllm-semblend-audit.jsonl")
     files.add_argument("--audit-path", type=Path, default=audit, help="audit log of the reusing arms")
     arguments.add(files, "--record", "--machine")
@@ -205,7 +207,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
-    for path in filter(None, (options.output, options.audit_path, rows_path)):
+    page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
+    for path in filter(None, (options.output, page_path, options.audit_path, rows_path)):
         check_writable(path)
     profile = models.profile_of(options.model, options.profile)
     policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
@@ -234,10 +237,12 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
         notes=engines.notes,
     )
     _write(options, report, measured)
+    if page_path is not None:
+        write_text(page_path, page(report, cases, engines.tokenizer))
     if options.record is not None:
         rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
         write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
-    return _show(report, options)
+    return _show(report, options, page_path)
 
 
 def _arm_names(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
@@ -279,7 +284,7 @@ def _write(options: argparse.Namespace, report: Report, measured: Measured) -> N
     write_json(options.output, report.to_dict())
 
 
-def _show(report: Report, options: argparse.Namespace) -> bool:
+def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
     if options.full:
         show(report.tables())
     for line in report.screen():
@@ -289,6 +294,8 @@ def _show(report: Report, options: argparse.Namespace) -> bool:
         complain(f"the judge gave no score for {len(failures)} answers; the first time: {failures[0]}")
     for note in report.notes:
         say(f"note: {note}")
+    if page_path is not None:
+        say(f"page: {page_path}")
     say(f"{report.seconds:.0f} s; every sample is in {options.output}")
     for gate in report.failed:
         complain(f"gate failed: {gate.sentence()}")

@@ -367,8 +367,8 @@ class Report:
         cold = ArmFigures.of(self.samples, COLD)
         found = []
         if cold is not None and cold.ttft_s is not None:
-            where = f"median of {cold.timed} prompts, {cold.prompt_tokens:,} tokens on average"
-            found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token ({where})"))
+            where = f"{cold.timed} prompts of about {cold.prompt_tokens:,} tokens"
+            found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token, median of {where}"))
         for arm in dict.fromkeys(s.arm for s in self.samples if s.arm != COLD):
             if (figures := ArmFigures.of(self.samples, arm)) is not None:
                 found.append((ARM_NAMES.get(arm, arm), figures.sentence()))
@@ -387,7 +387,7 @@ class Report:
         """Headline, figures and gates, as lines of a terminal of 80 columns."""
         lines = textwrap.wrap(self.headline(), _COLUMNS)
         for name, told in self.figures():
-            lines += textwrap.wrap(f"{name:<13}{told}", _COLUMNS, initial_indent="  ", subsequent_indent=" " * 15)
+            lines += textwrap.wrap(f"{name:<13}{told}", _COLUMNS, subsequent_indent=" " * 13)
         return [*lines, *textwrap.wrap(self.gate_line(), _COLUMNS)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -420,12 +420,15 @@ class Report:
 
     def tables(self) -> list[Table]:
         """Speed, closeness and gates, for a terminal of about 110 columns."""
+        return [*map(_table, self.grids()), _gate_table(self.gates)]
+
+    def grids(self) -> list[Grid]:
+        """Speed and closeness of every arm, workload and size."""
         lines, floor = summaries(self.samples), self._noise_floor()
         answers = "Answers: exact match (EM) with the known answer, the rest against cold"
         return [
-            _table("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines),
-            _table(answers, _ANSWERS, [*lines, floor]),
-            _gate_table(self.gates),
+            _grid("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines),
+            _grid(answers, _ANSWERS, [*lines, floor]),
         ]
 
     def _noise_floor(self) -> dict[str, Any]:
@@ -441,17 +444,32 @@ def _verdict(unchecked: ArmFigures, checked: ArmFigures | None) -> str:
     return "caught" if lost <= 0 else f"NOT caught, {lost} of {checked.trap_answers} answers lost"
 
 
-def _table(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Table:
-    """A row for each line, and a rule between workloads and sizes."""
-    figures = [heading for heading, *_ in columns]
-    headings = ["workload", "size", "arm", *figures]
-    table = table_of(title, headings, figures, headings)
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        cells = (
-            "-" if line[name] is None else f"{line[name] * factor:,.{digits}f}" for _, name, digits, factor in columns
-        )
-        is_last = following is None or any(line[name] != following[name] for name in ("workload", "size"))
-        table.add_row(line["workload"], line["size"], line["arm"], *cells, end_section=is_last)
+_KEYS = ("workload", "size", "arm")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table in words: the first three columns say of what a row's figures are."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def _grid(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Grid:
+    rows = []
+    for line in lines:
+        known = ((line[name], digits, factor) for _, name, digits, factor in columns)
+        cells = ("-" if value is None else f"{value * factor:,.{digits}f}" for value, digits, factor in known)
+        rows.append((*(line[key] for key in _KEYS), *cells))
+    return Grid(title, (*_KEYS, *(heading for heading, *_ in columns)), tuple(rows))
+
+
+def _table(grid: Grid) -> Table:
+    """With a rule between workloads and sizes."""
+    table = table_of(grid.title, grid.headings, grid.headings[len(_KEYS) :], grid.headings)
+    for row, following in zip(grid.rows, [*grid.rows[1:], ()], strict=True):
+        table.add_row(*row, end_section=row[:2] != following[:2])
     return table
 
 

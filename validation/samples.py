@@ -24,8 +24,8 @@ MIN_COLD_SCORE = 0.5
 class Sample:
     """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
 
-    Token counts and `generation` are as in `Reuse`. `computed_share`: tokens times layers that were computed, of
-    those behind the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
+    Token counts, `generation` and `spans` are as in `Reuse`. `computed_share`: tokens times layers that were computed,
+    of those behind the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
     0 on with a donor that this arm computed exactly, in whole units of the engine, and that the arm exact_prefix
     reuses. `exact_match`: only where one answer is right. `follows_donor`: the answer is the wrong one of the
     donors' text. Scores `*_cold` compare with cold's answer, `*_reference` with the reference. `loss` (nats a
@@ -80,6 +80,7 @@ class Sample:
     likelihood: float | None = None
     largest_witness: tuple[float, ...] = ()
     generation: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 def sample_of(
@@ -139,6 +140,7 @@ def sample_of(
         likelihood=ours.likelihood,
         largest_witness=reuse.largest_witness,
         generation=reuse.generation,
+        spans=reuse.spans,
     )
 
 

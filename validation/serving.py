@@ -28,7 +28,8 @@ class Reuse:
     `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` behind it: compared
     with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
     largest deviation of a token that was compared and is reused. `largest_witness`: that of a witness, by group of
-    layers. `generation`: the highest of the plan's donors.
+    layers. `generation`: the highest of the plan's donors. `spans`: where its runs begin in the prompt, and
+    their lengths.
     """
 
     cached: int = 0
@@ -42,10 +43,12 @@ class Reuse:
     outcome: str | None = None
     reason: str | None = None
     generation: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, event: Mapping[str, Any], generation: int) -> Reuse:
-        """From the audit event `request_settled`; what is not known of a check counts as 0."""
+    def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
+        """From the audit events `request_settled` and, where a plan was carried out, `plan_dispatched`; what is not
+        known of a check counts as 0."""
         return cls(
             cached=event["exact_prefix_tokens"],
             offered=event["offered_tokens"],
@@ -57,7 +60,8 @@ class Reuse:
             largest_witness=tuple(event["largest_witness"] or ()) if event["witness_tokens"] else (),
             outcome=event["outcome"],
             reason=event["reason"],
-            generation=generation,
+            generation=0 if plan is None else plan["generation"],
+            spans=() if plan is None else tuple((start, length) for _, _, start, length in plan["spans"]),
         )
 
 
@@ -127,8 +131,8 @@ class ArmServer:
             return {}
         events = self.audit.events
         ended = enumerate(ended_requests(events, asked), start=1)
-        placed = {each["request_id"]: each["generation"] for each in events if each["event"] == "plan_dispatched"}
-        return {number: Reuse.of(event, placed.get(event["request_id"], 0)) for number, event in ended}
+        plans = {each["request_id"]: each for each in events if each["event"] == "plan_dispatched"}
+        return {number: Reuse.of(event, plans.get(event["request_id"])) for number, event in ended}
 
     def _answer(self, output: Any, forced: tuple[int, ...] | None) -> Answer:
         [completion] = output.outputs

@@ -86,8 +86,8 @@ def test_a_run_measures_every_case_in_every_arm(
     assert "position_fix" in capsys.readouterr().out
 
 
-def test_a_first_look_is_one_screen_and_a_full_run_has_every_table(
-    run: Runner, capsys: pytest.CaptureFixture[str]
+def test_a_first_look_is_one_screen_and_a_page_and_a_full_run_has_every_table(
+    run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, report = run()
     screen = capsys.readouterr().out
@@ -95,7 +95,11 @@ def test_a_first_look_is_one_screen_and_a_full_run_has_every_table(
     assert screen.startswith("a document that moved: ")
     assert "position_fix" not in screen
     assert len(screen.splitlines()) <= 24
-    assert max(map(len, screen.splitlines()[:-1])) <= 80
+    assert f"page: {tmp_path / 'out' / 'report.html'}\n" in screen
+    assert max(map(len, screen.splitlines()[:-2])) <= 80
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert '<mark class="reused">' in html
+    assert "<h3>prompts: known</h3>" in html
     assert {sample["arm"] for sample in run("--full")[1]["samples"]} == set(ARMS)
     full = capsys.readouterr().out
     assert "position_fix" in full

@@ -1,0 +1,227 @@
+"""The page of a run: what it holds, that it escapes all text, and how a browser shows it at a telephone's width."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from validation.cases import Case, Expectation
+from validation.page import Chart, charts_of, marked, page
+from validation.report import Gate, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kernels.results import Measured
+    from validation.samples import Sample
+
+    Maker = Callable[..., Sample]
+
+CHROMIUM = shutil.which("chromium")
+ATTACK = "<script>document.title = 'attacked'</script><img src=x onerror=\"document.title = 'attacked'\">"
+ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "verified")
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+def case(name: str, workload: str, expects: Expectation, prompt: str) -> Case:
+    return Case(name, workload, "2048", ("donor",), prompt, "42", True, expects, name)
+
+
+@pytest.fixture
+def html(make_sample: Maker, measured: Measured) -> str:
+    """The page of a run whose every text is an attack."""
+    cases = [
+        case(f"moved {ATTACK}", "reordered", Expectation.REUSE, f"{ATTACK} a document {'word ' * 200}"),
+        case("trap", "header_trap", Expectation.REUSE, "x" * 3_000),
+    ]
+    samples = [
+        make_sample(
+            case_id=each.id,
+            workload=each.workload,
+            arm=arm,
+            answer=ATTACK,
+            ttft_s=0.1 + len(arm) / 100,
+            spans=((2, 50),),
+        )
+        for each in cases
+        for arm in ARMS
+    ]
+    gates = [Gate("speedup", 2.0, 1.05, "higher", ATTACK), Gate("rouge1", None, 0.35, "higher", "reads")]
+    report = Report(f"model {ATTACK}", "verified", samples, {}, "", gates, {"prompts": ATTACK}, measured, 1.0, [ATTACK])
+    return page(report, cases, Letters())
+
+
+class Tags(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+
+
+def test_no_text_of_a_run_becomes_a_part_of_the_page(html: str) -> None:
+    tags = Tags(html).found
+    assert not [attributes for tag, attributes in tags if tag == "script" or "onerror" in attributes]
+    assert html.count("&lt;script&gt;document") == 16
+
+
+def test_the_page_loads_nothing(html: str) -> None:
+    tags = Tags(html).found
+    loaded = [value for _, attributes in tags for name, value in attributes.items() if name in ("src", "href")]
+    assert len(loaded) == 3
+    assert all(str(value).startswith("data:image/svg+xml;base64,") for value in loaded)
+    assert "url(" not in html
+    assert "default-src 'none'" in html
+
+
+def test_reused_text_and_the_exact_prefix_are_marked(make_sample: Maker) -> None:
+    sample = make_sample(exact_prefix_tokens=3, spans=((8, 2), (4, 2)))
+    pieces = marked(Letters(), "abcdefghijkl", sample)
+    assert pieces == [("exact", "abc"), ("", "d"), ("reused", "ef"), ("", "gh"), ("reused", "ij"), ("", "kl")]
+    overlapping = make_sample(exact_prefix_tokens=5, spans=((4, 3),))
+    assert marked(Letters(), "abcdefgh", overlapping) == [("exact", "abcde"), ("reused", "fg"), ("", "h")]
+    refused = make_sample(exact_prefix_tokens=0, reused_tokens=0, spans=((4, 2),))
+    assert marked(Letters(), "abc", refused) == [("", "abc")]
+
+
+def test_a_run_has_plots_that_are_told_in_words(make_sample: Maker) -> None:
+    samples = [make_sample(arm="cold", ttft_s=0.4, size="4096"), make_sample(arm="verified", ttft_s=0.1)]
+    samples.append(make_sample(arm="verified", workload="header_trap", exact_match=False, ttft_s=9.0))
+    times, sources, right = charts_of(samples)
+    assert times.told == (
+        "Time to the first token, ms, median. cold: up to 4,096 tokens 400; checked: up to 2,048 tokens 100."
+    )
+    assert "checked: exact prefix 0, reused 95, computed 5" in sources.told
+    assert right.told.endswith("cold: moved documents 100; checked: moved documents 100, trap 0.")
+    assert Chart("t", "u", ("a",), {"s": [None]}).told == "t, u. a: not measured."
+    assert [chart.title for chart in charts_of([make_sample(exact_match=None, timed=False)])] == [sources.title]
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[str]:
+    """The address at which a new browser takes commands."""
+    options = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={folder / 'profile'}", "--remote-debugging-port=0", "about:blank"),
+    ]
+    with subprocess.Popen([str(CHROMIUM), *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            addresses = (re.search(r"listening on (ws://\S+)", line) for line in process.stderr)
+            yield next(found[1] for found in addresses if found)
+        finally:
+            process.terminate()
+
+
+class Tab:
+    """Commands to one tab, and the events that came meanwhile (Chrome DevTools Protocol)."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket, self.session, self.number = socket, {}, 0
+        self.events: list[dict[str, Any]] = []
+
+    async def ask(self, method: str, **params: Any) -> Any:
+        self.number += 1
+        await self.socket.send_json({"id": self.number, "method": method, "params": params, **self.session})
+        return (await self._until(lambda message: message.get("id") == self.number))["result"]
+
+    async def event(self, method: str) -> None:
+        if all(each.get("method") != method for each in self.events):
+            await self._until(lambda message: message.get("method") == method)
+
+    async def _until(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        while True:
+            message = json.loads(await self.socket.receive_str())
+            self.events.append(message)
+            if is_it(message):
+                return message
+
+
+async def looked_at(address: str, path: Path, width: int) -> tuple[dict[str, Any], list[str]]:
+    """What the page is in the browser, and the addresses that it asked for."""
+    async with aiohttp.ClientSession() as http, http.ws_connect(address, max_msg_size=1 << 26) as socket:
+        tab = Tab(socket)
+        target = (await tab.ask("Target.createTarget", url="about:blank"))["targetId"]
+        attached = await tab.ask("Target.attachToTarget", targetId=target, flatten=True)
+        tab.session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Network"):
+            await tab.ask(f"{domain}.enable")
+        size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+        await tab.ask("Emulation.setDeviceMetricsOverride", **size)
+        await tab.ask("Page.navigate", url=path.as_uri())
+        await tab.event("Page.loadEventFired")
+        found = await tab.ask("Runtime.evaluate", expression=LOOK, returnByValue=True)
+        asked = [each["params"]["request"]["url"] for each in tab.events if each.get("method") == SENT]
+        return found["result"]["value"], asked
+
+
+SENT = "Network.requestWillBeSent"
+# Contrast as WCAG 2.2 defines it.
+LOOK = """(() => {
+  const channel = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const numbers = c => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = e => { for (; e; e = e.parentElement) {
+    const c = numbers(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; }
+    return [255, 255, 255]; };
+  const contrast = e => {
+    const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05); };
+  const all = [...document.querySelectorAll("body *")];
+  const withText = all.filter(e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()));
+  const scrolls = all.filter(e => ["auto", "scroll"].includes(getComputedStyle(e).overflowX));
+  return {
+    title: document.title, language: document.documentElement.lang,
+    width: document.documentElement.scrollWidth,
+    levels: [...document.querySelectorAll("h1, h2, h3, h4")].map(h => Number(h.tagName[1])),
+    images: [...document.images].map(i => [i.alt, i.naturalWidth, i.getBoundingClientRect().width]),
+    contrast: Math.min(...withText.map(contrast)), texts: withText.length,
+    unreachable: scrolls.filter(e => e.tabIndex < 0 || !e.getAttribute("aria-label")).length,
+    smallest: Math.min(...withText.map(e => parseFloat(getComputedStyle(e).fontSize))),
+    unnamed: [...document.querySelectorAll("table")].filter(t => !t.caption || !t.querySelector("th[scope]")).length,
+  };
+})()"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium` brings it")
+@pytest.mark.parametrize("width", [360, 1_280])
+def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(html: str, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(html, encoding="utf-8")
+    with browser(tmp_path) as address:
+        seen, asked = asyncio.run(asyncio.wait_for(looked_at(address, path, width), 60))
+    assert [url for url in asked if not url.startswith("data:image/svg+xml")] == [path.as_uri()]
+    assert (seen["title"], seen["language"]) == (f"Validation of SemBlend-TRT: model {ATTACK}", "en")
+    assert seen["width"] <= width
+    levels = seen["levels"]
+    assert (levels[0], levels.count(1)) == (1, 1)
+    assert all(below - above <= 1 for above, below in itertools.pairwise(levels))
+    assert len(seen["images"]) == 3
+    assert all(len(told) > 40 and natural > 0 and 250 < shown <= width for told, natural, shown in seen["images"])
+    assert seen["texts"] > 100
+    assert seen["contrast"] >= 4.5
+    assert seen["smallest"] >= 12
+    assert (seen["unreachable"], seen["unnamed"]) == (0, 0)
