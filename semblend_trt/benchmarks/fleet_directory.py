@@ -2,14 +2,16 @@
 
 First, 64 workers announce donors in real messages: they share a beginning and documents, and have text of their own.
 Prompts of 32,768 tokens hold eight of the documents. The best of several rounds counts, since a machine may have other
-work; the baseline is a loop over all sketches. Second, workers publish to a real server that is killed and restarted,
-and messages are dropped or reordered on their way to the directory.
+work; the baseline is a loop over all sketches. Second, prompts are looked up while a thread of the same process, as in
+the router, takes messages of donors that come and go. Third, workers publish to a real server that is killed and
+restarted, and messages are dropped or reordered on their way to the directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,7 +36,7 @@ from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -46,6 +48,9 @@ KEY = sketch_key(NAMESPACE.key, None)
 WORKERS = 64
 SHARED_START, DOCUMENTS, DOCUMENT_TOKENS, OWN_TOKENS = 512, 2000, 2048, 1536
 PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
+
+# Messages in a second, for how long and how often, and lookups in a second meanwhile.
+WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S = 50_000, 2, 3, 200
 
 FOLLOWED, FAULTS, FAULT_SHARE, KILLS = 4, 1000, 0.1, 3
 RESYNC_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.5
@@ -62,17 +67,29 @@ class Fleet:
         self.sketches: list[bytes] = []
         self.directory = Directory()
         self.event_us = 0.0
-        writers = [EventWriter(Emitter(number, 0, 1), EventFormat.MSGPACK) for number in range(WORKERS)]
-        for writer in writers:
+        self._writers = [EventWriter(Emitter(number, 0, 1), EventFormat.MSGPACK) for number in range(WORKERS)]
+        for writer in self._writers:
             self.directory.observe(writer.reset())
         for number in range(donors):
             document = self._documents[self._rng.integers(DOCUMENTS)]
             tokens = np.concatenate([self._start, document, self._text(OWN_TOKENS)])
             sketch = sketch_of(tokens, KEY).to_bytes()
             self.sketches.append(sketch)
-            writer = writers[number % WORKERS]
-            message = writer.registered(f"donor-{number}", NAMESPACE, "device", len(tokens), number, sketch)
+            message = self._registered(number, sketch)
             self.event_us += seconds(self.directory.observe, message) / donors * 1e6
+
+    def writes(self, count: int) -> list[bytes]:
+        """Messages that evict the oldest donors and register as many others, in turn."""
+        held, messages = len(self.sketches), []
+        for number in range(count // 2):
+            messages.append(self._writers[number % WORKERS].evicted(f"donor-{number}"))
+            messages.append(self._registered(held + number, self.sketches[number % held]))
+        return messages
+
+    def _registered(self, number: int, sketch: bytes) -> bytes:
+        tokens = SHARED_START + DOCUMENT_TOKENS + OWN_TOKENS
+        writer = self._writers[number % WORKERS]
+        return writer.registered(f"donor-{number}", NAMESPACE, "device", tokens, number, sketch)
 
     def prompt(self) -> _Tokens:
         """A prompt of several documents, int32 [PROMPT_TOKENS]."""
@@ -100,6 +117,39 @@ def lookups(fleet: Fleet) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float
                 sys.exit("A prompt of known documents has no holder.")
         rounds.append((times[0] * 1e3, times[1] * 1e3))
     return min(rounds, key=lambda times: float(np.percentile(times[1], 99)))
+
+
+def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.NDArray[np.float64], float]:
+    """Milliseconds of each lookup, float64 [lookups], and the messages in a second that the directory took meanwhile.
+
+    Messages are taken at WRITES_PER_S where the machine can, else as fast as it can.
+    """
+    directory = fleet.directory
+    prompts = [directory._fingerprints(fleet.prompt(), None) for _ in range(PROMPTS)]
+    taken, is_over, began = 0, threading.Event(), time.perf_counter()
+
+    def write() -> None:
+        nonlocal taken
+        while not is_over.is_set():
+            if taken > WRITES_PER_S * (time.perf_counter() - began):
+                time.sleep(0.001)
+            elif (message := next(messages, None)) is not None:
+                directory.observe(message)
+                taken += 1
+            else:
+                return
+
+    thread, times = threading.Thread(target=write), []
+    thread.start()
+    for number in range(LOOKUPS_PER_S * WRITE_SECONDS):
+        time.sleep(max(0.0, began + number / LOOKUPS_PER_S - time.perf_counter()))
+        asked = time.perf_counter()
+        directory._holders_of(prompts[number % PROMPTS])
+        times.append((time.perf_counter() - asked) * 1e3)
+    rate = taken / (time.perf_counter() - began)
+    is_over.set()
+    thread.join()
+    return np.array(times), rate
 
 
 def loop_over_sketches(fleet: Fleet) -> float:
@@ -233,6 +283,22 @@ def run(donors: int, results: Results) -> None:
     results.add("directory_fingerprint_p99_ms", fingerprint_p99, "ms", baseline=baseline)
     results.add("directory_event_us", fleet.event_us, "us", baseline=baseline)
     results.add("directory_memory_mib", grown, "MiB", baseline=baseline)
+    add_writes(donors, fleet, results)
+
+
+def add_writes(donors: int, fleet: Fleet, results: Results) -> None:
+    """Adds the rows of the lookups under writes, of the round with the best p99."""
+    messages = iter(fleet.writes(WRITE_ROUNDS * min(WRITES_PER_S * WRITE_SECONDS, donors)))
+    rounds = [lookups_under_writes(fleet, messages) for _ in range(WRITE_ROUNDS)]
+    p99s = [float(np.percentile(times, 99)) for times, _ in rounds]
+    p99, (times, rate) = min(zip(p99s, rounds, strict=True), key=lambda found: found[0])
+    baseline = (
+        f"{donors} donors of which some come and go, {LOOKUPS_PER_S} lookups a second for {WRITE_SECONDS} s; of "
+        f"{WRITES_PER_S} events a second this process took {rate:.0f}; p50 {np.median(times):.3f} ms, p99 of the "
+        f"rounds {', '.join(f'{each:.2f}' for each in p99s)} ms"
+    )
+    results.add("directory_lookup_under_writes_p99_ms", p99, "ms", goal=1, baseline=baseline)
+    results.add("directory_events_per_s", rate, "events/s", better="higher", goal=WRITES_PER_S, baseline=baseline)
 
 
 main = partial(run_counted, "fleet_directory", __doc__, [Count("donors", 100_000, "donors of the fleet")], run)
