@@ -367,7 +367,7 @@ class Report:
         cold = ArmFigures.of(self.samples, COLD)
         found = []
         if cold is not None and cold.ttft_s is not None:
-            where = f"{cold.timed} prompts of about {cold.prompt_tokens:,} tokens"
+            where = f"{cold.timed}, about {cold.prompt_tokens:,} tokens each"
             found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token, median of {where}"))
         for arm in dict.fromkeys(s.arm for s in self.samples if s.arm != COLD):
             if (figures := ArmFigures.of(self.samples, arm)) is not None:

@@ -226,13 +226,15 @@ def test_an_interrupt_ends_with_130(command: list[str], monkeypatch: pytest.Monk
         assert "validation: interrupted\n" in capsys.readouterr().err
 
 
-def test_an_interrupt_while_it_is_imported_ends_with_130(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_with_130(tmp_path: Path) -> None:
+    told = "import os, signal\nprint(os.environ['OMP_WAIT_POLICY'], flush=True)\n"
+    (tmp_path / "torch.py").write_text(told + "signal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment.pop("OMP_WAIT_POLICY", None)
     done = subprocess.run(
         [sys.executable, "-m", "validation"], capture_output=True, text=True, env=environment, check=False
     )
-    assert (done.returncode, done.stderr) == (130, "validation: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "passive\n", "validation: interrupted\n")
 
 
 def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(

@@ -221,7 +221,7 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample: Make
         *("cold", "cold again", "prefix cache", "unchecked", "checked", "controls")
     ]
     figures = dict(report.figures())
-    assert figures["cold"] == "400 ms to the first token, median of 3 prompts of about 2,000 tokens"
+    assert figures["cold"] == "400 ms to the first token, median of 3, about 2,000 tokens each"
     assert figures["checked"] == "100 ms, 2.0x, 95% reused, 0 of 3 changed; trap: 0 of 1 wrong"
     assert figures["controls"] == "0 of 2 unrelated prompts reused KV; logits within 1.3e-05"
     assert lines[-1] == "gates: 1 of 1 hold: wrapper_exactness 1.26e-05"
