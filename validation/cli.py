@@ -207,9 +207,9 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
-    page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
-    for path in filter(None, (options.output, page_path, options.audit_path, rows_path)):
+    for path in filter(None, (options.output, options.page, options.audit_path, rows_path)):
         check_writable(path)
+    page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
     profile = models.profile_of(options.model, options.profile)
     policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
     torch.manual_seed(options.seed)
