@@ -210,6 +210,8 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     for path in filter(None, (options.output, options.page, options.audit_path, rows_path)):
         check_writable(path)
     page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
+    if page_path is not None:
+        check_writable(page_path)
     profile = models.profile_of(options.model, options.profile)
     policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
     torch.manual_seed(options.seed)
