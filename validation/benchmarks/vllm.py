@@ -383,7 +383,7 @@ def _record(options: argparse.Namespace) -> list[str]:
     commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
-    rows = Results(measured=measured, dry=options.small)
+    rows = Results(measured=measured, dry=options.small, is_shown=False)  # shown when they are written, by their names
     problems = add_rows(arms, rows)
     runner = _RUNNERS.get(first["engine"]["runner"], "")
     rows.rows = [replace(each, name=each.name + runner) for each in rows.rows]
