@@ -16,7 +16,7 @@ import numpy as np
 
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
-from validation.replay.trace import Skipped
+from validation.replay.trace import Skipped, bounded_lines, too_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from semblend_trt.discovery.fingerprint import TokenArray
 
-# A longer line is passed over, and never held whole.
-MAX_LINE_BYTES = 64 << 20
 # Bytes of a log by which its form is told.
 HEAD_BYTES = 1 << 20
 # Prompts that are encoded together: at most so many, of about so many characters.
@@ -188,16 +186,10 @@ class PromptLog:
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Lines that are not blank, without their ends."""
-        number = 0
-        while content := self._file.readline(MAX_LINE_BYTES + 1):
-            number, size = number + 1, len(content)
-            if is_long := size > MAX_LINE_BYTES:
-                while content and not content.endswith(b"\n"):
-                    content = self._file.readline(MAX_LINE_BYTES)
-                    size += len(content)
+        for number, (content, size) in enumerate(bounded_lines(self._file), 1):
             self._on_bytes(size)
-            if is_long:
-                self.skipped.add(number, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            if why := too_long(content):
+                self.skipped.add(number, why)
                 continue
             try:
                 text = content.decode("utf-8-sig" if number == 1 else "utf-8").strip()

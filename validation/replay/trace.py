@@ -24,6 +24,7 @@ from semblend_trt.fleet.telemetry import MAX_BLOCKS, Label, Milliseconds, Tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from semblend_trt.donors.block_kind import KindMix
 
@@ -261,6 +262,21 @@ def trace_file(path: Path, requests: int | None = None) -> Trace:
 MAX_LINE_BYTES = 64 << 20
 
 
+def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Lines of a file, each cut right behind MAX_LINE_BYTES, with the bytes that it has in the file."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        size, rest = len(line), line
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+            size += len(rest)
+        yield line, size
+
+
+def too_long(line: bytes) -> str | None:
+    """Why a line that was cut is passed over; None for a whole one."""
+    return f"longer than {MAX_LINE_BYTES >> 20} MiB" if len(line) > MAX_LINE_BYTES else None
+
+
 def _content_lines(path: Path) -> Iterator[bytes]:
     """Lines, or whole files of a folder, cut right behind MAX_LINE_BYTES."""
     if path.is_dir():
@@ -269,10 +285,7 @@ def _content_lines(path: Path) -> Iterator[bytes]:
                 yield file.read(MAX_LINE_BYTES + 1)
         return
     with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            yield line
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
+        yield from (line for line, _ in bounded_lines(file))
 
 
 class _UnreadError(Exception):
@@ -284,8 +297,8 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
     form: TraceFormat | None = None
     for number, line in enumerate(lines, 1):
         try:
-            if len(line) > MAX_LINE_BYTES:
-                raise _UnreadError(f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            if why := too_long(line):
+                raise _UnreadError(why)
             if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
                 continue
             found, values = _recognised(text, form)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import byte_tokenizer
-from validation.estimate import prompts
 from validation.estimate.prompts import Encoder, LogFormat, PromptLog, encoded
+from validation.replay import trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,7 +135,7 @@ def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line: bytes, r
 
 
 def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(trace, "MAX_LINE_BYTES", 1 << 20)
     read: list[int] = []
     content = json.dumps({"prompt": "a" * (5 << 20)}).encode() + b'\n{"prompt": "b"}'
     log = PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), ENCODER, None, read.append)
