@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.directory import Verdict, Worker
+    from semblend_trt.fleet.directory import Verdict
+    from semblend_trt.fleet.routing_policy import Worker
 
     _Tokens = npt.NDArray[np.int32]
 

@@ -26,8 +26,7 @@ from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from semblend_trt.fleet.directory import Worker
-    from semblend_trt.fleet.routing_policy import RoutingPolicy
+    from semblend_trt.fleet.routing_policy import RoutingPolicy, Worker
 
     _Tokens = npt.NDArray[np.int32]
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from semblend_trt.fleet.events import (
     ProviderHeartbeat,
     UnknownEvent,
 )
+from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
 from semblend_trt.fleet.sketch_index import KnownNamespace, KnownNamespaces, Posting, warm_up
 from semblend_trt.fleet.wire import decode, donor_digest
@@ -38,10 +39,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.fleet.events import SemanticKvEvent
+    from semblend_trt.fleet.routing_policy import Worker
     from semblend_trt.fleet.sketch import PromptFingerprints
 
-# (worker_id, dp_rank)
-Worker: TypeAlias = tuple[int, int]
 
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
@@ -55,14 +55,6 @@ MOST_AHEAD_US = 86_400_000_000
 _LOOK_SECONDS = 0.05
 # Donors of cleared workers that are removed from the index with each event.
 _REMOVED_AT_ONCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A worker whose donors together hold an estimated `tokens` of a prompt's tokens."""
-
-    worker: Worker
-    tokens: int
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.directory import Holder, Worker
 
+# (worker_id, dp_rank)
+Worker: TypeAlias = tuple[int, int]
 
 MAX_SESSIONS = 65536
 BLOCK_TOKENS = 32
@@ -31,6 +32,14 @@ MAX_WORKERS = 1024
 
 class NoReplicaError(SemBlendError):
     """No replica can take a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker whose donors together hold an estimated `tokens` of a prompt's tokens."""
+
+    worker: Worker
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

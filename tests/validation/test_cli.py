@@ -253,3 +253,9 @@ def test_each_command_has_its_own_help(subcommand: str, capsys: pytest.CaptureFi
     text = " ".join(capsys.readouterr().out.split())
     assert ("130 interrupted" in text) == (subcommand != "scoreboard")
     assert ("unrelated_fires" in text) == (subcommand == "")
+
+
+def test_what_only_the_fleet_needs_is_not_needed_here() -> None:
+    absent = "import sys; sys.modules.update(dict.fromkeys(('numba', 'nats', 'msgspec', 'aiohttp')))"
+    done = subprocess.run([sys.executable, "-c", f"{absent}; import validation.cli"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

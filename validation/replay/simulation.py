@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semblend_trt.donors.eviction import DonorHistory, Eviction, EvictionPolicy, eviction_factory
-from semblend_trt.fleet.directory import Holder
-from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
+from semblend_trt.fleet.routing_policy import POLICIES, Holder, Replica, RoutingRequest
 from validation.replay.trace import NONE
 
 if TYPE_CHECKING:

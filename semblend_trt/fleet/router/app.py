@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.directory import Holder, Worker
     from semblend_trt.fleet.router.config import RouterConfig
     from semblend_trt.fleet.router.tenants import Caller
+    from semblend_trt.fleet.routing_policy import Holder, Worker
 
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from semblend_trt.fleet.directory import Directory, Worker
+    from semblend_trt.fleet.directory import Directory
     from semblend_trt.fleet.router.replicas import ReplicaSet
+    from semblend_trt.fleet.routing_policy import Worker
 
 # Why no replica answered a request.
 REFUSALS = (

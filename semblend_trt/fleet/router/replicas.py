@@ -24,8 +24,8 @@ from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Iterator, Sequence
 
-    from semblend_trt.fleet.directory import Worker
     from semblend_trt.fleet.router.config import ReplicaConfig
+    from semblend_trt.fleet.routing_policy import Worker
 
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.directory import Holder
 from semblend_trt.fleet.routing_policy import (
     BLOCK_TOKENS,
     POLICIES,
     Choice,
     ExactPrefix,
+    Holder,
     LeastLoaded,
     NoReplicaError,
     PrefixMemory,

@@ -11,9 +11,8 @@ import pytest
 import tomllib
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.directory import Holder
 from semblend_trt.fleet.router.config import KeyConfig, RouterConfig, StatusConfig, TelemetryConfig, load_config
-from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
+from semblend_trt.fleet.routing_policy import POLICIES, Holder, Replica, RoutingRequest
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "router.toml"
 LEAST = 'model = "m"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
