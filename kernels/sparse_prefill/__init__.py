@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kernels.dispatch import triton_serves
 from kernels.layout import LayeredPool
 from kernels.sparse_prefill import eager
-from kernels.sparse_prefill.rows import SequenceRows, check_rows
+from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["SequenceRows", "sparse_prefill", "write_rows"]
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
-    The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before anything is
-    written. Without sequences it does nothing.
+    With kv_factor 1 (MLA) `k` is the latent, and `v` is None. The sequences cover the rows in order. Raises ValueError,
+    naming the tensor and its bound, before anything is written. Without sequences it does nothing.
     """
     if not sequences:
         return
-    check_rows({"k": k, "v": v}, kv.geometry.kv_heads, kv, sequences)
+    check_written(k, v, kv, sequences)
     if _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
@@ -45,8 +45,9 @@ def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceR
     """Attends each query to positions 0..p of its own sequence, p being its position.
 
     `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
-    K and V of every position up to a sequence's last query must be in the pool. `scale`, above 0, multiplies the
-    scores. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
+    K and V of every position up to a sequence's last query must be in the pool, kv_factor 2. `scale`, above 0,
+    multiplies the scores. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its
+    bound.
     """
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
@@ -56,6 +57,8 @@ def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceR
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
+    if geometry.kv_factor != 2:
+        raise ValueError(f"KvGeometry.kv_factor is {geometry.kv_factor}; rows attend to K and V, 2")
     check_rows({"q": q}, q.shape[1], kv, sequences)
     if sequences and _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
@@ -67,5 +70,5 @@ def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceR
 def _triton_serves(kv: PoolLayer) -> bool:
     if not isinstance(kv.pool, LayeredPool):
         return triton_serves(kv.pool, ())
-    keys, values = kv.pool.keys[kv.layer], kv.pool.values[kv.layer]
-    return keys.stride() == values.stride() and triton_serves(keys, (values,))
+    keys, *values = (kind[kv.layer] for kind in kv.pool.kinds)
+    return all(each.stride() == keys.stride() for each in values) and triton_serves(keys, values)
