@@ -38,8 +38,12 @@ def layered_pool(
     names = in_order(caches)
     if not names:
         return None
-    shape = (kv_heads, block_size, head_dim)
     first = caches[names[0]]
+    if hasattr(attention[names[0]], "kv_lora_rank"):
+        alike = all(caches[name].shape[1:] == (block_size, head_dim) for name in names)
+        reads_back = alike and _latent_reads_back(first, attention[names[0]], block_size)
+        return LayeredPool(tuple(caches[name].unsqueeze(1) for name in names)) if reads_back else None
+    shape = (kv_heads, block_size, head_dim)
     for view in _LAYOUTS:
         if _reads_back(view, first, attention[names[0]], shape):
             pairs = [view(caches[name], *shape) for name in names]
@@ -70,6 +74,21 @@ def _reads_back(
     # [blocks, kv_heads, block_size, head_dim] -> [slots, kv_heads, head_dim]
     found = [each.transpose(1, 2).flatten(0, 1)[slots] for each in read]
     return torch.equal(found[0], keys) and torch.equal(found[1], values)
+
+
+def _latent_reads_back(cache: torch.Tensor, attention: Any, block_size: int) -> bool:
+    """Whether what the backend of a latent attention writes into a small cache of the same kind, [blocks, block_size,
+    channels], lies there as one row a slot: channels free of position first, those that turn behind them."""
+    if not callable(getattr(attention.impl, "do_kv_cache_update", None)):
+        return False
+    small = torch.zeros_like(cache.narrow(0, 0, _PROBE_BLOCKS), memory_format=torch.preserve_format)
+    generator, tokens = torch.Generator().manual_seed(0), _PROBE_BLOCKS * block_size
+    rows = torch.randn(tokens, cache.shape[-1], generator=generator).to(cache.device, cache.dtype)
+    slots = torch.randperm(tokens, generator=generator).to(cache.device)
+    latent, turning = rows.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=1)
+    written = latent.contiguous(), turning.contiguous().unsqueeze(1)
+    attention.impl.do_kv_cache_update(*written, small, slots, attention.kv_cache_dtype, attention._k_scale)
+    return torch.equal(small.flatten(0, 1)[slots], rows)
 
 
 def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:

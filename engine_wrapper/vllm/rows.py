@@ -31,7 +31,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.refusals import BACKENDS
+from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKEND
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
@@ -85,12 +85,23 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
     theirs = group.get_metadata_builder(0)
+    if name in LATENT_BACKENDS and (prefill := _prefill_backend(theirs)) != PREFILL_BACKEND:
+        raise LayoutError(
+            "attention_backend",
+            f"{name} computes its prompts by {prefill}; set mla_prefill_backend to {PREFILL_BACKEND}",
+        )
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     config.scheduler_config.max_num_seqs = max_rows
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     with set_current_vllm_config(config):
-        return type(theirs)(theirs.kv_cache_spec, theirs.layer_names, config, theirs.device)
+        return type(theirs)(theirs.kv_cache_spec, group.layer_names, config, theirs.device)
+
+
+def _prefill_backend(builder: Any) -> str | None:
+    """By which backend a latent attention computes long runs; None where this version does not tell."""
+    backend = getattr(builder, "_prefill_backend", None)
+    return None if backend is None else str(backend.get_name())
 
 
 class StepGraphs:
@@ -220,7 +231,7 @@ class VllmRows:
         found = list[torch.Tensor]()
 
         def leave(_: Any, arguments: tuple[Any, ...]) -> None:
-            keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
+            keys, values = _fresh_rows(arguments, geometry)
             found.append(check.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
             write_rows(keys, values, self._parts.cache(layer), self._sequences)
             raise _ComparedError
@@ -324,6 +335,16 @@ class VllmRows:
             positions=self._positions,
         )
         return self._parts.builder.build(0, common)
+
+
+def _fresh_rows(arguments: Sequence[Any], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with behind the queries; a latent
+    attention gets the two parts of its row, which come back as K."""
+    if geometry.kv_factor == 2:
+        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
+        return keys, values
+    latent, turning = arguments[1:3]
+    return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
 
 
 def _ir_ops() -> list[Any]:

@@ -22,6 +22,13 @@ import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation
+from semblend_trt.connector.latent_attention import (
+    PUBLISHED_CODE,
+    READ_AS,
+    check_latent,
+    latent_rotation,
+    latent_row,
+)
 from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
@@ -30,9 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
+# Model types whose attention is known. All cache K after the rotation, and all but latent attention rotate half-split
+# (NeoX) pairs.
 _ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -61,7 +71,8 @@ HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 class ModelFacts:
     """Sizes of the whole model (not of one rank's shard), its rotation, and the quantisation of its weights.
 
-    `configuration` is a digest of everything in its configuration that can change what it computes.
+    `kv_factor` is 1 where a layer's KV is one latent row of `head_dim` channels a token (MLA), else 2. `configuration`
+    is a digest of everything in its configuration that can change what it computes.
     """
 
     model_type: str
@@ -74,6 +85,7 @@ class ModelFacts:
     rope_parameters: dict[str, Any]
     quantization: str | None
     configuration: str
+    kv_factor: int = 2
 
 
 def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
@@ -92,14 +104,14 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
             f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {_ARCHITECTURES[model_type]} does "
             "not define what it means",
         )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
-        raise UnsupportedModelError(
-            "geometry",
-            f"{heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped attention that can "
-            "be moved",
-        )
+    heads = config.num_attention_heads
+    if model_type in READ_AS:
+        latent, rotary = latent_row(config)
+        kv_heads, head_dim, kv_factor = 1, latent + rotary, 1
+        rotation = latent_rotation(rope_rotation(rope, rotary), rope["rope_type"], latent)
+    else:
+        kv_heads, head_dim, kv_factor = config.num_key_value_heads, _head_dim(config), 2
+        rotation = rope_rotation(rope, head_dim)
     directory = snapshot(model, revision)
     return ModelFacts(
         model_type=model_type,
@@ -108,11 +120,24 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
-        rotation=rope_rotation(rope, head_dim),
+        rotation=rotation,
         rope_parameters=rope,
         quantization=_quantization(raw, directory),
         configuration=_configuration(raw, directory),
+        kv_factor=kv_factor,
     )
+
+
+def _head_dim(config: Any) -> int:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
+        raise UnsupportedModelError(
+            "geometry",
+            f"{heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped attention that can "
+            "be moved",
+        )
+    return head_dim
 
 
 def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
@@ -131,6 +156,9 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
         raw, _ = config_class.get_config_dict(str(model), **options)
         if raw:
             _refuse_type(raw)
+            known = READ_AS.get(raw["model_type"], raw["model_type"])
+            if known != raw["model_type"]:
+                return raw, type(auto_config.for_model(known)).from_dict({**raw, "model_type": known})
             return raw, auto_config.from_pretrained(str(model), trust_remote_code=False, **options)
     except UnsupportedModelError:
         raise
@@ -147,8 +175,10 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
 
 def _refuse_type(raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
-    if raw.get("kv_lora_rank"):
-        raise UnsupportedModelError("mla", f"model type {model_type!r} caches latent attention (MLA), not K and V")
+    if raw.get("kv_lora_rank") and model_type not in READ_AS:
+        raise UnsupportedModelError(
+            "mla", f"model type {model_type!r} caches latent attention (MLA) of a form not known"
+        )
     if raw.get("dual_chunk_attention_config"):
         raise UnsupportedModelError(
             "attention_layout",
@@ -170,11 +200,14 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         raise UnsupportedModelError(
             "unknown_architecture", f"architecture {architectures} of model type {model_type!r} is not {expected}"
         )
-    if own := (raw.get("auto_map") or {}).get("AutoModelForCausalLM"):
+    own = (raw.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if own and not (model_type in READ_AS and own == PUBLISHED_CODE):
         raise UnsupportedModelError(
             "unknown_architecture",
             f"model type {model_type!r} brings code of its own, {own}, which may compute otherwise than {expected}",
         )
+    if model_type in READ_AS:
+        check_latent(raw)
 
 
 def _refuse_attention(config: Any) -> None:
@@ -388,6 +421,11 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
             "rope_unknown", "yarn with truncate off is computed differently by different engines"
         )
     theta, factor = _number(parameters, "rope_theta"), _number(parameters, "factor")
+    if parameters.get("extrapolation_factor", 1) != 1:
+        raise UnsupportedModelError(
+            "rope_unknown",
+            f"extrapolation_factor of yarn is {parameters['extrapolation_factor']!r}; only vLLM reads it",
+        )
     if theta <= 1:
         raise UnsupportedModelError("rope_unknown", f"rope_theta is {theta:g}; yarn needs one above 1")
     original = _number(parameters, "original_max_position_embeddings")
@@ -408,11 +446,12 @@ _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn
 
 
 def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
-    """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim] or a
-    LayeredPool; None when there is none, or when its strides are not those of a pool."""
+    """The geometry for which `pool` is the model's KV pool, [blocks, layers, kv_factor, kv_heads * block_size *
+    head_dim] or a LayeredPool; None when there is none, or when its strides are not those of a pool."""
     kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
     if isinstance(pool, LayeredPool):
-        geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.keys[0].shape[2])
+        block_size = pool.keys[0].shape[2]
+        geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, block_size, facts.kv_factor)
         try:
             check_pool(pool, geometry)
         except ValueError:
@@ -421,12 +460,14 @@ def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGe
     row = kv_heads * facts.head_dim
     if not isinstance(pool, torch.Tensor) or pool.is_meta or pool.ndim != 4 or not pool.numel():
         return None
-    if tuple(pool.shape[1:3]) != (facts.num_layers, 2) or pool.shape[3] % row or pool.dtype not in SUPPORTED_DTYPES:
+    if tuple(pool.shape[1:3]) != (facts.num_layers, facts.kv_factor) or pool.shape[3] % row:
+        return None
+    if pool.dtype not in SUPPORTED_DTYPES:
         return None
     if pool.stride(3) != 1 or _has_overlaps(pool):
         return None
     # The engine may override tokens_per_block (FlashMLA does), so the pool is believed rather than the arguments.
-    return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row)
+    return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row, facts.kv_factor)
 
 
 def described(pool: Any) -> str:
