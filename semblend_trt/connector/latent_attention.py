@@ -33,6 +33,7 @@ _NEEDED = (
 # Fields that change what such a layer caches or attends to, and the values that change nothing.
 _NOT_KNOWN = {
     "index_topk": ("attention_layout", "a sparse indexer picks the tokens that it attends to"),
+    "sliding_window": ("sliding_window", "engines compute it without a window"),
     "llama_4_scaling": ("attention_layout", "queries are scaled by their position"),
     "apply_yarn_scaling": ("rope_unknown", "engines compute its RoPE in different ways"),
 }
@@ -44,6 +45,13 @@ def check_latent(raw: Mapping[str, Any]) -> None:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if raw.get(name) is None]):
         raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
+    latent, rotary = raw.get("kv_lora_rank", 1), raw.get("qk_rope_head_dim", 2)
+    if type(latent) is not int or type(rotary) is not int or latent < 1 or rotary < 2 or rotary % 2:
+        raise UnsupportedModelError(
+            "geometry",
+            f"kv_lora_rank {latent!r} and qk_rope_head_dim {rotary!r} are not a latent row that can be moved; both must "
+            "be above 0, and the second even",
+        )
     for name, (reason, what) in _NOT_KNOWN.items():
         found = raw.get(name, rope.get(name))
         if found not in (None, True):
@@ -55,15 +63,9 @@ def check_latent(raw: Mapping[str, Any]) -> None:
 
 
 def latent_row(config: Any) -> tuple[int, int]:
-    """Channels of a row that are free of position, and those behind them that turn. Raises UnsupportedModelError."""
-    latent, rotary = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if type(latent) is not int or type(rotary) is not int or latent < 1 or rotary < 2 or rotary % 2:
-        raise UnsupportedModelError(
-            "geometry",
-            f"kv_lora_rank {latent} and qk_rope_head_dim {rotary} are not a latent row that can be moved; the second "
-            "must be even, and both above 0",
-        )
-    return latent, rotary
+    """Channels of a row that are free of position, and those behind them that turn, of a configuration that was
+    checked, as Transformers understands it."""
+    return config.kv_lora_rank, config.qk_rope_head_dim
 
 
 def latent_rotation(rotation: RopeRotation, rope_type: str, latent: int) -> RopeRotation:

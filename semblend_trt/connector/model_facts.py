@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
-from kernels.rope import RopeRotation
+from kernels.rope import RopeRotation, Rotation
 from semblend_trt.connector.latent_attention import (
     PUBLISHED_CODE,
     READ_AS,
@@ -29,12 +29,13 @@ from semblend_trt.connector.latent_attention import (
     latent_rotation,
     latent_row,
 )
+from semblend_trt.connector.layer_groups import LayerGroup, check_groups, layer_groups, rotation_of
 from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 # Model types whose attention is known. All cache K after the rotation, and all but latent attention rotate half-split
@@ -69,10 +70,10 @@ HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes of the whole model (not of one rank's shard), its rotation, and the quantisation of its weights.
+    """Sizes of the whole model (not of one rank's shard), its layers, and the quantisation of its weights.
 
-    `kv_factor` is 1 where a layer's KV is one latent row of `head_dim` channels a token (MLA), else 2. `configuration`
-    is a digest of everything in its configuration that can change what it computes.
+    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate. `configuration` is a digest
+    of everything in its configuration that can change what it computes.
     """
 
     model_type: str
@@ -81,11 +82,23 @@ class ModelFacts:
     kv_heads: int
     head_dim: int
     max_positions: int
-    rotation: RopeRotation
+    groups: tuple[LayerGroup, ...]
     rope_parameters: dict[str, Any]
     quantization: str | None
     configuration: str
-    kv_factor: int = 2
+
+    def __post_init__(self) -> None:
+        check_groups(self.groups, self.num_layers)
+
+    @property
+    def rotation(self) -> Rotation:
+        """How keys move, layer by layer where layers differ."""
+        return rotation_of(self.groups)
+
+    @property
+    def kv_factor(self) -> int:
+        """2 (K and V), or 1 where a layer's KV is one latent row of `head_dim` channels a token (MLA)."""
+        return 1 if all(group.attention == "latent" for group in self.groups) else 2
 
 
 def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
@@ -96,7 +109,6 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
     """
     raw, config = _load_config(model, revision)
     model_type = raw["model_type"]
-    _refuse_attention(config)
     rope = rope_parameters(raw, config)
     if model_type not in _PARTIAL_ROTARY and partial_rotary_factor(rope) != 1.0:
         raise UnsupportedModelError(
@@ -104,38 +116,39 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
             f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {_ARCHITECTURES[model_type]} does "
             "not define what it means",
         )
-    heads = config.num_attention_heads
-    if model_type in READ_AS:
+    heads, layers, is_latent = config.num_attention_heads, config.num_hidden_layers, model_type in READ_AS
+    if is_latent:
         latent, rotary = latent_row(config)
-        kv_heads, head_dim, kv_factor = 1, latent + rotary, 1
+        kv_heads, head_dim = 1, latent + rotary
         rotation = latent_rotation(rope_rotation(rope, rotary), rope["rope_type"], latent)
     else:
-        kv_heads, head_dim, kv_factor = config.num_key_value_heads, _head_dim(config), 2
+        kv_heads, head_dim = config.num_key_value_heads, _head_dim(config)
         rotation = rope_rotation(rope, head_dim)
     directory = snapshot(model, revision)
+    groups = layer_groups(config, [rotation] * layers, is_latent=is_latent)
+    _refuse_windows(groups, config)
     return ModelFacts(
         model_type=model_type,
-        num_layers=config.num_hidden_layers,
+        num_layers=layers,
         num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
-        rotation=rotation,
+        groups=groups,
         rope_parameters=rope,
         quantization=_quantization(raw, directory),
         configuration=_configuration(raw, directory),
-        kv_factor=kv_factor,
     )
 
 
 def _head_dim(config: Any) -> int:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
+    if min(layers, heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
         raise UnsupportedModelError(
             "geometry",
-            f"{heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped attention that can "
-            "be moved",
+            f"{layers} layers of {heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped "
+            "attention that can be moved",
         )
     return head_dim
 
@@ -210,17 +223,13 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         check_latent(raw)
 
 
-def _refuse_attention(config: Any) -> None:
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if window is not None and window < config.max_position_embeddings and layer_types != {"full_attention"}:
+def _refuse_windows(groups: Sequence[LayerGroup], config: Any) -> None:
+    if any(group.window is not None for group in groups):
         raise UnsupportedModelError(
             "sliding_window",
-            f"a sliding window of {window} tokens is in use, shorter than the {config.max_position_embeddings} "
-            "positions of the model; KV outside it is dropped by the engine",
+            f"a sliding window of {config.sliding_window} tokens is in use, shorter than the "
+            f"{config.max_position_embeddings} positions of the model; KV outside it is dropped by the engine",
         )
-    if layer_types - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError("attention_layout", f"layer types {sorted(layer_types)} are not all full attention")
 
 
 def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
