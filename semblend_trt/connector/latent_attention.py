@@ -45,12 +45,11 @@ def check_latent(raw: Mapping[str, Any]) -> None:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if raw.get(name) is None]):
         raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
-    latent, rotary = raw.get("kv_lora_rank", 1), raw.get("qk_rope_head_dim", 2)
-    if type(latent) is not int or type(rotary) is not int or latent < 1 or rotary < 2 or rotary % 2:
+    sizes = {name: raw.get(name, 2) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")}
+    if any(type(size) is not int or size < 1 for size in sizes.values()) or sizes["qk_rope_head_dim"] % 2:
+        told = ", ".join(f"{name} {size!r}" for name, size in sizes.items())
         raise UnsupportedModelError(
-            "geometry",
-            f"kv_lora_rank {latent!r} and qk_rope_head_dim {rotary!r} are not a latent row that can be moved; both must "
-            "be above 0, and the second even",
+            "geometry", f"{told} make no latent rows that can be moved; all must be above 0, and the last even"
         )
     for name, (reason, what) in _NOT_KNOWN.items():
         found = raw.get(name, rope.get(name))

@@ -155,7 +155,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("unknown_model_type", LLAMA, {"model_type": None}),
     ("unknown_architecture", LLAMA, {"architectures": ["OtherForCausalLM"]}),
     ("unknown_architecture", LLAMA, {"auto_map": OWN_CODE}),
-    ("mla", LLAMA, {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
+    ("mla", LLAMA, {"model_type": "deepseek_v2", "kv_lora_rank": 512}),
     ("multimodal", QWEN2, {"model_type": "qwen2_vl", "vision_config": {}}),
     ("sliding_window", MISTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN2, WINDOW),
@@ -416,7 +416,7 @@ def test_a_value_that_is_no_number_never_makes_a_rotation(kind: str, values: dic
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
 ROW = KV_HEADS * HEAD_DIM * BLOCK
-FACTS = SimpleNamespace(num_layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+FACTS = SimpleNamespace(num_layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_factor=2)
 
 
 def test_a_pool_and_a_part_of_a_larger_one():
