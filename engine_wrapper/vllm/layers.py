@@ -40,9 +40,10 @@ def layered_pool(
         return None
     first = caches[names[0]]
     if hasattr(attention[names[0]], "kv_lora_rank"):
-        alike = all(caches[name].shape[1:] == (block_size, head_dim) for name in names)
-        reads_back = alike and _latent_reads_back(first, attention[names[0]], block_size)
-        return LayeredPool(tuple(caches[name].unsqueeze(1) for name in names)) if reads_back else None
+        rows = [_latent_rows(caches[name], block_size, head_dim) for name in names]
+        found = tuple(each for each in rows if each is not None)
+        is_known = len(found) == len(names) and _latent_reads_back(found[0], attention[names[0]])
+        return LayeredPool(found) if is_known else None
     shape = (kv_heads, block_size, head_dim)
     for view in _LAYOUTS:
         if _reads_back(view, first, attention[names[0]], shape):
@@ -76,14 +77,20 @@ def _reads_back(
     return torch.equal(found[0], keys) and torch.equal(found[1], values)
 
 
-def _latent_reads_back(cache: torch.Tensor, attention: Any, block_size: int) -> bool:
-    """Whether what the backend of a latent attention writes into a small cache of the same kind, [blocks, block_size,
-    channels], lies there as one row a slot: channels free of position first, those that turn behind them."""
+def _latent_rows(cache: torch.Tensor, block_size: int, head_dim: int) -> torch.Tensor | None:
+    """The cache of a latent attention as [blocks, 1, block_size, head_dim]; before vLLM 0.32 it is without the 1."""
+    rows = cache.unsqueeze(1) if cache.ndim == 3 else cache
+    return rows if rows.shape[1:] == (1, block_size, head_dim) else None
+
+
+def _latent_reads_back(cache: torch.Tensor, attention: Any) -> bool:
+    """Whether what the backend of a latent attention writes into a small cache of the same kind lies there as one row a
+    slot: channels free of position first, those that turn behind them."""
     if not callable(getattr(attention.impl, "do_kv_cache_update", None)):
         return False
-    small = torch.zeros_like(cache.narrow(0, 0, _PROBE_BLOCKS), memory_format=torch.preserve_format)
-    generator, tokens = torch.Generator().manual_seed(0), _PROBE_BLOCKS * block_size
-    rows = torch.randn(tokens, cache.shape[-1], generator=generator).to(cache.device, cache.dtype)
+    small = torch.zeros_like(cache[:_PROBE_BLOCKS, 0], memory_format=torch.preserve_format)
+    generator, tokens = torch.Generator().manual_seed(0), small.shape[0] * small.shape[1]
+    rows = torch.randn(tokens, small.shape[2], generator=generator).to(cache.device, cache.dtype)
     slots = torch.randperm(tokens, generator=generator).to(cache.device)
     latent, turning = rows.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=1)
     written = latent.contiguous(), turning.contiguous().unsqueeze(1)

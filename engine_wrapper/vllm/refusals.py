@@ -20,8 +20,8 @@ OLDEST = (0, 25)
 # Those of latent attention come last; TRITON_MLA reserves memory for sequences times splits of their keys.
 LATENT_BACKENDS = ("FLASH_ATTN_MLA", "CPU_MLA")
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
-# What computes the long runs of a latent attention's rows.
-PREFILL_BACKEND = "FLASH_ATTN"
+# What computes the longer runs of a latent attention's rows: on a card, and on a CPU from vLLM 0.32 on.
+PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 # A sentence for each reason that counts, which says what to change.
 REASONS = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",

@@ -31,7 +31,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKEND
+from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
@@ -85,10 +85,10 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
     theirs = group.get_metadata_builder(0)
-    if name in LATENT_BACKENDS and (prefill := _prefill_backend(theirs)) != PREFILL_BACKEND:
+    if name in LATENT_BACKENDS and (prefill := _prefill_backend(theirs)) not in PREFILL_BACKENDS:
         raise LayoutError(
             "attention_backend",
-            f"{name} computes its prompts by {prefill}; set mla_prefill_backend to {PREFILL_BACKEND}",
+            f"{name} computes its prompts by {prefill}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}",
         )
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
