@@ -34,6 +34,7 @@ def model_at(path: Path) -> Any:
         ("mistral", {"head_dim": 24}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         *((family, {}) for family in MIXTURES),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True}),
         ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ],
 )
