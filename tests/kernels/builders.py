@@ -115,7 +115,8 @@ def rows_at(first_row: int, positions: Sequence[int], block_ids: Sequence[int]) 
 class Batch:
     """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row.
 
-    `on` is where the operations run; `expected` lies on the CPU.
+    With a `window` the KV of tokens that no row sees is NaN. `on` is where the operations run; `expected` lies on the
+    CPU.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Batch:
         head_dim: int = 16,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        window: int | None = None,
     ) -> None:
         self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
         generator = torch.Generator().manual_seed(3)
@@ -139,6 +141,9 @@ class Batch:
         for own, ids in zip(positions, blocks, strict=True):
             reached = torch.arange(own[-1] + 1)
             kv = torch.randn(len(reached), 2, 2, kv_heads, head_dim, generator=generator).to(dtype)
+            if window is not None:
+                seen = {token for position in own for token in range(max(0, position - window + 1), position + 1)}
+                kv[sorted(set(reached.tolist()) - seen)] = math.nan
             view[ids[reached // block_size], :, :, :, reached % block_size] = kv
             self.sequences.append(SequenceRows(rows, torch.tensor(own), ids))
             rows += len(own)
