@@ -77,7 +77,7 @@ def test_a_norm_over_all_heads_is_refused_for_several_ranks_and_kept(tmp_path: P
     model, ranks = model_at(save_tiny_model("olmo2", tmp_path)), Ranks()
     ranks.size = 2
     before = {name: each.shape for name, each in model.named_parameters()}
-    with pytest.raises(ConfigurationError, match="olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"):
+    with pytest.raises(ConfigurationError, match=r"olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"):
         keep_shard(model, ranks)
     assert {name: each.shape for name, each in model.named_parameters()} == before
 
