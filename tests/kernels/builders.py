@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from kernels.deviation import FreshRows
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
-from kernels.rope import RopeRotation
+from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def rotation_of(rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> RopeRotation:
     frequencies = tuple(1e4 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2))
     return RopeRotation(frequencies, rotary_dim, interleaved, first_channel)
+
+
+def rotations_of(layers: int, rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> LayerRotations:
+    """Two kinds of layers that turn differently, and a third that does not turn at all."""
+    fast = rotation_of(rotary_dim, interleaved, first_channel)
+    slow = replace(fast, inverse_frequencies=tuple(each / 7 for each in fast.inverse_frequencies))
+    none = replace(fast, inverse_frequencies=(0.0,) * (rotary_dim // 2))
+    return LayerRotations((fast, none, slow), tuple((0, 2, 2, 1)[layer % 4] for layer in range(layers)))
 
 
 def geometry_of(

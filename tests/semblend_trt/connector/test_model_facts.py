@@ -126,6 +126,7 @@ def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
     facts = model_facts(str(write_config(tmp_path, config)))
     assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
     assert facts.head_dim == (getattr(config, "head_dim", None) or 64)
+    assert [(group.layers, group.attention, group.window) for group in facts.groups] == [((0, 1, 2), "full", None)]
     assert facts.model_type == config.model_type
     assert facts.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
     assert facts.quantization is None
@@ -179,6 +180,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("rope_partial", LLAMA, {"rope_parameters": rope("default", partial_rotary_factor=0.5)}),
     ("rope_partial", LLAMA, {"partial_rotary_factor": 0.5}),
     ("geometry", LLAMA, {"num_key_value_heads": 3}),
+    ("geometry", LLAMA, {"num_hidden_layers": 0}),
     ("geometry", SUPPORTED["qwen2"][0], {"num_attention_heads": 0}),
     ("kv_quantized", LLAMA, {"quantization_config": FP8_KV}),
 ]
