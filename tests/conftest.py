@@ -39,9 +39,8 @@ VOCAB_SIZE = 257  # one token a byte, and the end of text
 EOS_TOKEN_ID = 256
 
 FAMILIES = SUPPORTED_MODEL_TYPES
+# Mixtures of experts, whose layers are never fused.
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
-# Families whose layers the embedded engine runs fused on a card.
-FUSED = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 # Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
 _ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

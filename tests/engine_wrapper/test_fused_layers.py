@@ -17,9 +17,10 @@ from engine_wrapper.layer_schedule import build_schedule
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
-from tests.conftest import FAMILIES, FUSED
+from tests.conftest import FAMILIES
 from tests.engine_wrapper.forward_bench import (
     DEVICE,
+    FUSED,
     NUM_LAYERS,
     Bench,
     attach_pool,
@@ -68,7 +69,7 @@ def test_an_unknown_layer_keeps_the_models_own_layers(tiny_qwen2_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in FUSED])
-def test_other_families_keep_the_models_own_layers(tiny_model_paths: dict[str, Path], family: str) -> None:
+def test_a_family_that_is_not_known_keeps_the_models_own_layers(tiny_model_paths: dict[str, Path], family: str) -> None:
     bench = Bench(load(tiny_model_paths[family]), fused=False)
     assert SparseForward(bench.model, bench.pool, bench.geometry, fused=True).fused is None
 

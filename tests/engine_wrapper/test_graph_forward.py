@@ -16,9 +16,9 @@ from engine_wrapper.layer_schedule import build_schedule
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.conftest import FUSED
 from tests.engine_wrapper.forward_bench import (
     DEVICE,
+    FUSED,
     NUM_LAYERS,
     SIZES,
     TOLERANCE,

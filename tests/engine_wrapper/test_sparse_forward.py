@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.layer_schedule import build_schedule
 from semblend_trt.plan import CheckEvidence, SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.conftest import FAMILIES, FUSED, MIXTURES
+from tests.conftest import FAMILIES, MIXTURES
 from tests.engine_wrapper.forward_bench import (
     BLOCK_SIZE,
     DEVICE,
+    FUSED,
     KEEP_ALL,
     NUM_LAYERS,
     SIZES,

@@ -56,6 +56,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
     # The layer in the middle has no RoPE.
     "smollm3": {"no_rope_layer_interval": 2},
+    # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625,
+        "logits_scaling": 8.0,
+    },
 }
 
 

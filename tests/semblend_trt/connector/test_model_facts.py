@@ -18,9 +18,11 @@ from transformers import (
     AutoConfig,
     AutoModel,
     Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -29,9 +31,11 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+from transformers.models.granite.modeling_granite import GraniteRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -89,6 +93,9 @@ SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
         Glm4MoeRotaryEmbedding,
     ),
     "smollm3_rope_in_all": (SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 1]), SmolLM3RotaryEmbedding),
+    "granite": (GraniteConfig(**SMALL, rope_parameters=rope("default", 5e6)), GraniteRotaryEmbedding),
+    "olmo2": (Olmo2Config(**SMALL, rope_parameters=rope("default", 5e5)), Olmo2RotaryEmbedding),
+    "olmo2_yarn": (Olmo2Config(**SMALL, rope_parameters=rope("yarn", **YARN)), Olmo2RotaryEmbedding),
     "phi3_partial": (
         Phi3Config(**SMALL, pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
         Phi3RotaryEmbedding,
