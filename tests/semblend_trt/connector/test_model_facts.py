@@ -135,7 +135,7 @@ def test_the_rotation_is_the_models_own(tmp_path: Path, name: str) -> None:
     ids=str,
 )
 def test_layers_without_rope_do_not_turn(tmp_path: Path, given: dict[str, Any], turning: list[int]) -> None:
-    config = SmolLM3Config(**SMALL | {"num_hidden_layers": 9}, **given)
+    config = SmolLM3Config(**SMALL | {"num_hidden_layers": 9, "pad_token_id": None}, **given)
     facts = model_facts(write_config(tmp_path, config))
     assert [attention.use_rope for attention in _attentions(config)] == turning
     assert [int(not facts.rotation.of_layer(layer).is_still) for layer in range(9)] == turning
