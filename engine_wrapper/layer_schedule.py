@@ -18,7 +18,7 @@ import torch
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
 from kernels.layout import KvGeometry, PagedKv
-from kernels.rope import RopeRotation
+from kernels.rope import still
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.rows import to_device
 
@@ -141,11 +141,10 @@ class DeviationCheck:
         if not moves:
             return torch.empty(0, dtype=torch.float32, device=pool.device)
         # The donor's keys were rotated when they were placed into the pool.
-        planes = geometry.head_dim // 2
-        still = RopeRotation((0.0,) * planes, 2 * planes)
+        placed = still(geometry.head_dim)
         if ranks is None or ranks.size == 1:
-            return deviation(moves, fresh, self.layer, still).amax(0)
-        return relative(ranks.total(squares(moves, fresh, self.layer, still))).amax(0)
+            return deviation(moves, fresh, self.layer, placed).amax(0)
+        return relative(ranks.total(squares(moves, fresh, self.layer, placed))).amax(0)
 
     def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
         """The schedule from this layer on, its tensors on the host, and the checks' evidence.

@@ -7,8 +7,12 @@ so a key moves by `s` positions when it is rotated by R(s); a scaling of cos and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,7 @@ class RopeRotation:
     `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `rotary_dim` channels of a
     head rotate, from `first_channel` on (0, or the end of the latent in MLA); the others stay. Counted from there, a
     plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. The connector serves no interleaved model
-    today.
+    today. Frequencies that are all 0 are those of a layer without RoPE: its keys stay as they are, bit for bit.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -40,15 +44,97 @@ class RopeRotation:
         """The channel behind the last one that rotates."""
         return self.first_channel + self.rotary_dim
 
+    @property
+    def kinds(self) -> tuple[RopeRotation, ...]:
+        """The rotations that layers have."""
+        return (self,)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether it turns nothing."""
+        return not any(self.inverse_frequencies)
+
+    def of_layer(self, layer: int) -> RopeRotation:  # noqa: ARG002 - all layers have it
+        """The rotation of `layer`."""
+        return self
+
+    def layers(self, first: int, end: int) -> RopeRotation:  # noqa: ARG002 - all layers have it
+        """The rotation of layers `first .. end - 1`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRotations:
+    """Rotations that differ by layer: layer i turns by `kinds[kind_of_layer[i]]`.
+
+    All kinds turn the same channels in the same planes; they differ in their frequencies. Raises ValueError otherwise,
+    and for a layer whose kind there is not.
+    """
+
+    kinds: tuple[RopeRotation, ...]
+    kind_of_layer: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        planes = {(kind.rotary_dim, kind.interleaved, kind.first_channel) for kind in self.kinds}
+        if len(planes) != 1:
+            raise ValueError(
+                f"rotations of layers turn {sorted(planes)} (rotary_dim, interleaved, first_channel); all must "
+                "turn the same channels"
+            )
+        if not all(0 <= kind < len(self.kinds) for kind in self.kind_of_layer):
+            raise ValueError(f"kind_of_layer is {self.kind_of_layer}, not all in 0..{len(self.kinds) - 1}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotate."""
+        return self.kinds[0].rotary_dim
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether a plane is two neighbouring channels."""
+        return self.kinds[0].interleaved
+
+    @property
+    def first_channel(self) -> int:
+        """The first channel that rotates."""
+        return self.kinds[0].first_channel
+
+    @property
+    def end_channel(self) -> int:
+        """The channel behind the last one that rotates."""
+        return self.kinds[0].end_channel
+
+    def of_layer(self, layer: int) -> RopeRotation:
+        """The rotation of `layer`."""
+        return self.kinds[self.kind_of_layer[layer]]
+
+    def layers(self, first: int, end: int) -> LayerRotations:
+        """The rotations of layers `first .. end - 1`."""
+        return LayerRotations(self.kinds, self.kind_of_layer[first:end])
+
+
+Rotation = RopeRotation | LayerRotations
+
+
+def still(rotary_dim: int) -> RopeRotation:
+    """The rotation that turns nothing, of a layer without RoPE."""
+    return RopeRotation((0.0,) * (rotary_dim // 2), rotary_dim)
+
+
+def by_layer(rotations: Sequence[RopeRotation]) -> Rotation:
+    """The rotation of a model whose layers have `rotations`, one each; one for all where they are equal."""
+    kinds = tuple(dict.fromkeys(rotations))
+    return kinds[0] if len(kinds) == 1 else LayerRotations(kinds, tuple(map(kinds.index, rotations)))
+
 
 def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
     """Rotates `keys` [..., tokens, head_dim] by `shift` positions; same shape and dtype, computed in at least float32.
 
-    A shift of 0 returns `keys` itself. float8_e4m3fn saturates at its largest value, which a rotation may exceed.
-    Raises ValueError when the rotated channels exceed `head_dim`.
+    A shift of 0 and a rotation that turns nothing return `keys` itself. float8_e4m3fn saturates at its largest value,
+    which a rotation may exceed. Raises ValueError when the rotated channels exceed `head_dim`.
     """
     check_head_dim(keys.shape[-1], rotation, "keys")
-    if shift == 0:
+    if shift == 0 or rotation.is_still:
         return keys
     math_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
     factors = rotary_factors(torch.tensor(shift), rotation).to(math_dtype).to(keys.device, non_blocking=True)
@@ -85,7 +171,7 @@ def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def check_head_dim(head_dim: int, rotation: RopeRotation, name: str) -> None:
+def check_head_dim(head_dim: int, rotation: Rotation, name: str) -> None:
     """Raises ValueError when `rotation` turns channels that a head of `head_dim` does not have."""
     if head_dim < rotation.end_channel:
         behind = f" behind the first_channel {rotation.first_channel}" if rotation.first_channel else ""

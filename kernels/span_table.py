@@ -4,12 +4,15 @@ All that changes with a plan is in the table, so no plan compiles a kernel again
 
 - two target records and then one span record a span, `RECORD_WORDS` each;
 - `tiles`: two words each, the span's index and the first token of the tile within the span;
-- `factors`: cos and sin of each distinct shift, float32 [shifts, 2, rotary_dim / 2];
+- `factors`: cos and sin of each distinct shift, float32 [shifts, 2, rotary_dim / 2]; of each kind of layer, if they
+  turn differently, [kinds, shifts, 2, rotary_dim / 2];
+- if they do, the row of factors of each shift and layer, [shifts, layers], -1 for a layer without RoPE;
 - addresses, of each layer K and V (kv_factor 1: the latent row), and block ids.
 
 A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
 block; the word of its first block id. A contiguous tensor is one block. A span record continues with the source's first
-position, the target's, the length, the row of factors (-1: K is copied) and the first output column. One address for
+position, the target's, the length, the row of factors (or the word of its layers' rows; -1: K is copied) and the first
+output column. One address for
 each layer and kind costs a kernel no time: it is read beside the block ids, and both need the record first.
 
 Addresses and strides are counted in units of `unit_bytes`; addresses count from the tensor that the kernel gets as an
@@ -33,6 +36,7 @@ import triton.language as tl
 
 from kernels.kv_move.move import sizes_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv
+from kernels.rope import LayerRotations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kernels.kv_move.move import Move
-    from kernels.rope import RopeRotation
+    from kernels.rope import RopeRotation, Rotation
 
 RECORD_WORDS = 16
 SPANS_AT = 2 * RECORD_WORDS
@@ -115,7 +119,7 @@ def span_table(
     base: torch.Tensor,
     targets: tuple[Memory, Memory],
     target_position: int,
-    rotation: RopeRotation,
+    rotation: Rotation,
     tile_tokens: int,
     target_layers: int = 0,
 ) -> SpanTable:
@@ -133,12 +137,13 @@ def span_table(
     lengths = np.array([move.length for move in moves], np.int64)
     tiles = -(-lengths // tile_tokens)
     shifts = sorted({move.shift for move in moves} - {0})
-    planes = len(rotation.inverse_frequencies)
+    turning, rows = _factor_rows(len(shifts), rotation)
 
     tiles_at = SPANS_AT + RECORD_WORDS * len(moves)
     num_tiles = int(tiles.sum())
     factors_at = tiles_at + 2 * num_tiles
-    addresses_at = factors_at + 2 * math.ceil(len(shifts) * planes / 2)
+    rows_at = factors_at + 2 * math.ceil(len(shifts) * len(turning) * rotation.rotary_dim / 4)
+    addresses_at = rows_at + rows.size
     ids_at = addresses_at + len(memories) * layers * kinds
     end = ids_at + sum(len(memory.block_ids) for memory in memories)
 
@@ -153,13 +158,16 @@ def span_table(
         words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
     columns = np.cumsum(lengths) - lengths
     for index, move in enumerate(moves):
-        factor = shifts.index(move.shift) if move.shift else -1
+        factor = shifts.index(move.shift) if move.shift and turning else -1
+        if factor >= 0 and rows.size:
+            factor = rows_at + factor * rows.shape[1]
         span = (move.source_start, move.target_start - target_position, move.length, factor, columns[index])
         record = SPANS_AT + RECORD_WORDS * index
         words[record : record + 11] = (*records[id(sources[id(move.source)])], *span)
     _write_tiles(words[tiles_at:factors_at], tiles, tile_tokens)
-    if shifts:
-        _write_factors(words[factors_at:], shifts, rotation)
+    words[rows_at:addresses_at] = rows.reshape(-1)
+    if shifts and turning:
+        _write_factors(words[factors_at:], shifts, turning)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
 
 
@@ -199,10 +207,22 @@ def _write_tiles(words: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], til
     pairs[:, 1] = (np.arange(len(pairs)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
 
 
-def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], rotation: RopeRotation) -> None:
+def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], npt.NDArray[np.int64]]:
+    """The rotations that have factors, and the row of each shift and layer among them, int64 [shifts, layers]; without
+    rows, each shift has its own for all layers."""
+    turning = [kind for kind in rotation.kinds if not kind.is_still]
+    if not isinstance(rotation, LayerRotations):
+        return turning, np.empty((0, 0), np.int64)
+    first = [-1 if kind.is_still else turning.index(kind) * shifts for kind in rotation.kinds]
+    layers = np.array(first, np.int64)[np.array(rotation.kind_of_layer, np.int64)]
+    return turning, np.where(layers < 0, -1, layers + np.arange(shifts)[:, None])
+
+
+def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], turning: Sequence[RopeRotation]) -> None:
     """Angles are taken in float64: a shift times a frequency loses its fraction in float32."""
-    angles = np.outer(np.array(shifts, np.float64), np.array(rotation.inverse_frequencies, np.float64))
-    factors = np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+    frequencies = np.array([rotation.inverse_frequencies for rotation in turning], np.float64)
+    angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
+    factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
     words.view(np.float32)[: factors.size] = factors.reshape(-1)
 
 
@@ -224,7 +244,7 @@ class Tiling:
         return int(min(128, max(1, self.tile_bytes // row_bytes)))
 
 
-def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: RopeRotation) -> dict[str, Any]:
+def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rotation) -> dict[str, Any]:
     """The compile-time arguments that the kernels share: they follow from the model, not from a plan."""
     # No model that the connector serves today rotates interleaved pairs or from a later channel than 0 (MLA).
     half = rotation.rotary_dim // 2

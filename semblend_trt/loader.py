@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kernels.layout import KvGeometry
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
     from semblend_trt.runtime import LayerReadiness
@@ -57,7 +57,7 @@ class PlanLoader:
         store: DonorStore,
         pool: torch.Tensor,
         geometry: KvGeometry,
-        rotation: RopeRotation,
+        rotation: Rotation,
         readiness: LayerReadiness,
         reader: HostReader | None,
     ) -> None:

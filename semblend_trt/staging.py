@@ -20,7 +20,7 @@ from semblend_trt.streams import Event, current_stream, finish, on, record, side
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
     from semblend_trt.donors.host_tier import HostKv
 
 
@@ -83,7 +83,7 @@ class Staging:
 class HostReader:
     """Places spans of host donors into a pool: copied to `staging` on one stream, rotated and scattered on another."""
 
-    def __init__(self, device: torch.device, rotation: RopeRotation, staging: Staging) -> None:
+    def __init__(self, device: torch.device, rotation: Rotation, staging: Staging) -> None:
         self._rotation, self._staging = rotation, staging
         self._copies, self._moves = side_stream(device), side_stream(device)
 
@@ -135,7 +135,7 @@ class HostReader:
 class HostWriter:
     """Copies paged KV between the device and host memory, through one slot, on the stream that is current."""
 
-    def __init__(self, rotation: RopeRotation, staging: Staging | None) -> None:
+    def __init__(self, rotation: Rotation, staging: Staging | None) -> None:
         self._rotation = rotation
         self._staging = staging
 

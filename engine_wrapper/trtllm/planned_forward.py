@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from kernels.layout import KvGeometry
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.ranks import Ranks
     from semblend_trt.runtime import Runtime
@@ -72,7 +72,7 @@ class PlannedDecoder:
     forward: Callable[..., torch.Tensor]
     pool: torch.Tensor
     geometry: KvGeometry
-    rotation: RopeRotation
+    rotation: Rotation
     ranks: Ranks
 
     def run(
@@ -159,7 +159,7 @@ class PlannedForward:
         manager: Any,
         runtime: Runtime,
         pool: torch.Tensor,
-        rotation: RopeRotation,
+        rotation: Rotation,
         max_rows: int | None,
     ) -> None:
         """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""

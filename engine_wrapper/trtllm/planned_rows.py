@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
     from semblend_trt.ranks import Ranks
 
 # Options of an attention call that change its result and are not supported; given alone or in `forward_args`.
@@ -68,7 +68,7 @@ class PlannedRows:
         schedule: LayerSchedule,
         pool: torch.Tensor,
         geometry: KvGeometry,
-        rotation: RopeRotation,
+        rotation: Rotation,
         ranks: Ranks,
         evidence_sink: EvidenceSink | None = None,
         lowest: bool = False,
@@ -84,7 +84,12 @@ class PlannedRows:
         self.found: torch.Tensor | None = None
         self.positions = schedule.positions
         self._rotation = rotation
-        self._factors = rotary_factors(schedule.positions[:, None], rotation).float()
+        # Of each kind of layer that turns.
+        self._factors = {
+            kind: rotary_factors(schedule.positions[:, None], kind).float()
+            for kind in rotation.kinds
+            if not kind.is_still
+        }
 
     @property
     def num_tokens(self) -> int:
@@ -120,8 +125,9 @@ class PlannedRows:
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
-        if attention.rope_fusion:
-            queries, keys = (rotate(each, self._factors, self._rotation) for each in (queries, keys))
+        own = self._rotation.of_layer(layer)
+        if attention.rope_fusion and own in self._factors:
+            queries, keys = (rotate(each, self._factors[own], own) for each in (queries, keys))
         check = self._schedule.check
         if check is not None and check.layer == layer:
             self.found = check.deviations(keys, values, self._pool, self._geometry, self._ranks)
@@ -147,7 +153,8 @@ class PlannedRows:
         keep = stage.keep
         if keep is None:
             return rows
-        self.positions, self._factors = self.positions.index_select(0, keep), self._factors.index_select(1, keep)
+        self.positions = self.positions.index_select(0, keep)
+        self._factors = {kind: factors.index_select(1, keep) for kind, factors in self._factors.items()}
         return [None if each is None else each.index_select(0, keep) for each in rows]
 
 

@@ -33,13 +33,14 @@ from kernels.kv_move import Move, eager, kv_move
 from kernels.kv_move.move import check_moves, planes_of, sizes_of
 from kernels.layout import ContiguousKv
 from kernels.results import say
-from kernels.rope import RopeRotation
+from kernels.rope import RopeRotation, by_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.layout import PagedKv
     from kernels.results import Results
+    from kernels.rope import Rotation
     from kernels.span_table import Tiling
 
 GOAL_TOKENS = 24576
@@ -86,7 +87,7 @@ def kernel_ms(
     moves: Sequence[Move],
     target: PagedKv | ContiguousKv,
     tiling: Tiling | None = None,
-    rotation: RopeRotation = ROTATION,
+    rotation: Rotation = ROTATION,
 ) -> float:
     """Milliseconds of the kernel alone, its table ready on the card."""
     from kernels.kv_move import triton_move
@@ -155,14 +156,18 @@ def _measure_layout(results: Results, layout: str) -> None:
 
 
 def _measure_variants(results: Results) -> None:
-    """Unshifted, half of the channels rotated (GLM-4.5), three donors, from a pool, fp8 (which the connector refuses
-    today), from pinned memory, the checks."""
+    """Unshifted, half of the channels rotated (GLM-4.5), two rotations (Gemma 3), three donors, from a pool, fp8 (which
+    the connector refuses today), from pinned memory, the checks."""
     tokens = GOAL_TOKENS
     donor, target = random_donor(tokens), random_pool(tokens + 32)
     add_share(results, "kv_move_unshifted", kernel_ms([Move(donor, 0, 0, tokens)], target), bytes_moved(tokens))
     half = RopeRotation(ROTATION.inverse_frequencies[::2], ROTATION.rotary_dim // 2)
     milliseconds = kernel_ms([Move(donor, 0, SHIFT, tokens)], target, rotation=half)
     add_share(results, "kv_move_partial", milliseconds, bytes_moved(tokens))
+    slow = RopeRotation(tuple(each / 7 for each in ROTATION.inverse_frequencies), ROTATION.rotary_dim)
+    layers = by_layer([slow if layer % 6 else ROTATION for layer in range(QWEN_7B.num_layers)])
+    milliseconds = kernel_ms([Move(donor, 0, SHIFT, tokens)], target, rotation=layers)
+    add_share(results, "kv_move_two_kinds_of_layers", milliseconds, bytes_moved(tokens))
     third = tokens // 3
     spans = [Move(random_donor(third + 9), index, index * (third + 5), third) for index in range(3)]
     add_share(results, "kv_move_three_donors", kernel_ms(spans, target), bytes_moved(tokens))

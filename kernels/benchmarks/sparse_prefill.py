@@ -1,4 +1,4 @@
-"""Measures sparse_prefill and write_rows: dense against torch's flash SDPA, sparse rows, short suffixes and decode.
+"""Measures sparse_prefill and write_rows: dense against torch's flash SDPA, sparse rows, suffixes, windows and decode.
 
 One part measures how a captured launch's inputs are read from pinned memory.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ DENSE_TOKENS = (8192, 16384, 24576, 32768)
 SPARSE_TOKENS = 24576
 SPARSE_PERCENT = (1, 5, 10, 25)
 SUFFIX_ROWS = 128
+WINDOW = 128  # that of gpt-oss
 # A decode step's inputs, and those of a forward of 256 rows with the block ids of 128k tokens and more.
 READ_WORDS = {"1k": 1 << 10, "16k": 1 << 14}
 SDPA_GOAL, SPARSE_GOAL = 0.70, 1.6
@@ -59,11 +60,14 @@ class Case:
     q: torch.Tensor
     pool: torch.Tensor
     sequences: tuple[SequenceRows, ...]
+    window: int | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def attended(self) -> int:
         """Pairs of a row and a token that it attends to, of one head."""
-        return sum(int(sequence.host_positions.sum()) + sequence.count for sequence in self.sequences)
+        seen = (sequence.host_positions + 1 for sequence in self.sequences)
+        return sum(int((own if self.window is None else own.clamp(max=self.window)).sum()) for own in seen)
 
     @property
     def flops(self) -> float:
@@ -72,7 +76,8 @@ class Case:
 
     def run(self) -> torch.Tensor:
         """One launch."""
-        return sparse_prefill(self.q, PoolLayer(self.pool, LAYER, QWEN_7B), self.sequences, SCALE)
+        kv = PoolLayer(self.pool, LAYER, QWEN_7B)
+        return sparse_prefill(self.q, kv, self.sequences, SCALE, self.window, self.sinks)
 
     def check(self, output: torch.Tensor) -> float:
         """Relative error of some rows of each sequence against float64 attention; ends the program if it is large."""
@@ -85,9 +90,14 @@ class Case:
             group = self.q.shape[1] // QWEN_7B.kv_heads
             queries = self.q[rows].double().unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
             positions = sequence.host_positions[own].to(self.q.device).repeat(group)
-            beyond = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
-            scores = (queries @ keys.transpose(1, 2) * SCALE).masked_fill(beyond, -torch.inf)
-            expected = (scores.softmax(-1) @ values).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+            behind = positions[:, None] - torch.arange(keys.shape[1], device=keys.device)
+            unseen = (behind < 0) | (behind >= (self.window or keys.shape[1]))
+            scores = (queries @ keys.transpose(1, 2) * SCALE).masked_fill(unseen, -torch.inf)
+            if self.sinks is not None:
+                sinks = self.sinks.double().view(-1, group).repeat_interleave(len(own), 1)[..., None]
+                scores = torch.cat((scores, sinks), dim=-1)
+            weights = scores.softmax(-1)[..., : keys.shape[1]]
+            expected = (weights @ values).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
             worst = max(worst, check_close("sparse_prefill", output[rows], expected, MAX_ERROR))
         return worst
 
@@ -187,6 +197,13 @@ def measure_few_rows(results: Results, dense_ms: float) -> None:
         results.add(f"{name}_gbps", read / ours / 1e6, "GB/s", baseline, better="higher")
 
 
+def measure_window(results: Results, dense_ms: float) -> None:
+    """Adds the row of all rows of SPARSE_TOKENS in a window with sinks, over its share of the dense time."""
+    whole = make_case([torch.arange(SPARSE_TOKENS)])
+    case = replace(whole, window=WINDOW, sinks=torch.randn(HEADS, device="cuda", dtype=torch.bfloat16))
+    measure_rows(results, f"window_{WINDOW}_with_sinks_24k", case, dense_ms)
+
+
 def measure_write(results: Results) -> None:
     """Adds the row of write_rows over all rows of a dense prefill, and checks what it wrote."""
     case = make_case([torch.arange(SPARSE_TOKENS)])
@@ -239,7 +256,9 @@ def measure_plans(results: Results) -> None:
 
 def measure(results: Results) -> None:
     """Adds all rows."""
-    measure_few_rows(results, measure_dense(results))
+    dense_ms = measure_dense(results)
+    measure_few_rows(results, dense_ms)
+    measure_window(results, dense_ms)
     measure_write(results)
     measure_read(results)
     measure_plans(results)

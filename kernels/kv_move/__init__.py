@@ -9,26 +9,27 @@ import torch
 
 from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
-from kernels.kv_move.move import Move, check_moves, lie_alike, sizes_of, tensor_of
+from kernels.kv_move.move import Move, check_layers, check_moves, lie_alike, sizes_of, tensor_of
 from kernels.layout import ContiguousKv, PagedKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.layout import KvGeometry
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
 
 __all__ = ["LayerMoves", "Move", "kv_move", "prepared", "warm_up"]
 
 
-def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     """Writes every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
 
-    float32, bfloat16, float16 and float8_e4m3fn; a shift of 0 copies K bit for bit. With kv_factor 1 (MLA) there is no
-    V, and the latent ends at the rotation's `first_channel`. The connector refuses fp8 and MLA today. On CUDA one
-    Triton launch on the current stream serves all sources on the target's device or in pinned host memory; torch serves
-    the others, and the CPU. A ContiguousKv source may lie on another device than the target. Raises ValueError, naming
-    the tensor and its bound, before anything is written. Without moves it does nothing.
+    float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has as many layers as `target`. A
+    shift of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the
+    latent ends at the rotation's `first_channel`. The connector refuses fp8 and MLA today. On CUDA one Triton launch on
+    the current stream serves all sources on the target's device or in pinned host memory; torch serves the others, and
+    the CPU. A ContiguousKv source may lie on another device than the target. Raises ValueError, naming the tensor and
+    its bound, before anything is written. Without moves it does nothing.
     """
     if moves:
         check_moves(moves, target, rotation)
@@ -38,15 +39,17 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
 class LayerMoves:
     """The moves of `kv_move`, checked and laid out once; each call of `make` moves some layers."""
 
-    def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
-        """Sources and target may have different numbers of layers.
+    def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+        """Sources and target may have different numbers of layers; a rotation that differs by layer has the target's.
 
         Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream.
         """
         self._room = sizes_of(target)[0]
         self._layers = min((sizes_of(move.source)[0] for move in moves), default=0)
         common = min(self._room, self._layers)
-        check_moves([_of_layers(move, range(common)) for move in moves], target.layers(0, common), rotation)
+        check_layers(moves, target, rotation)
+        part = target.layers(0, common)
+        check_moves([_of_layers(move, range(common)) for move in moves], part, rotation.layers(0, common))
         self._make = prepared(moves, target, rotation)
 
     def make(self, layers: range, first: int = 0) -> None:
@@ -63,7 +66,7 @@ class LayerMoves:
             self._make(layers, first)
 
 
-def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: RopeRotation) -> None:
+def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: Rotation) -> None:
     """Compiles the kernel for moves between pools of this geometry and dtype and contiguous KV, on `device`.
 
     Moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled.
@@ -75,9 +78,7 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
         LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
 
 
-def prepared(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation
-) -> Callable[[range, int], None]:
+def prepared(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> Callable[[range, int], None]:
     """A function that makes moves of some layers, to the target's from a first one on: by one Triton launch, and torch
     for what that cannot serve. `check_moves` must have passed them."""
     is_alike = lie_alike(target)
@@ -97,7 +98,8 @@ def prepared(
             launch(layers, first)
         if rest:
             part = target.layers(first, first + len(layers))
-            eager.kv_move([_of_layers(move, layers) for move in rest], part, rotation)
+            own = rotation.layers(first, first + len(layers))
+            eager.kv_move([_of_layers(move, layers) for move in rest], part, own)
 
     return make
 

@@ -8,13 +8,13 @@ import torch
 
 from kernels.kv_move.move import Move, tensor_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, layer_view, pool_view
-from kernels.rope import RopeRotation, rotate_keys
+from kernels.rope import RopeRotation, Rotation, rotate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     """As `kernels.kv_move.kv_move`; the moves were checked."""
     device = tensor_of(target).device
     for move in moves:
@@ -22,10 +22,19 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
             continue
         # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        rotated = rotate_keys(rows[:, 0], move.shift, rotation)
-        _scatter(target, move.target_start, 0, rotated)
+        _scatter(target, move.target_start, 0, _rotated(rows[:, 0], move.shift, rotation))
         if rows.shape[1] == 2:
             _scatter(target, move.target_start, 1, rows[:, 1])
+
+
+def _rotated(keys: torch.Tensor, shift: int, rotation: Rotation) -> torch.Tensor:
+    """`keys` [layers, kv_heads, length, head_dim], each layer by its own rotation."""
+    if isinstance(rotation, RopeRotation) or shift == 0:
+        return rotate_keys(keys, shift, rotation.of_layer(0))
+    rotated = torch.empty_like(keys)
+    for layer, own in enumerate(keys):
+        rotated[layer] = rotate_keys(own, shift, rotation.of_layer(layer))
+    return rotated
 
 
 def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, ContiguousKv, LayeredPool, PagedKv, check_dtype, check_pool
-from kernels.rope import RopeRotation, check_head_dim
+from kernels.rope import LayerRotations, Rotation, check_head_dim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,14 +34,24 @@ class Move:
         return self.target_start - self.source_start if self.turn is None else self.turn
 
 
-def check_moves(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+def check_moves(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     """Raises ValueError, naming the tensor and its bound, unless every move can be made."""
     check_kv(target, "target")
     check_head_dim(sizes_of(target)[3], rotation, "target")
+    check_layers(moves, target, rotation)
     check_sources(moves, "moves", "target", sizes_of(target), tensor_of(target))
     for index, move in enumerate(moves):
         check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
     _check_disjoint(moves, target)
+
+
+def check_layers(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+    """Raises ValueError where keys would turn by rotations of other layers than the target's."""
+    if not isinstance(rotation, LayerRotations) or not any(move.shift for move in moves):
+        return
+    layers, known = sizes_of(target)[0], len(rotation.kind_of_layer)
+    if layers != known:
+        raise ValueError(f"target has {layers} layers, but the rotation is that of {known}; each layer needs its own")
 
 
 def check_sources(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernels.kv_move.move import Move, check_moves, sizes_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv
-from kernels.rope import RopeRotation, rotary_planes, saturated
+from kernels.rope import RopeRotation, Rotation, rotary_planes, saturated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     """As `kernels.kv_move.kv_move`."""
     if not moves:
         return
@@ -24,11 +24,13 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rop
     for move in moves:
         for token in range(move.length):
             for layer in range(layers):
+                own = rotation.of_layer(layer)
                 for head in range(kv_heads):
                     source = (layer, head, move.source_start + token)
                     destination = (layer, head, move.target_start + token)
                     key = row_of(move.source, 0, *source)
-                    moved = key if move.shift == 0 else saturated(rotated_key(key, move.shift, rotation), key.dtype)
+                    is_copied = move.shift == 0 or own.is_still
+                    moved = key if is_copied else saturated(rotated_key(key, move.shift, own), key.dtype)
                     row_of(target, 0, *destination).copy_(moved)
                     if kv_factor == 2:
                         row_of(target, 1, *destination).copy_(row_of(move.source, 1, *source))

@@ -13,6 +13,7 @@ import triton.language as tl
 from kernels.dispatch import launch
 from kernels.kv_move.move import Move, sizes_of, tensor_of
 from kernels.layout import ContiguousKv
+from kernels.rope import LayerRotations
 from kernels.span_table import (
     Tiling,
     constants,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.layout import PagedKv
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
 
 
 def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
@@ -44,7 +45,7 @@ def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
 
 
 def prepared(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation, tiling: Tiling | None = None
+    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation, tiling: Tiling | None = None
 ) -> Callable[[range, int], None]:
     """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
 
@@ -76,6 +77,7 @@ def prepared(
             **constants(table, memory.dtype, head_dim, rotation),
             TOKENS=tokens,
             HEADS=tiling.heads,
+            LAYERED=isinstance(rotation, LayerRotations),
             TOKENS_FIRST=tiling.tokens_first,
             num_warps=tiling.warps,
         )
@@ -123,9 +125,13 @@ def move_kernel(
     PAD_AFTER: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    LAYERED: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """A tile of tokens of HEADS heads of one layer and kind; kind 0 is K, which rotates unless its shift is 0."""
+    """A tile of tokens of HEADS heads of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
+
+    LAYERED: the span names the factors' rows of all layers, one behind the other, instead of one row.
+    """
     program = tl.program_id(0)
     head_groups = (heads + HEADS - 1) // HEADS
     groups = layers * kinds * head_groups
@@ -144,6 +150,8 @@ def move_kernel(
     from_positions = tl.load(span + 6) + tokens
     to_positions = tl.load(span + 7) + tokens
     factor = tl.load(span + 9)
+    if LAYERED:
+        factor = tl.load(table + factor + to_layer + layer, mask=factor >= 0, other=-1)
     # Each branch looks its rows up for itself: they tile differently, and addresses of both would fill the registers.
     if (kind == 0) & (factor >= 0):
         from_rows = rows_at(table, span, from_positions, live, UNIT)

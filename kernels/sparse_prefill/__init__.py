@@ -1,4 +1,4 @@
-"""Attention of queries at any positions of several sequences to a paged pool.
+"""Attention of queries at any positions of several sequences to a paged pool, if asked in a window and with sinks.
 
 Triton kernels serve pools on a CUDA device if Triton is installed (the extra `gpu`), and torch all others. With
 TRITON_INTERPRET=1, Triton's interpreter serves pools on the host: so the kernels are tested without a card.
@@ -41,12 +41,22 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
         eager.write_rows(k, v, kv, sequences)
 
 
-def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
-    """Attends each query to positions 0..p of its own sequence, p being its position.
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: PoolLayer,
+    sequences: Sequence[SequenceRows],
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attends each query to positions 0..p of its own sequence, p being its position, or to the last `window` of them.
 
     `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
-    K and V of every position up to a sequence's last query must be in the pool. `scale`, above 0, multiplies the
-    scores. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
+    K and V of every position that a query sees must be in the pool. `scale`, above 0, multiplies the scores. `window`:
+    tokens, the query's own among them (Transformers, `masking_utils.py`, sliding_window_overlay). `sinks`: a logit for
+    each head, [heads], of any float dtype, which takes part in the softmax's denominator only (Transformers,
+    `modeling_gpt_oss.py`, eager_attention_forward). Returns [rows, heads, head_dim] in q's dtype. Raises ValueError,
+    naming the tensor and its bound.
     """
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
@@ -56,12 +66,19 @@ def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceR
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1 token, or None for all")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
+        raise ValueError(
+            f"sinks is {sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}; floats of shape [{q.shape[1]}] on "
+            f"{q.device} are needed"
+        )
     check_rows({"q": q}, q.shape[1], kv, sequences)
     if sequences and _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
-        return triton_attention.sparse_prefill(q, kv, sequences, scale)
-    return eager.sparse_prefill(q, kv, sequences, scale)
+        return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks)
+    return eager.sparse_prefill(q, kv, sequences, scale, window, sinks)
 
 
 def _triton_serves(kv: PoolLayer) -> bool:

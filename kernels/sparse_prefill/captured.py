@@ -113,7 +113,7 @@ def fill_tables(
             f"the batch has {rows} rows of {len(sequences)} sequences; the launch has room for {shape.rows} of "
             f"{shape.sequences}"
         )
-    table, reach = cut_rows(tuple(sequences), shape.group, shape.config.block_m)
+    table, _, reach = cut_rows(tuple(sequences), shape.group, shape.config.block_m)
     pieces = equal_pieces(reach, _piece(reach, shape))
     used, counts = len(pieces), np.bincount(pieces[:, 0], minlength=len(table))
     items[:used, :4] = table[pieces[:, 0]]

@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from kernels.layout import PoolLayer, layer_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kernels.sparse_prefill.rows import SequenceRows
 
@@ -31,70 +31,115 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
             layer_view(pool, geometry, layer, kind)[blocks, :, slots] = values[rows]
 
 
-def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: PoolLayer,
+    sequences: Sequence[SequenceRows],
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`; the arguments were checked."""
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
-        keys, values = _gather(kv, sequence)
-        output[rows] = _attend(q[rows], keys, values, sequence, scale)
+        # A window over all positions is none.
+        own = window if window is not None and window <= sequence.last_position else None
+        first = 0 if own is None else max(0, sequence.first_position - own + 1)
+        keys, values = _gather(kv, sequence, first)
+        if own is None and sinks is None:
+            output[rows] = _attend(q[rows], keys, values, sequence, scale)
+        else:
+            output[rows] = _attend_masked(q[rows], keys, values, sequence.host_positions - first, scale, own, sinks)
     return output
 
 
-def _gather(kv: PoolLayer, sequence: SequenceRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of positions 0..last_position, each [kv_heads, tokens, head_dim]."""
+def _gather(kv: PoolLayer, sequence: SequenceRows, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of positions first..last_position, each [kv_heads, tokens, head_dim]."""
     pool, layer, geometry = kv
-    tokens = sequence.last_position + 1
-    blocks = sequence.block_ids[: geometry.blocks_for(tokens)].to(pool.device)
+    tokens, before = sequence.last_position + 1, first // geometry.block_size
+    blocks = sequence.block_ids[before : geometry.blocks_for(tokens)].to(pool.device)
     # [blocks, kv_heads, block_size, head_dim] each; to select along another dimension torch would copy the pool
     gathered = (layer_view(pool, geometry, layer, kind).index_select(0, blocks) for kind in (0, 1))
-    keys, values = (each.transpose(0, 1).flatten(1, 2)[:, :tokens] for each in gathered)
+    kept = slice(first - before * geometry.block_size, tokens - before * geometry.block_size)
+    keys, values = (each.transpose(0, 1).flatten(1, 2)[:, kept] for each in gathered)
     return keys, values
 
 
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequence: SequenceRows, scale: float
 ) -> torch.Tensor:
-    """`q`: [rows, heads, head_dim]; returns the same shape."""
+    """Attention to all positions. `q`: [rows, heads, head_dim]; returns the same shape."""
+    grouped = q.shape[1] != keys.shape[0]
+    if sequence.count > 1 and not _nearly_whole(sequence):
+        return _attend_masked(q, keys, values, sequence.host_positions, scale, None, None)
     # queries has shape [1, heads, rows, head_dim]
     queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
-    grouped = queries.shape[1] != keys.shape[1]
-    if sequence.count == 1 or _nearly_whole(sequence):
-        missing = sequence.first_position if sequence.count > 1 else 0
-        # Padding rows for the few positions in front makes it a square, for which the causal kernel needs no mask.
-        queries = pad(queries, (0, 0, missing, 0))
-        attended = scaled_dot_product_attention(
-            queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped
-        )
-        return attended[0, :, missing:].transpose(0, 1)
-    return torch.cat(
-        [
-            _attend_chunk(queries[:, :, start : start + CHUNK_ROWS], keys, values, positions, scale, grouped)
-            for start, positions in zip(
-                range(0, sequence.count, CHUNK_ROWS),
-                torch.split(sequence.positions.to(q.device), CHUNK_ROWS),
-                strict=True,
-            )
-        ]
+    missing = sequence.first_position if sequence.count > 1 else 0
+    # Padding rows for the few positions in front makes it a square, for which the causal kernel needs no mask.
+    queries = pad(queries, (0, 0, missing, 0))
+    attended = scaled_dot_product_attention(
+        queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped
     )
+    return attended[0, :, missing:].transpose(0, 1)
 
 
 def _nearly_whole(sequence: SequenceRows) -> bool:
     return sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
 
 
-def _attend_chunk(
-    queries: torch.Tensor,
+def _attend_masked(
+    q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
-    grouped: bool,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`queries`: [1, heads, rows, head_dim]; returns [rows, heads, head_dim]."""
-    reach = int(positions[-1]) + 1
-    mask = torch.arange(reach, device=positions.device) <= positions[:, None]
-    attended = scaled_dot_product_attention(
-        queries, keys[:, :, :reach], values[:, :, :reach], attn_mask=mask, scale=scale, enable_gqa=grouped
-    )
-    return attended[0].transpose(0, 1)
+    """`q`: [rows, heads, head_dim]; `positions`, on the host, are places in `keys`. Returns q's shape."""
+    attended, start = [], 0
+    for own in _chunks(positions, window):
+        first, end = 0 if window is None else max(0, int(own[0]) - window + 1), int(own[-1]) + 1
+        near, places = (keys[:, first:end], values[:, first:end]), own.to(q.device)
+        tokens = torch.arange(first, end, device=q.device)
+        mask = tokens <= places[:, None]
+        if window is not None:
+            mask &= tokens > places[:, None] - window
+        attended.append(_attend_chunk(q[start : start + len(own)], *near, mask, scale, sinks))
+        start += len(own)
+    return torch.cat(attended)
+
+
+def _chunks(positions: torch.Tensor, window: int | None) -> Iterator[torch.Tensor]:
+    """Up to CHUNK_ROWS positions each, whose windows leave out no token between the first and the last."""
+    apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
+    for part in torch.tensor_split(positions, apart):
+        yield from torch.split(part, CHUNK_ROWS)
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`q`: [rows, heads, head_dim]; `mask`: bool [rows, tokens]; returns q's shape."""
+    if sinks is None:
+        attended = scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != keys.shape[0],
+        )
+        return attended[0].transpose(0, 1)
+    # [kv_heads, group, rows, head_dim]; torch's own attention knows no sinks
+    queries = q.float().unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
+    scores = queries @ keys.float().transpose(1, 2)[:, None] * scale
+    sink = sinks.float().view(*queries.shape[:2], 1, 1).expand(-1, -1, len(q), 1)
+    weights = torch.cat((scores.masked_fill(~mask, -torch.inf), sink), dim=-1).softmax(-1)
+    return (weights[..., :-1] @ values.float()[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)

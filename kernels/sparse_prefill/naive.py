@@ -34,7 +34,14 @@ def read_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
         target[word] = source[word]
 
 
-def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows], scale: float) -> torch.Tensor:
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: PoolLayer,
+    sequences: Sequence[SequenceRows],
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """As `kernels.sparse_prefill.sparse_prefill`."""
     (pool, layer, geometry), heads = kv, q.shape[1]
     check_rows({"q": q}, heads, kv, sequences)
@@ -44,8 +51,12 @@ def sparse_prefill(q: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceR
         for row, position in enumerate(sequence.positions.tolist(), sequence.first_row):
             for head in range(heads):
                 kv_head = head // (heads // geometry.kv_heads)
-                keys = torch.stack([row_of(held, 0, layer, kv_head, p) for p in range(position + 1)]).float()
-                values = torch.stack([row_of(held, 1, layer, kv_head, p) for p in range(position + 1)]).float()
-                weights = torch.softmax(keys @ q[row, head].float() * scale, dim=0)
-                output[row, head] = weights @ values
+                seen = range(0 if window is None else max(0, position - window + 1), position + 1)
+                keys = torch.stack([row_of(held, 0, layer, kv_head, p) for p in seen]).float()
+                values = torch.stack([row_of(held, 1, layer, kv_head, p) for p in seen]).float()
+                logits = keys @ q[row, head].float() * scale
+                if sinks is not None:
+                    logits = torch.cat((logits, sinks[head : head + 1].float()))
+                weights = torch.softmax(logits, dim=0)
+                output[row, head] = weights[: len(seen)] @ values
     return output

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,7 +83,7 @@ def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.
     """Tiles of single rows, int32 [tiles, 4]: first row of the sequence, first and end row in it, first block."""
     first, key = sequences[0], ("rows", sequences[1:], rows_per_tile)
     if key not in first.memo:
-        table, _ = cut_rows(sequences, 1, rows_per_tile)
+        table, _, _ = cut_rows(sequences, 1, rows_per_tile)
         first.memo[key] = to_device(torch.from_numpy(table), first.positions.device)
     tiles: torch.Tensor = first.memo[key]
     return tiles
@@ -95,44 +96,71 @@ def attention_work(
     config: TileConfig,
     processors: int,
     piece: int | None = None,
+    window: int | None = None,
 ) -> AttentionWork:
-    """Plans the launch of a batch, once for all layers.
+    """Plans the launch of a batch, once for all layers of one window.
 
     `group`: query heads a KV head; `processors`: multiprocessors of the card; `piece`: tokens of KV an item may cover,
     a multiple of block_n, or None to cut the KV so that all programs end together. Raises ValueError for another piece.
     """
-    first, key = sequences[0], ("work", sequences[1:], group, kv_heads, config, processors, piece)
+    first, key = sequences[0], ("work", sequences[1:], group, kv_heads, config, processors, piece, window)
     if key not in first.memo:
         if piece is not None and (piece < 1 or piece % config.block_n):
             raise ValueError(f"piece is {piece}; it must be a multiple of block_n, {config.block_n}")
-        table, reach = cut_rows(sequences, group, config.block_m)
-        programs = max(1, processors * config.resident // kv_heads)
+        table, begins, ends = cut_rows(sequences, group, config.block_m, window)
+        # The kernel takes whole tiles of KV from a multiple of their length on.
+        begins -= begins % config.block_n
+        reach, programs = ends - begins, max(1, processors * config.resident // kv_heads)
         pieces = balanced_pieces(reach, programs, config.block_n) if piece is None else equal_pieces(reach, piece)
+        pieces[:, 1:] += begins[pieces[:, :1]]
         first.memo[key] = _plan(table, pieces, first.positions.device)
     work: AttentionWork = first.memo[key]
     return work
 
 
-def cut_rows(sequences: tuple[SequenceRows, ...], group: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_rows(
+    sequences: tuple[SequenceRows, ...], group: int, tile: int, window: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: only the first tile, which attends
-    to the fewest tokens, may be short. Rows in front of a wide gap have tiles of their own.
+    to the fewest tokens, may be short. Rows in front of a wide gap have tiles of their own; with a `window`, rows whose
+    windows leave out tokens in between share none.
 
-    Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and int64 [tiles], the
-    tokens of KV that the tile's last row attends to.
+    Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and twice int64 [tiles],
+    the first token of KV that the tile's first row attends to, and the end of those that its last row does.
     """
-    tables, reaches, first_block = [], [], 0
+    tables, firsts, reaches, first_block = [], [], [], 0
     for sequence in sequences:
         positions = sequence.host_positions.numpy()
-        apart = _rows_in_front_of_gap(positions)
-        for begin, end in ((0, apart * group), (apart * group, sequence.count * group)):
+        for begin, end in pairwise(part * group for part in _parts(positions, window)):
             ends = np.arange(end, begin, -tile)[::-1]
             table = np.empty((len(ends), 4), dtype=np.int32)
             table[:, 0], table[:, 1], table[:, 2] = sequence.first_row, np.maximum(ends - tile, begin), ends
             table[:, 3] = first_block
             tables.append(table)
+            seen = positions[table[:, 1] // group] + 1
+            firsts.append(np.maximum(seen - (seen if window is None else window), 0))
             reaches.append(positions[(ends - 1) // group] + 1)
         first_block += sequence.block_ids.shape[0]
-    return np.concatenate(tables), np.concatenate(reaches)
+    return np.concatenate(tables), np.concatenate(firsts), np.concatenate(reaches)
+
+
+def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int:
+    """The most rows of one sequence that may share a tile."""
+    if window is None:
+        return max(sequence.count for sequence in sequences)
+    first, key = sequences[0], ("longest", sequences[1:], window)
+    if key not in first.memo:
+        parts = (_parts(sequence.host_positions.numpy(), window) for sequence in sequences)
+        first.memo[key] = max(int(np.diff(own).max()) for own in parts)
+    longest: int = first.memo[key]
+    return longest
+
+
+def _parts(positions: np.ndarray, window: int | None) -> list[int]:
+    """Where tiles have to begin, in rows of one sequence, and its end."""
+    if window is None:
+        return sorted({0, _rows_in_front_of_gap(positions), len(positions)})
+    return [0, *(np.flatnonzero(np.diff(positions) > window) + 1).tolist(), len(positions)]
 
 
 def _rows_in_front_of_gap(positions: np.ndarray) -> int:

@@ -1,8 +1,9 @@
 """Flash attention (Dao 2023, FlashAttention-2) of packed rows over paged KV in Triton, and the write of K and V.
 
 KV below a tile's first position needs no mask and is read in a loop of its own; the rest, up to its last position, is
-compared with the rows' positions in registers. Where the KV of a tile is split into pieces, the partial outputs are
-joined by their log-sum-exp (Dao et al. 2023, flash-decoding).
+compared with the rows' positions in registers. With a window, so is the KV that only some of the rows see in front, and
+what no row sees is not read. Where the KV of a tile is split into pieces, the partial outputs are joined by their
+log-sum-exp (Dao et al. 2023, flash-decoding). A sink is a token that no row reads, of which each knows the score.
 """
 
 # Triton decorates untyped functions, and names compile-time constants in capitals.
@@ -18,7 +19,15 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
-from kernels.sparse_prefill.tiles import AttentionWork, BatchIndex, TileConfig, attention_work, batch_index, row_tiles
+from kernels.sparse_prefill.tiles import (
+    AttentionWork,
+    BatchIndex,
+    TileConfig,
+    attention_work,
+    batch_index,
+    longest_part,
+    row_tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 LOG2_E = 1.4426950408889634
+LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
 # With at least so many rounds of programs, the tiles of one KV head alone fill the card: its KV then stays in L2.
 HEAD_MAJOR_ROUNDS = 4
 INTERPRETED_PROCESSORS = 4
@@ -38,6 +48,8 @@ def sparse_prefill(
     kv: PoolLayer,
     sequences: Sequence[SequenceRows],
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     config: TileConfig | None = None,
     piece: int | None = None,
 ) -> torch.Tensor:
@@ -49,13 +61,13 @@ def sparse_prefill(
     geometry = kv.geometry
     group = q.shape[1] // geometry.kv_heads
     if config is None:
-        longest = max(sequence.count for sequence in sequences)
-        config = choose_config(longest * group, geometry.head_dim, q.dtype)
+        config = choose_config(longest_part(sequences, window) * group, geometry.head_dim, q.dtype)
     processors = processors_of(q.device)
-    work = attention_work(sequences, group, geometry.kv_heads, config, processors, piece)
+    work = attention_work(sequences, group, geometry.kv_heads, config, processors, piece, window)
     q = q if q.stride(2) == 1 else q.contiguous()
     head_major = work.items.shape[0] >= HEAD_MAJOR_ROUNDS * processors * config.resident
-    return attend(q, kv, work, batch_index(sequences), scale, config, head_major=head_major)
+    index = batch_index(sequences)
+    return attend(q, kv, work, index, scale, config, window=window, sinks=sinks, head_major=head_major)
 
 
 def attend(
@@ -66,11 +78,13 @@ def attend(
     scale: float,
     config: TileConfig,
     *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     head_major: bool = False,
 ) -> torch.Tensor:
     """Launches the attention of `work`, and the join of its partial outputs where it has any; returns q's shape.
 
-    With `head_major`, neighbouring programs take neighbouring items of one KV head.
+    `work` is that of the same window. With `head_major`, neighbouring programs take neighbouring items of one KV head.
     """
     geometry = kv.geometry
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
@@ -80,6 +94,7 @@ def attend(
     lanes = work.slots * kv_heads * config.block_m
     lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
     partial = torch.empty(lanes * head_dim, dtype=torch.float32, device=q.device)
+    sinks = sinks if sinks is None else sinks.contiguous()
     # The interpreter cannot multiply bf16.
     exact = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.device.type == "cpu")
     launch(
@@ -94,8 +109,10 @@ def attend(
         work.items,
         index.positions,
         index.block_ids,
+        sinks,
         layer,
         num_items,
+        window or 0,
         scale * LOG2_E,
         *q.stride()[:2],
         *strides,
@@ -108,6 +125,8 @@ def attend(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         SPLIT=work.slots > 0,
+        WINDOWED=window is not None,
+        SINKS=sinks is not None,
         HEAD_MAJOR=head_major,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
         PRECISION="ieee" if exact else None,
@@ -126,6 +145,8 @@ def attend(
             lse,
             output,
             work.tiles,
+            sinks,
+            SINKS=sinks is not None,
             KV_HEADS=kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -245,7 +266,10 @@ def _attend(
     last_block,
     block_stride,
     scale,
+    window,
+    first_seen,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -254,7 +278,10 @@ def _attend(
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attends to tokens begin..end-1; `MASKED` compares them with the rows' positions."""
+    """Attends to tokens begin..end-1; `MASKED` compares them with the rows' positions, and `WINDOWED` with the window.
+
+    No row sees a token in front of `first_seen`.
+    """
     channels = tl.arange(0, BLOCK_D)
     # The block ids of a tile are loaded while the tile before it is attended to.
     ids = tl.load(table + tl.minimum(_block_of(begin, BLOCK_SIZE, BLOCK_N), last_block))
@@ -271,14 +298,19 @@ def _attend(
         scores = tl.dot(q, tl.trans(k.to(MATH)), input_precision=PRECISION)
         if MASKED:
             tokens = start + tl.arange(0, BLOCK_N)
-            scores = tl.where(tokens[None, :] <= row_positions[:, None], scores, float("-inf"))
+            seen = tokens[None, :] <= row_positions[:, None]
+            # Slots that no row sees may hold anything, and 0 * NaN is NaN.
+            held = tokens < end
+            if WINDOWED:
+                seen = seen & (tokens[None, :] > row_positions[:, None] - window)
+                held = held & (tokens >= first_seen)
+            scores = tl.where(seen, scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
             # A row that has seen no token yet has no finite maximum.
             subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             weights = tl.math.exp2(scores * scale - subtracted[:, None])
             decay = tl.math.exp2(maximum - subtracted)
-            # Slots beyond the reach may hold anything, and 0 * NaN is NaN.
-            readable = (tokens < end)[:, None] & (channels[None, :] < HEAD_DIM)
+            readable = held[:, None] & (channels[None, :] < HEAD_DIM)
             v = tl.load(pointers + value_offset, mask=readable, other=0.0)
         else:
             new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
@@ -295,7 +327,7 @@ def _attend(
     return accumulator, normaliser, maximum
 
 
-@triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items"])
+@triton.jit(do_not_specialize=["items_ptr", "positions_ptr", "block_ids_ptr", "layer", "num_items", "window"])
 def attention_kernel(
     q_ptr,
     pool_ptr,
@@ -305,8 +337,10 @@ def attention_kernel(
     items_ptr,
     positions_ptr,
     block_ids_ptr,
+    sinks_ptr,
     layer,
     num_items,
+    window,
     scale,
     q_row_stride,
     q_head_stride,
@@ -323,6 +357,8 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     HEAD_MAJOR: tl.constexpr,
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -350,8 +386,13 @@ def attention_kernel(
     lowest = tl.load(positions_ptr + first_row + packed_begin // GROUP).to(tl.int32)
     highest = tl.load(positions_ptr + first_row + (packed_end - 1) // GROUP).to(tl.int32)
     kv_end = tl.minimum(highest + 1, piece_end)
-    # The first position bounds the part that needs no mask.
-    open_end = tl.maximum(tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, kv_end), kv_begin)
+    # The first position, and with a window the last one, bound the part that needs no mask.
+    open_begin = kv_begin
+    if WINDOWED:
+        all_see = (tl.maximum(highest + 1 - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        open_begin = tl.maximum(tl.minimum(all_see, kv_end), kv_begin)
+    open_end = tl.maximum(tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, kv_end), open_begin)
+    first_seen = lowest + 1 - window
 
     q_pointers = q_ptr + (rows * q_row_stride + heads * q_head_stride)[:, None] + channels[None, :]
     q = tl.load(q_pointers, mask=channels[None, :] < HEAD_DIM, other=0.0).to(MATH)
@@ -362,15 +403,26 @@ def attention_kernel(
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     normaliser = tl.zeros([BLOCK_M], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SINKS:
+        # The sink of a tile in pieces is added where they are joined.
+        sinks = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E_IN_KERNELS
+        maximum = tl.where(slot < 0, sinks, maximum)
+        normaliser = tl.where(slot < 0, 1.0, normaliser)
+    if WINDOWED:
+        accumulator, normaliser, maximum = _attend(
+            accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, kv_begin, open_begin,
+            last_block, pool_block_stride, scale, window, first_seen, True, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
+            BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
+        )  # fmt: skip
     accumulator, normaliser, maximum = _attend(
-        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, kv_begin, open_end,
-        last_block, pool_block_stride, scale, False, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH,
-        PRECISION,
+        accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_begin, open_end,
+        last_block, pool_block_stride, scale, window, first_seen, False, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
+        BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
     )  # fmt: skip
     accumulator, normaliser, maximum = _attend(
         accumulator, normaliser, maximum, q, row_positions, keys, pool_kind_stride, table, open_end, kv_end,
-        last_block, pool_block_stride, scale, True, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, MATH,
-        PRECISION,
+        last_block, pool_block_stride, scale, window, first_seen, True, WINDOWED, SLOT_STRIDE, HEAD_DIM, BLOCK_D,
+        BLOCK_SIZE, BLOCK_N, MATH, PRECISION,
     )  # fmt: skip
 
     empty = normaliser == 0.0
@@ -395,6 +447,8 @@ def join_kernel(
     lse_ptr,
     output_ptr,
     tiles_ptr,
+    sinks_ptr,
+    SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -448,14 +502,22 @@ def join_kernel(
             maximum = new_maximum
     if WAYS > 1:
         maximum = tl.reshape(maximum, (ROWS, WAYS))
-        weight = tl.math.exp2(maximum - tl.max(maximum, 1)[:, None])
+        highest = tl.max(maximum, 1)
+        weight = tl.math.exp2(maximum - highest[:, None])
         total = tl.sum(tl.reshape(total, (ROWS, WAYS)) * weight, 1)
         accumulator = tl.sum(tl.reshape(accumulator, (ROWS, WAYS, BLOCK_D)) * weight[:, :, None], 1)
+        maximum = highest
     packed = packed_begin + first_lane + tl.arange(0, ROWS)
     live = packed < packed_end
     rows = (first_row + packed // GROUP).to(tl.int64)
     heads = kv_head * GROUP + packed % GROUP
     pointers = output_ptr + ((rows * (KV_HEADS * GROUP) + heads) * HEAD_DIM)[:, None] + channels[None, :]
+    if SINKS:
+        sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E_IN_KERNELS
+        new_maximum = tl.maximum(maximum, sink)
+        decay = tl.math.exp2(maximum - new_maximum)
+        total = total * decay + tl.math.exp2(sink - new_maximum)
+        accumulator = accumulator * decay[:, None]
     # Rows beyond the tile's end have no weight.
     joined = accumulator / tl.where(live, total, 1.0)[:, None]
     tl.store(pointers, joined.to(output_ptr.dtype.element_ty), mask=live[:, None] & (channels[None, :] < HEAD_DIM))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,12 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, is_unknown, unknown_value
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from semblend_trt.config import Settings
+    from semblend_trt.connector.layer_groups import LayerGroup
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -68,11 +72,20 @@ def namespace_for(
             **facts.rope_parameters,
             "rotary_dim": facts.rotation.rotary_dim,
             "interleaved": facts.rotation.interleaved,
+            **_layers(facts.groups),
         },
         tensor_parallel=_parallel(llm_args),
         backend_cache_layout=_backend(llm_args),
         extra={name: value for name, value in extra.items() if value is not None},
     )
+
+
+def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
+    """A digest of what layers attend to and rotate by; nothing where all attend to everything and rotate alike."""
+    if len(groups) == 1 and groups[0].window is None:
+        return {}
+    told = json.dumps([asdict(group) for group in groups], sort_keys=True)
+    return {"layer_groups": hashlib.sha256(told.encode()).hexdigest()}
 
 
 def _quantization(facts: ModelFacts, llm_args: Any) -> str | None:

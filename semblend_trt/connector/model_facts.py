@@ -21,21 +21,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
-from kernels.rope import RopeRotation
+from kernels.rope import RopeRotation, Rotation
+from semblend_trt.connector.layer_groups import LayerGroup, check_groups, layer_groups, rotation_of
 from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 # Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
 _ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -59,9 +62,10 @@ HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes of the whole model (not of one rank's shard), its rotation, and the quantisation of its weights.
+    """Sizes of the whole model (not of one rank's shard), its layers, and the quantisation of its weights.
 
-    `configuration` is a digest of everything in its configuration that can change what it computes.
+    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate. `configuration` is a digest
+    of everything in its configuration that can change what it computes.
     """
 
     model_type: str
@@ -70,10 +74,18 @@ class ModelFacts:
     kv_heads: int
     head_dim: int
     max_positions: int
-    rotation: RopeRotation
+    groups: tuple[LayerGroup, ...]
     rope_parameters: dict[str, Any]
     quantization: str | None
     configuration: str
+
+    def __post_init__(self) -> None:
+        check_groups(self.groups, self.num_layers)
+
+    @property
+    def rotation(self) -> Rotation:
+        """How keys move, layer by layer where layers differ."""
+        return rotation_of(self.groups)
 
 
 def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
@@ -84,7 +96,6 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
     """
     raw, config = _load_config(model, revision)
     model_type = raw["model_type"]
-    _refuse_attention(config)
     rope = rope_parameters(raw, config)
     if model_type not in _PARTIAL_ROTARY and partial_rotary_factor(rope) != 1.0:
         raise UnsupportedModelError(
@@ -94,21 +105,24 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
+    layers = config.num_hidden_layers
+    if min(layers, heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
         raise UnsupportedModelError(
             "geometry",
-            f"{heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped attention that can "
-            "be moved",
+            f"{layers} layers of {heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped "
+            "attention that can be moved",
         )
     directory = snapshot(model, revision)
+    groups = layer_groups(config, [rope_rotation(rope, head_dim)] * layers)
+    _refuse_windows(groups, config)
     return ModelFacts(
         model_type=model_type,
-        num_layers=config.num_hidden_layers,
+        num_layers=layers,
         num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
-        rotation=rope_rotation(rope, head_dim),
+        groups=groups,
         rope_parameters=rope,
         quantization=_quantization(raw, directory),
         configuration=_configuration(raw, directory),
@@ -177,17 +191,13 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         )
 
 
-def _refuse_attention(config: Any) -> None:
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if window is not None and window < config.max_position_embeddings and layer_types != {"full_attention"}:
+def _refuse_windows(groups: Sequence[LayerGroup], config: Any) -> None:
+    if any(group.window is not None for group in groups):
         raise UnsupportedModelError(
             "sliding_window",
-            f"a sliding window of {window} tokens is in use, shorter than the {config.max_position_embeddings} "
-            "positions of the model; KV outside it is dropped by the engine",
+            f"a sliding window of {config.sliding_window} tokens is in use, shorter than the "
+            f"{config.max_position_embeddings} positions of the model; KV outside it is dropped by the engine",
         )
-    if layer_types - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError("attention_layout", f"layer types {sorted(layer_types)} are not all full attention")
 
 
 def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:

@@ -26,7 +26,7 @@ from semblend_trt.streams import Event, current_stream, finish, on, record, side
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
     from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.device_tier import DeviceTier
     from semblend_trt.donors.offload import DiskTransfers
@@ -70,7 +70,7 @@ class DonorSaver:
         store: DonorStore,
         pool: torch.Tensor,
         geometry: KvGeometry,
-        rotation: RopeRotation,
+        rotation: Rotation,
         writer: HostWriter,
         events: deque[OffloadEvent] | None = None,
         transfers: DiskTransfers | None = None,

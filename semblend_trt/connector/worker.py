@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.layout import KvGeometry
-    from kernels.rope import RopeRotation
+    from kernels.rope import Rotation
     from semblend_trt.connector.metadata import RequestProgress, SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.donors.offload import OffloadCommands
@@ -227,7 +227,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if self.store is not None:
             self.store.clear()
 
-    def _open(self, pool: torch.Tensor, geometry: KvGeometry, rotation: RopeRotation) -> None:
+    def _open(self, pool: torch.Tensor, geometry: KvGeometry, rotation: Rotation) -> None:
         settings, device, dtype = self._settings, pool.device, pool.dtype
         arena = None
         if settings.device_bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from kernels.deviation import FreshRows
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
-from kernels.rope import RopeRotation
+from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def rotation_of(rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> RopeRotation:
     frequencies = tuple(1e4 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2))
     return RopeRotation(frequencies, rotary_dim, interleaved, first_channel)
+
+
+def rotations_of(layers: int, rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> LayerRotations:
+    """Two kinds of layers that turn differently, and a third that does not turn at all."""
+    fast = rotation_of(rotary_dim, interleaved, first_channel)
+    slow = replace(fast, inverse_frequencies=tuple(each / 7 for each in fast.inverse_frequencies))
+    none = replace(fast, inverse_frequencies=(0.0,) * (rotary_dim // 2))
+    return LayerRotations((fast, none, slow), tuple((0, 2, 2, 1)[layer % 4] for layer in range(layers)))
 
 
 def geometry_of(
@@ -115,7 +124,8 @@ def rows_at(first_row: int, positions: Sequence[int], block_ids: Sequence[int]) 
 class Batch:
     """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row.
 
-    `on` is where the operations run; `expected` lies on the CPU.
+    With a `window` the KV of tokens that no row sees is NaN. `on` is where the operations run; `expected` lies on the
+    CPU.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class Batch:
         head_dim: int = 16,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        window: int | None = None,
     ) -> None:
         self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
         generator = torch.Generator().manual_seed(3)
@@ -139,6 +150,9 @@ class Batch:
         for own, ids in zip(positions, blocks, strict=True):
             reached = torch.arange(own[-1] + 1)
             kv = torch.randn(len(reached), 2, 2, kv_heads, head_dim, generator=generator).to(dtype)
+            if window is not None:
+                seen = {token for position in own for token in range(max(0, position - window + 1), position + 1)}
+                kv[sorted(set(reached.tolist()) - seen)] = math.nan
             view[ids[reached // block_size], :, :, :, reached % block_size] = kv
             self.sequences.append(SequenceRows(rows, torch.tensor(own), ids))
             rows += len(own)

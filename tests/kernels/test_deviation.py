@@ -12,7 +12,7 @@ import torch
 from kernels.deviation import FreshRows, Move, deviation, naive, relative, squares
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
-from kernels.rope import RopeRotation, rotate_keys
+from kernels.rope import RopeRotation, rotate_keys, still
 from tests.kernels.builders import (
     BLOCK,
     FP8,
@@ -139,6 +139,14 @@ def test_a_moved_donor_does_not_deviate(dtype: torch.dtype, device: str) -> None
     assert float(result[0].max()) <= TOLERANCE[dtype]
     assert torch.equal(result[1], torch.zeros(12))
     assert torch.equal(result[0, 9:], torch.zeros(3))
+
+
+def test_a_layer_without_rope_is_compared_as_it_is(device: str) -> None:
+    donor, fresh = kv_of(1), kv_of(2)
+    fresh.tensor[1, :, :, 9] = donor.tensor[1, :, :, 4]
+    found = assert_matches_naive(device, [Move(donor, 2, 7, 5)], paged(fresh), 1, still(8))
+    assert found[:, 2].tolist() == [0.0, 0.0]
+    assert bool((found[:, [0, 1, 3, 4]] > 0).all())
 
 
 def test_the_figure_is_that_of_the_formula(device: str) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
 from kernels.layout import ContiguousKv, PagedKv, pool_view
-from kernels.rope import RopeRotation, rotate_keys
+from kernels.rope import Rotation, rotate_keys
 from tests.kernels.builders import (
     BLOCK,
     FP8,
@@ -30,6 +30,7 @@ from tests.kernels.builders import (
     on,
     paged,
     rotation_of,
+    rotations_of,
     seeded,
     target_of,
 )
@@ -41,7 +42,7 @@ ROTATION = rotation_of()
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
 
 
-def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation) -> None:
+def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     """Moves on `device` what lies on the CPU, and brings the target back."""
     placed = on(target, device)
     sources = {id(move.source): on(move.source, device) for move in moves} | {id(target): placed}
@@ -50,7 +51,7 @@ def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, 
 
 
 def assert_matches_naive(
-    device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: RopeRotation = ROTATION
+    device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation = ROTATION
 ) -> torch.Tensor:
     """Moves into `target`, which holds nothing, and returns its memory."""
     expected = on(target, "cpu")
@@ -280,6 +281,62 @@ def test_a_bad_move_is_refused_before_anything_is_written(change: dict[str, obje
 def test_a_bad_target_is_refused(target: PagedKv, rotary_dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kv_move([Move(GOOD["source"], 0, 0, 2)], target, rotation_of(rotary_dim))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "head_dim", "rotary_dim", "block", "dtype", "interleaved"),
+    [
+        (5, 4, 128, 128, 16, torch.bfloat16, False),
+        (1, 2, 64, 64, 32, torch.float16, False),
+        (7, 3, 80, 32, 3, torch.float32, True),
+        (4, 1, 24, 6, 5, torch.float32, False),
+        (2, 2, 40, 8, BLOCK, FP8, False),
+    ],
+)
+def test_each_layer_turns_by_its_own_rotation(
+    layers: int, kv_heads: int, head_dim: int, rotary_dim: int, block: int, dtype: torch.dtype, interleaved: bool,
+    device: str,
+) -> None:  # fmt: skip
+    geometry = geometry_of(kv_heads, head_dim, block, layers=layers)
+    rotation = rotations_of(layers, rotary_dim, interleaved)
+    donor, other = (donor_of(geometry, 9, seed, dtype) for seed in (1, 2))
+    first = min(5, block)
+    moves = [
+        Move(donor, 1, 3 * block, min(5, block)),
+        Move(paged(other, block), 0, 0, 1),
+        Move(other, 3, first + 1, min(3, block)),
+    ]
+    pool = assert_matches_naive(device, moves, target_of(geometry, dtype), rotation)
+    for layer in range(layers):
+        own = target_of(replace(geometry, num_layers=1), dtype)
+        alone = [replace(move, source=move.source.layers(layer, layer + 1)) for move in moves]
+        naive.kv_move(alone, own, rotation.of_layer(layer))
+        assert_same(pool[:, layer : layer + 1], own.pool)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_layer_without_rope_is_copied_bit_for_bit(dtype: torch.dtype, together: bool, device: str) -> None:
+    geometry = geometry_of(layers=4)
+    donor, target = donor_of(geometry, 9, 4, dtype), target_of(geometry, dtype)
+    donor.tensor[3, 0, 0, 3, :2] = torch.tensor([math.inf, -0.0]).to(dtype)
+    rotation = rotations_of(4) if together else rotations_of(4).of_layer(3)
+    move_on(device, [Move(donor, 2, 8, 4)], target, rotation)
+    placed = pool_view(target.pool, geometry)[8, 3].view(torch.uint8)
+    assert torch.equal(placed, donor.tensor[3, :, :, 2:6].view(torch.uint8))
+
+
+def test_a_rotation_of_other_layers_is_refused_unless_nothing_turns(device: str) -> None:
+    target, donor = on(target_of(geometry_of()), device), on(donor_of(geometry_of(), 9, 1), device)
+    for make in (
+        lambda: kv_move([Move(donor, 0, 3, 4)], target, rotations_of(3)),
+        lambda: LayerMoves([Move(donor, 0, 3, 4)], target, rotations_of(1)),
+    ):
+        with pytest.raises(ValueError, match=r"target has 2 layers, but the rotation is that of \d; each layer"):
+            make()
+    assert bool(target.pool.isnan().all())
+    kv_move([Move(donor, 0, 3, 4, turn=0)], target, rotations_of(3))
+    assert torch.equal(pool_view(target.pool, geometry_of())[6, :, :, :, 3].cpu(), donor.tensor[:, :, :, 0].cpu())
 
 
 # Moves of a few layers at a time.

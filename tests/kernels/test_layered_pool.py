@@ -33,12 +33,15 @@ from tests.kernels.builders import (
     on,
     paged,
     rotation_of,
+    rotations_of,
     rows_at,
     seeded,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from kernels.rope import Rotation
 
 BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5])
 GEOMETRY = geometry_of(layers=3)
@@ -196,25 +199,30 @@ def test_tokens_are_compared_in_all_layers_as_spans_of_one_token_in_each(layout:
 
 
 @every_layout
-def test_some_layers_at_a_time(layout: str, device: str) -> None:
+@pytest.mark.parametrize("rotation", [ROTATION, rotations_of(LAYERS)], ids=["alike", "by_layer"])
+def test_some_layers_at_a_time(layout: str, rotation: Rotation, device: str) -> None:
     donor, parts, whole = donor_of(GEOMETRY, 17, seed=2), layered(layout, device), layered(layout)
-    naive.kv_move([Move(donor, 2, 5, 11)], in_blocks(whole), ROTATION)
+    naive.kv_move([Move(donor, 2, 5, 11)], in_blocks(whole), rotation)
     for first, end in ((0, 2), (2, 3)):
-        target = in_blocks(parts).layers(first, end)
-        LayerMoves([Move(on(donor, device), 2, 5, 11)], target, ROTATION).make(range(first, end))
+        target, own = in_blocks(parts).layers(first, end), rotation.layers(first, end)
+        LayerMoves([Move(on(donor, device), 2, 5, 11)], target, own).make(range(first, end))
     assert_same(content(parts), content(whole))
     again, slot = layered(layout, device), nan(2, 2, HEADS, 17, DIM, device=device)
-    scatter = LayerMoves([Move(ContiguousKv(slot), 2, 5, 11)], in_blocks(again), ROTATION)
+    scatter = LayerMoves([Move(ContiguousKv(slot), 2, 5, 11)], in_blocks(again), rotation)
     for first, end in ((2, 3), (0, 2)):
         slot[: end - first] = on(donor, device).tensor[first:end]
         scatter.make(range(end - first), first)
     assert_same(content(again), content(whole))
     staged = nan(2, 2, HEADS, 11, DIM, device=device)
-    gather = LayerMoves([Move(in_blocks(parts), 5, 0, 11, turn=-3)], ContiguousKv(staged), ROTATION)
+    turn = -3 if rotation is ROTATION else 0
+    gather = LayerMoves([Move(in_blocks(parts), 5, 0, 11, turn=turn)], ContiguousKv(staged), rotation)
+    held = donor if turn else ContiguousKv(nan(*donor.tensor.shape))
+    if not turn:
+        naive.kv_move([Move(in_blocks(whole), 5, 2, 11, turn=0)], held, rotation)
     for layers in (range(2), range(1, 3), range(2, 3)):
         staged.fill_(math.nan)
         gather.make(layers)
-        assert_same(staged[: len(layers)], donor.tensor[layers.start : layers.stop, :, :, 2:13])
+        assert_same(staged[: len(layers)], held.tensor[layers.start : layers.stop, :, :, 2:13])
         assert bool(staged[len(layers) :].isnan().all())
 
 

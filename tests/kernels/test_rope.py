@@ -24,7 +24,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from kernels.rope import RopeRotation, rotary_factors, rotate, rotate_keys
+from kernels.rope import LayerRotations, RopeRotation, by_layer, rotary_factors, rotate, rotate_keys, still
 from tests.kernels.builders import error_of, rotation_of, seeded
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -160,3 +160,32 @@ def test_channels_before_first_channel_pass(interleaved: bool) -> None:
         rotate_keys(keys[..., :15], 5, rotation)
     with pytest.raises(ValueError, match="first_channel is -1"):
         RopeRotation((1.0, 0.1), 4, first_channel=-1)
+
+
+def test_layers_that_rotate_alike_have_one_rotation() -> None:
+    turning, none = rotation_of(), still(8)
+    assert by_layer([turning] * 3) is turning
+    rotations = by_layer([turning, none, turning, turning])
+    assert isinstance(rotations, LayerRotations)
+    assert [rotations.of_layer(layer) for layer in range(4)] == [turning, none, turning, turning]
+    assert rotations.layers(1, 3) == LayerRotations((turning, none), (1, 0))
+    assert (rotations.rotary_dim, rotations.end_channel, none.is_still, turning.is_still) == (8, 8, True, False)
+    keys = sample_keys(5)
+    assert rotate_keys(keys, 9, none) is keys
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind_of_layer", "told"),
+    [
+        ((still(8), still(4)), (0, 1), r"rotations of layers turn \[\(4, False, 0\), \(8, False, 0\)\]"),
+        ((rotation_of(), rotation_of(interleaved=True)), (0, 1), "rotations of layers turn"),
+        ((), (), r"rotations of layers turn \[\]"),
+        ((rotation_of(),), (0, 1), r"kind_of_layer is \(0, 1\), not all in 0\.\.0"),
+        ((rotation_of(),), (-1,), r"kind_of_layer is \(-1,\)"),
+    ],
+)
+def test_layers_of_other_planes_or_no_kind_are_refused(
+    kinds: tuple[RopeRotation, ...], kind_of_layer: tuple[int, ...], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        LayerRotations(kinds, kind_of_layer)

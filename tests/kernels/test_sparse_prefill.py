@@ -24,25 +24,39 @@ SMALL = TileConfig(16, 16, 4, 2)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
 
 
-def assert_matches_naive(device: str, batch: Batch) -> None:
+def assert_matches_naive(
+    device: str, batch: Batch, window: int | None = None, sinks: torch.Tensor | None = None
+) -> None:
     q, pool, sequences = batch.on(device)
-    actual = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE)
+    own = None if sinks is None else sinks.to(device)
+    actual = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, window, own)
     assert actual.dtype == batch.q.dtype
-    assert_same(actual, plain(batch))
+    expected = plain(batch, window, sinks)
+    assert not expected.isnan().any()
+    assert_same(actual, expected)
     assert torch.equal(pool.cpu().isnan(), batch.pool.isnan())
     assert torch.equal(pool.cpu().nan_to_num(), batch.pool.nan_to_num())
 
 
-def plain(batch: Batch) -> torch.Tensor:
-    return naive.sparse_prefill(batch.q, PoolLayer(batch.pool, 1, batch.geometry), batch.sequences, SCALE)
+def plain(batch: Batch, window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    kv = PoolLayer(batch.pool, 1, batch.geometry)
+    return naive.sparse_prefill(batch.q, kv, batch.sequences, SCALE, window, sinks)
 
 
-def tiled(device: str, batch: Batch, config: TileConfig | None = None, piece: int | None = None) -> torch.Tensor:
+def tiled(
+    device: str,
+    batch: Batch,
+    config: TileConfig | None = None,
+    piece: int | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """By the Triton kernels, with a tile and a piece of KV of one's own."""
     from kernels.sparse_prefill import triton_attention
 
     q, pool, sequences = batch.on(device)
-    return triton_attention.sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, config, piece).cpu()
+    kv, sinks = PoolLayer(pool, 1, batch.geometry), None if sinks is None else sinks.to(device)
+    return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece).cpu()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +120,74 @@ def test_chunks_join(device: str, count: int) -> None:
 def test_any_positions_match_naive(device: str, positions: list[list[int]], kv_heads: int, block_size: int) -> None:
     sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
     assert_matches_naive(device, Batch(positions, **sizes))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, BLOCK, 7, 16, 100])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "heads", "kv_heads"),
+    [
+        ([[0]], 2, 2),
+        ([[BLOCK + 1]], 6, 3),
+        ([list(range(40))], 4, 2),
+        ([list(range(17, 40))], 3, 1),
+        ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
+        ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
+    ],
+)
+def test_windows_with_and_without_sinks(
+    device: str, positions: list[list[int]], heads: int, kv_heads: int, window: int, with_sinks: bool
+) -> None:
+    batch = Batch(positions, heads=heads, kv_heads=kv_heads, head_dim=8, block_size=BLOCK, window=window)
+    assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "heads", "kv_heads", "dtype", "window"),
+    [
+        (64, 16, 8, 1, torch.bfloat16, 128),
+        (128, 32, 4, 4, torch.float16, 128),
+        (64, 64, 4, 2, torch.float32, 33),
+        (80, 5, 4, 2, torch.bfloat16, 64),
+        (256, 32, 2, 1, torch.bfloat16, 16),
+    ],
+)
+def test_widths_blocks_and_dtypes_with_windows_and_sinks(
+    device: str, head_dim: int, block_size: int, heads: int, kv_heads: int, dtype: torch.dtype, window: int
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    batch = Batch([[*range(150, 190), 400, 401], [5], [300]], dtype=dtype, window=window, **sizes)
+    assert_matches_naive(device, batch, window, seeded(heads, seed=4, dtype=dtype))
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 30.0])
+def test_sinks_far_from_all_scores(device: str, sink: float) -> None:
+    batch = Batch([list(range(9)), [2, 30]])
+    assert_matches_naive(device, batch, sinks=torch.full((4,), sink))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
+    kv_heads=st.integers(1, 3),
+    block_size=st.integers(1, 5),
+    window=st.integers(1, 70),
+    with_sinks=st.booleans(),
+)
+def test_any_window_matches_naive(
+    device: str, positions: list[list[int]], kv_heads: int, block_size: int, window: int, with_sinks: bool
+) -> None:
+    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
+    sinks = seeded(2 * kv_heads, seed=4) if with_sinks else None
+    assert_matches_naive(device, Batch(positions, window=window, **sizes), window, sinks)
+
+
+def test_a_window_over_all_positions_is_none(device: str) -> None:
+    batch = Batch([list(range(30)), [4, 29]])
+    q, pool, sequences = batch.on(device)
+    attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, 30)
+    assert_same(attended, plain(batch))
+    assert error_of(sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, 29), plain(batch)) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -196,6 +278,26 @@ def test_heads_scales_and_latent_pools_are_refused(heads: int, scale: float, kin
         sparse_prefill(torch.zeros(1, heads, 8), PoolLayer(pool, 0, geometry), [rows_at(0, [0], [0])], scale)
 
 
+@pytest.mark.parametrize(
+    ("window", "sinks", "message"),
+    [
+        (0, None, "window is 0; it must be at least 1 token"),
+        (-4, None, "window is -4"),
+        (4, torch.zeros(3), r"sinks is torch.float32 of shape \[3\] .* floats of shape \[2\]"),
+        (None, torch.zeros(2, 1), "sinks is"),
+        (None, torch.zeros(2, dtype=torch.int64), "sinks is torch.int64"),
+        (None, torch.zeros(2, device="meta"), "sinks is .* on meta"),
+    ],
+)
+def test_windows_and_sinks_that_do_not_fit_are_refused(
+    window: int | None, sinks: torch.Tensor | None, message: str
+) -> None:
+    geometry = geometry_of()
+    kv = PoolLayer(torch.zeros(3, 2, 2, geometry.row_elements), 0, geometry)
+    with pytest.raises(ValueError, match=message):
+        sparse_prefill(torch.zeros(1, 2, 8), kv, [rows_at(0, [0], [0])], 1.0, window, sinks)
+
+
 def test_rows_are_checked_once_for_a_pool() -> None:
     geometry = geometry_of()
     pool = torch.zeros(3, 2, 2, geometry.row_elements)
@@ -230,6 +332,19 @@ def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(
 def test_pieces_are_joined(triton_device: str, heads: int, block_m: int, piece: int) -> None:
     batch = Batch([[0, 15, 16, 90], [100], list(range(30))], heads=heads, dtype=torch.float16)
     assert_same(tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece), plain(batch))
+
+
+@pytest.mark.parametrize("piece", [16, 32, 256])
+@pytest.mark.parametrize(("heads", "block_m"), [(2, 16), (6, 128)])
+@pytest.mark.parametrize("window", [None, 5, 40, 70])
+def test_pieces_are_joined_with_their_sinks(
+    triton_device: str, heads: int, block_m: int, piece: int, window: int | None
+) -> None:
+    positions = [[0, 15, 16, 90], [*range(50, 110)], list(range(30))]
+    batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)
+    sinks = 2 * seeded(heads, seed=4)
+    actual = tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece, window, sinks)
+    assert_same(actual, plain(batch, window, sinks))
 
 
 def test_more_pieces_than_are_joined_at_a_time(triton_device: str) -> None:
@@ -315,7 +430,7 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
         q = torch.randn(sum(map(len, positions)), 4, 64, device="cuda", dtype=torch.bfloat16)
         write_rows(q[:, :2], q[:, 2:], PoolLayer(pool, layer, geometry), moved)
         config = TileConfig(64, 64, 4, 2)
-        triton_attention.sparse_prefill(q, PoolLayer(pool, layer, geometry), moved, 0.125, config, piece)
+        triton_attention.sparse_prefill(q, PoolLayer(pool, layer, geometry), moved, 0.125, None, None, config, piece)
 
     run([list(range(100))], 3, 64)
     run([list(range(100))], 3, 1024)
@@ -333,7 +448,7 @@ def test_a_captured_launch_follows_positions_and_blocks() -> None:
 
     batch = Batch([[77, 90, 140]], block_size=32, dtype=torch.bfloat16)
     q, pool, (longest,) = batch.on("cuda")
-    arguments = (q, PoolLayer(pool, 1, batch.geometry), (longest,), SCALE, SMALL, 32)
+    arguments = (q, PoolLayer(pool, 1, batch.geometry), (longest,), SCALE, None, None, SMALL, 32)
     triton_attention.sparse_prefill(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

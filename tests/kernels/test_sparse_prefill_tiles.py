@@ -17,6 +17,7 @@ from kernels.sparse_prefill.tiles import (
     balanced_pieces,
     batch_index,
     cut_rows,
+    longest_part,
     row_tiles,
 )
 from tests.kernels.builders import rows_at
@@ -41,10 +42,17 @@ def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
     positions=st.lists(st.sets(st.integers(0, 300), min_size=1, max_size=40).map(sorted), min_size=1, max_size=4),
     group=st.integers(1, 8),
     piece=st.sampled_from([None, 16, 64, 512]),
+    window=st.one_of(st.none(), st.integers(1, 400)),
 )
-def test_every_row_and_every_token_is_covered_once(positions: list[list[int]], group: int, piece: int | None) -> None:
+def test_every_row_and_every_token_that_it_sees_is_covered_once(
+    positions: list[list[int]], group: int, piece: int | None, window: int | None
+) -> None:
     sequences = batch_of(*positions)
-    work = attention_work(sequences, group, 2, TileConfig(16, 16, 4, 2), PROCESSORS, piece)
+    work = attention_work(sequences, group, 2, TileConfig(16, 16, 4, 2), PROCESSORS, piece, window)
+
+    def first_of(position: int) -> int:
+        return 0 if window is None else max(0, position - window + 1)
+
     covered = set()
     slots = {}
     for first_row, begin, end, first_block, kv_begin, kv_end, slot in work.items.tolist():
@@ -56,13 +64,20 @@ def test_every_row_and_every_token_is_covered_once(positions: list[list[int]], g
             for token in range(kv_begin, kv_end):
                 assert (index, packed, token) not in covered
                 covered.add((index, packed, token))
+        own = positions[index][begin // group : (end - 1) // group + 1]
+        # Nothing is read that no row of the tile sees, but what fills the first tile of KV.
+        assert all(
+            any(first_of(p) <= token <= p for p in own) for token in range(max(kv_begin, first_of(own[0])), kv_end)
+        )
+        assert kv_begin > first_of(own[0]) - 16
         if slot < 0:
-            assert (kv_begin, kv_end) == (0, positions[index][(end - 1) // group] + 1)
+            assert (kv_begin, kv_end) == (first_of(own[0]) // 16 * 16, own[-1] + 1)
         else:
             slots[slot] = (first_row, begin, end)
     for index, own in enumerate(positions):
         for packed in range(len(own) * group):
-            assert all((index, packed, token) in covered for token in range(own[packed // group] + 1))
+            last = own[packed // group]
+            assert all((index, packed, token) in covered for token in range(first_of(last), last + 1))
     assert sorted(slots) == list(range(work.slots))
     joined = [
         (slot, (first_row, begin, end))
@@ -79,9 +94,12 @@ def test_the_heaviest_items_come_first() -> None:
     assert work.items[1:, 2].tolist() == list(range(100, 0, -16))
 
 
-def test_one_plan_serves_all_layers() -> None:
+def test_one_plan_serves_all_layers_of_a_window() -> None:
     sequences = batch_of([0, 3, 9], [5])
     config = TileConfig(16, 16, 4, 2)
+    windowed = attention_work(sequences, 2, 2, config, 4, window=4)
+    assert attention_work(sequences, 2, 2, config, 4, window=4) is windowed
+    assert attention_work(sequences, 2, 2, config, 4) is not windowed
     assert attention_work(sequences, 2, 2, config, 4) is attention_work(sequences, 2, 2, config, 4)
     assert batch_index(sequences) is batch_index(sequences)
     assert row_tiles(sequences, 16) is row_tiles(sequences, 16)
@@ -106,7 +124,8 @@ def test_a_single_sequence_lends_its_own_index_tensors() -> None:
     ],
 )
 def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions: list[int], in_front: int) -> None:
-    table, reach = cut_rows(batch_of(positions), 7, 128)
+    table, begins, reach = cut_rows(batch_of(positions), 7, 128)
+    assert not begins.any()
     cut = 7 * in_front
     assert all(end <= cut or begin >= cut for _, begin, end, _ in table.tolist())
     assert reach.tolist() == [positions[(end - 1) // 7] + 1 for end in table[:, 2].tolist()]
@@ -114,8 +133,21 @@ def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions: 
     assert len(table) == tiles
 
 
+def test_rows_whose_windows_leave_out_tokens_share_no_tile() -> None:
+    sequences = batch_of([0, 1, 2, 10, 14, 15, 90, 94], [7])
+    table, begins, ends = cut_rows(sequences, 2, 64, 8)
+    assert table[:, 1:3].tolist() == [[0, 12], [12, 16], [0, 2]]
+    assert (begins.tolist(), ends.tolist()) == ([0, 83, 0], [16, 95, 8])
+    assert longest_part(sequences, 8) == 6
+    assert longest_part(sequences, None) == 8
+    table, begins, ends = cut_rows(sequences, 1, 64, 1)
+    # A window of one token: neighbours still share a tile.
+    assert table[:, 1:3].tolist() == [[0, 3], [3, 4], [4, 6], [6, 7], [7, 8], [0, 1]]
+    assert begins.tolist() == [0, 10, 14, 90, 94, 7]
+
+
 def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one() -> None:
-    table, reach = cut_rows(batch_of([0, 1, 2, 30], [7]), 3, 8)
+    table, _, reach = cut_rows(batch_of([0, 1, 2, 30], [7]), 3, 8)
     assert table.tolist() == [[0, 0, 4, 0], [0, 4, 12, 0], [4, 0, 3, 8]]
     assert reach.tolist() == [2, 31, 8]
 

@@ -144,7 +144,9 @@ class DeviationCollector:
         checked = [span for span in plan.spans if not span.exact]
         moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
         # [layers, kv_factor, tokens]; the larger of K and V decides
-        layers = [deviation(moves, fresh, layer, self._rotation) for layer in range(self._geometry.num_layers)]
+        layers = [
+            deviation(moves, fresh, layer, self._rotation.of_layer(layer)) for layer in range(self._geometry.num_layers)
+        ]
         values = torch.stack(layers).amax(dim=1).cpu().numpy().astype(np.float32)
         lengths = tuple(span.length for span in checked)
         return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from kernels.rope import still
 from semblend_trt.config import Settings
 from semblend_trt.connector import engine_namespace
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for
@@ -22,6 +24,7 @@ from tests.semblend_trt.samples import unknown_fields
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from semblend_trt.connector.layer_groups import LayerGroup
     from semblend_trt.namespace import CacheNamespace
 
 
@@ -65,6 +68,22 @@ def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_p
 def test_an_engine_is_named_by_its_arguments_or_by_their_module(tiny_qwen2_path: Path) -> None:
     assert namespace_of(tiny_qwen2_path).backend_cache_layout == "types/TRTLLM/blocks.layers.kv.heads.tokens.channels"
     assert namespace_of(tiny_qwen2_path, backend_cache_layout="vllm-1.0/A").backend_cache_layout == "vllm-1.0/A"
+
+
+def test_layers_that_differ_make_another_namespace(tiny_qwen2_path: Path) -> None:
+    facts = model_facts(tiny_qwen2_path)
+    group = facts.groups[0]
+    first, rest = replace(group, layers=group.layers[:1]), replace(group, layers=group.layers[1:])
+    none = replace(first, rotation=still(first.rotation.rotary_dim))
+    window, wider = (replace(first, attention="window", window=tokens) for tokens in (64, 128))
+
+    def key(*groups: LayerGroup) -> str:
+        own = replace(facts, groups=groups)
+        return namespace_for(llm_args(tiny_qwen2_path), own, Settings(), 32, torch.bfloat16).key
+
+    assert key(group) == namespace_of(tiny_qwen2_path).key
+    every = [(group,), (none, rest), (window, rest), (wider, rest), (replace(group, attention="window", window=64),)]
+    assert len({key(*groups) for groups in every}) == len(every)
 
 
 @pytest.mark.parametrize("renamed", [False, True])

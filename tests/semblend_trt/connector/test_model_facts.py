@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -27,9 +29,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+from transformers.models.granite.modeling_granite import GraniteRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -85,6 +89,9 @@ SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
         Glm4MoeConfig(**SMALL, head_dim=64, rope_parameters=rope("yarn", partial_rotary_factor=0.25, **YARN)),
         Glm4MoeRotaryEmbedding,
     ),
+    "granite": (GraniteConfig(**SMALL, rope_parameters=rope("default", 5e6)), GraniteRotaryEmbedding),
+    "olmo2": (Olmo2Config(**SMALL, rope_parameters=rope("default", 5e5)), Olmo2RotaryEmbedding),
+    "olmo2_yarn": (Olmo2Config(**SMALL, rope_parameters=rope("yarn", **YARN)), Olmo2RotaryEmbedding),
     "phi3_partial": (
         Phi3Config(**SMALL, pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
         Phi3RotaryEmbedding,
@@ -119,6 +126,7 @@ def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
     facts = model_facts(str(write_config(tmp_path, config)))
     assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
     assert facts.head_dim == (getattr(config, "head_dim", None) or 64)
+    assert [(group.layers, group.attention, group.window) for group in facts.groups] == [((0, 1, 2), "full", None)]
     assert facts.model_type == config.model_type
     assert facts.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
     assert facts.quantization is None
@@ -172,6 +180,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("rope_partial", LLAMA, {"rope_parameters": rope("default", partial_rotary_factor=0.5)}),
     ("rope_partial", LLAMA, {"partial_rotary_factor": 0.5}),
     ("geometry", LLAMA, {"num_key_value_heads": 3}),
+    ("geometry", LLAMA, {"num_hidden_layers": 0}),
     ("geometry", SUPPORTED["qwen2"][0], {"num_attention_heads": 0}),
     ("kv_quantized", LLAMA, {"quantization_config": FP8_KV}),
 ]

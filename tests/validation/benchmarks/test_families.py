@@ -34,7 +34,8 @@ def test_a_wrong_rotation_shows_behind_a_moved_run(monkeypatch: pytest.MonkeyPat
     def slower(*arguments: object) -> ModelFacts:
         facts = model_facts(*arguments)  # type: ignore[arg-type]
         frequencies = tuple(each * 0.99 for each in facts.rotation.inverse_frequencies)
-        return replace(facts, rotation=replace(facts.rotation, inverse_frequencies=frequencies))
+        rotation = replace(facts.rotation, inverse_frequencies=frequencies)
+        return replace(facts, groups=(replace(facts.groups[0], rotation=rotation),))
 
     monkeypatch.setattr("semblend_trt.connector.worker.model_facts", slower)
     assert families.largest_difference("glm4_moe") > 100 * MAX_LOGIT_DIFFERENCE

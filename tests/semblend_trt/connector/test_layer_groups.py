@@ -1,0 +1,94 @@
+"""Layers are grouped by what they attend to and rotate by; each is in one group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers.masking_utils import sliding_window_overlay
+
+from kernels.rope import LayerRotations, RopeRotation, still
+from semblend_trt.connector.layer_groups import LayerGroup, check_groups, layer_groups, rotation_of
+from semblend_trt.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAST, SLOW = RopeRotation((1.0, 0.5), 4), RopeRotation((0.1, 0.05), 4)
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
+
+
+def windows_of(config: Any) -> list[int | None]:
+    groups = layer_groups(config, [FAST] * config.num_hidden_layers)
+    check_groups(groups, config.num_hidden_layers)
+    found = {layer: group.window for group in groups for layer in group.layers}
+    assert all(group.attention == ("full" if group.window is None else "window") for group in groups)
+    return [found[layer] for layer in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MistralConfig(**SIZES, sliding_window=None), [None] * 4),
+        (MistralConfig(**SIZES, sliding_window=512), [512] * 4),
+        (MistralConfig(**SIZES, sliding_window=4096), [None] * 4),
+        (
+            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=512, max_window_layers=1),
+            [None, 512, 512, 512],
+        ),
+        (Qwen2Config(**SIZES, use_sliding_window=False, sliding_window=512), [None] * 4),
+        (
+            Gemma3TextConfig(num_hidden_layers=7, max_position_embeddings=4096, sliding_window=64),
+            [64, 64, 64, 64, 64, None, 64],
+        ),
+    ],
+)
+def test_windows_are_those_of_the_configuration(config: Any, windows: list[int | None]) -> None:
+    assert windows_of(config) == windows
+
+
+def test_a_window_counts_the_token_itself() -> None:
+    sees = sliding_window_overlay(5)
+    seen = [bool(sees(0, 0, torch.tensor(9), torch.tensor(other))) for other in range(10)]
+    assert sum(seen) == 5
+    assert seen[9]
+
+
+def test_layers_that_attend_and_rotate_alike_are_one_group() -> None:
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
+    groups = layer_groups(config, [SLOW, FAST, still(4)])
+    assert groups == (
+        LayerGroup((0,), "window", 64, SLOW),
+        LayerGroup((1,), "full", None, FAST),
+        LayerGroup((2,), "full", None, still(4)),
+    )
+    rotation = rotation_of(groups[::-1])
+    assert isinstance(rotation, LayerRotations)
+    assert [rotation.of_layer(layer) for layer in range(3)] == [SLOW, FAST, still(4)]
+    assert rotation_of(layer_groups(config, [FAST] * 3)) is FAST
+
+
+@pytest.mark.parametrize(
+    ("types", "told"),
+    [
+        (["full_attention", "chunked_attention"], r"layer types \['chunked_attention'\] are neither full nor window"),
+        (["full_attention"], "1 layer types are named for 2 layers"),
+    ],
+)
+def test_layers_that_are_not_known_are_refused(types: list[str], told: str) -> None:
+    config = SimpleNamespace(num_hidden_layers=2, max_position_embeddings=64, layer_types=types)
+    with pytest.raises(UnsupportedModelError, match=told) as refused:
+        layer_groups(config, [FAST] * 2)
+    assert refused.value.reason == "attention_layout"
+
+
+@pytest.mark.parametrize("held", [[(0, 1)], [(0, 1), (1, 2)], [(0, 1), (2, 3)], []])
+def test_each_layer_must_be_in_one_group(held: Sequence[tuple[int, ...]]) -> None:
+    groups = [LayerGroup(layers, "full", None, FAST) for layers in held]
+    with pytest.raises(UnsupportedModelError, match=r"hold layers \[.*\]; each of 0\.\.2 is needed once") as refused:
+        check_groups(groups, 3)
+    assert refused.value.reason == "attention_layout"
