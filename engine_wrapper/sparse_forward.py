@@ -90,7 +90,8 @@ class PlainRows:
         self._decoder = decoder
         self._pool = pool
         self._geometry = geometry
-        self._hidden = decoder.embed_tokens(schedule.token_ids[None])
+        # Granite's decoder multiplies its embeddings; others have no factor.
+        self._hidden = decoder.embed_tokens(schedule.token_ids[None]) * getattr(decoder, "embedding_multiplier", 1.0)
         self._positions = schedule.positions[None]
         # cos, sin: [1, rows, rotary_dim]
         self._cos, self._sin = decoder.rotary_emb(self._hidden, position_ids=self._positions)
@@ -211,7 +212,7 @@ class SparseForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [rows, hidden] as returned by the call; returns float32 [rows, vocabulary]."""
         logits: torch.Tensor = self._model.lm_head(hidden)
-        return logits.float()
+        return logits.float() / getattr(self._model.config, "logits_scaling", 1.0)
 
     @torch.inference_mode()
     def warm_up(self, lengths: Iterable[int]) -> None:

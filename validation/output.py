@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kernels.files import write_bytes
 from semblend_trt.command_line import printable
+from semblend_trt.files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,7 +31,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def beside(path: Path, suffix: str) -> Path | None:
-    """The path with another suffix; None where `path` is a device or a pipe."""
+    """The path with another suffix; None where `path` is a device or a pipe. Raises ConfigurationError where no file
+    can be written."""
+    check_writable(path)
     return None if path.exists() and not path.is_file() else path.with_suffix(suffix)
 
 

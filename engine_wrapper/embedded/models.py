@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_files import FileState
     from semblend_trt.ranks import Ranks
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe")
+SUPPORTED_MODEL_TYPES = (
+    "qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3",
+)  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -193,7 +195,8 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
 def keep_shard(model: Any, ranks: Ranks) -> None:
     """Cuts `model` to this rank's part of the layers, and its configuration to the part's sizes.
 
-    Raises ConfigurationError when the ranks do not divide KV heads or channels; nothing is changed then.
+    Raises ConfigurationError when the ranks do not divide KV heads or channels, or a norm needs all heads; nothing is
+    changed then.
     """
     if ranks.size == 1:
         return
@@ -203,6 +206,7 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
             raise ConfigurationError(
                 f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
             )
+    _refuse_norms_of_all_heads(model)
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in model.model.layers:
         attention, experts = layer.self_attn, getattr(layer.mlp, "experts", None)
@@ -216,6 +220,16 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
             _keep_mlp(dense, ranks)
     config.num_attention_heads //= ranks.size
     config.num_key_value_heads //= ranks.size
+
+
+def _refuse_norms_of_all_heads(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    norm = getattr(attention, "k_norm", None)
+    if norm is not None and len(norm.weight) != attention.head_dim:
+        raise ConfigurationError(
+            f"model type {model.config.model_type} norms the keys of all heads at once, {len(norm.weight)} channels, "
+            "which ranks with some of the heads cannot; use 1 rank"
+        )
 
 
 def _keep_mlp(mlp: Any, ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ in the callers' frames; it is the one that holds the worker. Facts: NVIDIA/Tenso
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from dataclasses import dataclass
@@ -209,6 +210,9 @@ def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str |
     if dict(getattr(parts.manager, "layer_offsets", {})) != {index: index for index in range(facts.num_layers)}:
         return "layer_offsets"
     for index, layer in enumerate(layers):
+        # Granite's and OLMo-2's would take hidden rows alone, and TensorRT-LLM has neither.
+        if "residual" not in inspect.signature(layer.forward).parameters:
+            return "model_layout"
         refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts, ranks)
         if refusal is not None:
             return refusal

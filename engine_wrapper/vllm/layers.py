@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 Views = tuple[torch.Tensor, torch.Tensor]
 
-_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Over the layers of Transformers vLLM names an attention by its number alone.
+_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.|^(\d+)\.attn$")
 _PROBE_BLOCKS = 2
 
 
 def in_order(names: Mapping[str, Any]) -> list[str] | None:
     """The names of the caches by layer, lowest first; None where they do not count layers from 0 without a gap."""
-    found = {int(match[1]): name for name in names if (match := _INDEX.search(name))}
+    found = {int(match[1] or match[2]): name for name in names if (match := _INDEX.search(name))}
     return [found[index] for index in range(len(names))] if sorted(found) == list(range(len(names))) else None
 
 

@@ -59,6 +59,7 @@ REASONS = {
     "cache_groups": "Serve a model whose layers share one KV cache group.",
     "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
     "model_runner": "Serve with vLLM's V1 or V2 model runner; another one's forward is not known.",
+    "layer_call": "Serve a model whose layers vLLM calls as Llama's, Granite's or those of Transformers.",
     "recovery": "Serve with vLLM's own scheduler; another one may not compute again what could not be loaded.",
     "prompt_logprobs": "Ask without prompt_logprobs: reused tokens have no logits.",
     "skip_reading_prefix_cache": "Ask without skip_reading_prefix_cache, which asks for a prompt computed in full.",

@@ -10,8 +10,7 @@ kernel takes the backend's place and reads the keys once for a tile of rows, in 
 Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py` (which rows of a step are
 padding, that no expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart),
 `model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called),
-and the decoders under `model_executor/models/` (0.25.1 to 0.32): a layer is called with positions, hidden rows and
-residual.
+and `model_executor/models/transformers/__init__.py` (there an attention's `forward` is called past its module's hooks).
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
+    from engine_wrapper.vllm.layer_calls import LayerCalls
     from kernels.layout import KvGeometry, LayeredPool
     from semblend_trt.ranks import Ranks
 
@@ -54,10 +54,11 @@ ROWS_PER_GAP = 4
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """vLLM's decoder with what its attention needs: the caches' names by layer, their attention modules, and a builder
-    of the backend's metadata (`own_builder`). `unfused`: modules that vLLM leaves to its compiler (`unfused_of`)."""
+    """The calls of vLLM's decoder with what its attention needs: the caches' names by layer, their attention modules,
+    and a builder of the backend's metadata (`own_builder`). `unfused`: modules that vLLM leaves to its compiler
+    (`unfused_of`)."""
 
-    decoder: Any
+    calls: LayerCalls
     names: tuple[str, ...]
     attention: tuple[Any, ...]
     builder: Any
@@ -223,39 +224,41 @@ class VllmRows:
         """Runs a layer."""
         if self._hidden is None:
             self._begin()
-        self._hidden, self._residual = self._parts.decoder.layers[layer](self._positions, self._hidden, self._residual)
+        assert self._hidden is not None
+        rows = self._hidden, self._residual
+        self._hidden, self._residual = self._parts.calls.run(layer, self._positions, rows)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
         geometry, pool, layer = self._parts.geometry, self._parts.pool, check.layer
         found = list[torch.Tensor]()
 
-        def leave(_: Any, arguments: tuple[Any, ...]) -> None:
-            keys, values = _fresh_rows(arguments, geometry)
+        def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
+            keys, values = _fresh_rows(kv, geometry)
             found.append(check.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
             write_rows(keys, values, self._parts.cache(layer), self._sequences)
             raise _ComparedError
 
         if self._hidden is None:
             self._begin()
-        hook = self._parts.attention[layer].register_forward_pre_hook(leave)
+        assert self._hidden is not None
         # A layer writes into what it is given, and is run again for the rows that go on.
-        given = [None if each is None else each.clone() for each in (self._hidden, self._residual)]
+        residual = None if self._residual is None else self._residual.clone()
+        attention = self._parts.attention[layer]
+        attention.forward = leave
         try:
-            self._parts.decoder.layers[layer](self._positions, *given)
+            self._parts.calls.run(layer, self._positions, (self._hidden.clone(), residual))
         except _ComparedError:
             return found[0]
         finally:
-            hook.remove()
+            del attention.forward
         raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
         """The final norm of some rows, int64; returns [len(rows), hidden]."""
         assert self._hidden is not None
-        assert self._residual is not None
-        normed: torch.Tensor
-        normed, _ = self._parts.decoder.norm(self._hidden.index_select(0, rows), self._residual.index_select(0, rows))
-        return normed
+        residual = None if self._residual is None else self._residual.index_select(0, rows)
+        return self._parts.calls.norm((self._hidden.index_select(0, rows), residual))
 
     def _begin(self) -> None:
         """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels."""
@@ -264,7 +267,7 @@ class VllmRows:
             each._forward_method = each.forward_cuda
         for op in _ir_ops() if self._parts.unfused else ():
             self._left.enter_context(op.set_priority(["vllm_c", "native"]))
-        self._hidden = self._parts.decoder.embed_input_ids(self._schedule.token_ids)
+        self._hidden = self._parts.calls.embed(self._schedule.token_ids)
 
     def _stand_apart(self) -> bool:
         """Whether our kernel attends."""
@@ -337,13 +340,13 @@ class VllmRows:
         return self._parts.builder.build(0, common)
 
 
-def _fresh_rows(arguments: Sequence[Any], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
     """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with behind the queries; a latent
-    attention gets the two parts of its row, which come back as K."""
+    attention gets the two parts of its row first, which come back as K."""
     if geometry.kv_factor == 2:
-        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in arguments[1:3])
+        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
         return keys, values
-    latent, turning = arguments[1:3]
+    latent, turning, *_ = kv
     return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.layer_calls import layer_calls_of
 from engine_wrapper.vllm.layers import in_order, layered_pool
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
@@ -153,11 +154,11 @@ class VllmWorker:
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
             decoder = model.model
-            if len(decoder.layers) != len(names) or not callable(getattr(decoder, "embed_input_ids", None)):
+            if len(decoder.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
                 raise TypeError(f"the decoder {type(decoder).__name__} is laid out in another way")
             scheduling = self._config.scheduler_config
             parts = Decoder(
-                decoder=decoder,
+                calls=layer_calls_of(model),
                 names=tuple(names),
                 attention=tuple(modules[name] for name in names),
                 builder=own_builder(runner.attn_groups[0][0], int(scheduling.max_num_batched_tokens)),

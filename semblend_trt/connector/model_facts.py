@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
-from kernels.rope import RopeRotation, Rotation
+from kernels.rope import RopeRotation, Rotation, still
 from semblend_trt.connector.latent_attention import (
     PUBLISHED_CODE,
     READ_AS,
@@ -43,14 +43,17 @@ if TYPE_CHECKING:
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 # Those whose code honours a partial_rotary_factor.
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
@@ -125,7 +128,7 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         kv_heads, head_dim = config.num_key_value_heads, _head_dim(config)
         rotation = rope_rotation(rope, head_dim)
     directory = snapshot(model, revision)
-    groups = layer_groups(config, [rotation] * layers, is_latent=is_latent)
+    groups = layer_groups(config, _rotations(model_type, config, rotation), is_latent=is_latent)
     _refuse_windows(groups, config)
     return ModelFacts(
         model_type=model_type,
@@ -221,6 +224,17 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         )
     if model_type in READ_AS:
         check_latent(raw)
+
+
+def _rotations(model_type: str, config: Any, rotation: RopeRotation) -> list[RopeRotation]:
+    """The rotation of each layer; SmolLM3 names layers that have none."""
+    layers = config.num_hidden_layers
+    turning = list(config.no_rope_layers) if model_type == "smollm3" else [1] * layers
+    if len(turning) != layers or set(turning) - {0, 1}:
+        raise UnsupportedModelError(
+            "rope_per_layer", f"no_rope_layers is {turning}; {layers} layers need a 1 (RoPE) or 0 (none) each"
+        )
+    return [rotation if each else still(rotation.rotary_dim) for each in turning]
 
 
 def _refuse_windows(groups: Sequence[LayerGroup], config: Any) -> None:

@@ -80,6 +80,15 @@ _OWN: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    # The layer in the middle has no RoPE.
+    "smollm3": {"no_rope_layer_interval": 2},
+    # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625,
+        "logits_scaling": 8.0,
+    },
 }
 
 

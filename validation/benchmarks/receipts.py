@@ -2,19 +2,21 @@
 
 `python -m validation.benchmarks.receipts` serves the trap families with the shipped model over HTTP. Each prompt comes
 behind its donors with `X-SemBlend-Verify: cold`, once under `verified` and once under `position_fix`, which checks
-nothing: there the receipts have to tell of answers that differ.
+nothing: there the receipts have to tell of answers that differ. As in `quality`, families that the model does not
+answer cold show nothing: their receipts are told apart and are in no share.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientSession
 
+from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.embedded.server import BOUNDS, Worker
 from kernels.results import Count, Results, run_counted
 from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
@@ -23,13 +25,16 @@ from semblend_trt.outcome import RECEIPT
 from validation import models
 from validation.arms import POSITION_FIX, VERIFIED
 from validation.cases import Tokeniser, groups
-from validation.embedded_engine import EmbeddedEngines, open_llm
+from validation.embedded_engine import EmbeddedEngines, open_cold, open_llm
 from validation.families.catalog import FAMILIES, FamilyRequest, Kind, write_cases
+from validation.metrics import exact_match
+from validation.samples import MIN_COLD_SCORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.llm import LLM
+    from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
 
 TRAPS = tuple(each.name for each in FAMILIES if each.kind is Kind.TRAP)
@@ -53,6 +58,9 @@ class Receipts:
         self.results[result] += 1
         self.reused[result] += receipt["reused_tokens"] > 0
 
+    def __add__(self, other: Receipts) -> Receipts:
+        return Receipts(self.results + other.results, self.reused + other.reused)
+
     @property
     def equal_share(self) -> float:
         """Of those that were compared. Raises ZeroDivisionError where none was."""
@@ -65,9 +73,10 @@ class Receipts:
         return ", ".join(f"{count} {result}" for result, count in sorted(self.results.items())) + f"; {reused}"
 
 
-async def serve(llm: LLM, cases: Sequence[Case], stop_token_ids: Sequence[int]) -> Receipts:
-    """Serves every group's donors and its prompts one by one, and shuts the engine down."""
-    worker, found = Worker(llm, "model"), Receipts()
+async def serve(llm: LLM, cases: Sequence[Case], stop_token_ids: Sequence[int]) -> dict[str, Receipts]:
+    """Serves every group's donors and its prompts one by one, and shuts the engine down. The receipts are by family."""
+    worker = Worker(llm, "model")
+    found: dict[str, Receipts] = defaultdict(Receipts)
     asked = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "stop_token_ids": list(stop_token_ids)}
     try:
         async with (
@@ -83,10 +92,21 @@ async def serve(llm: LLM, cases: Sequence[Case], stop_token_ids: Sequence[int]) 
                 for case in group:
                     body = {**asked, "prompt": case.prompt}
                     async with client.post("/v1/completions", json=body, headers={VERIFY_HEADER: "cold"}) as answer:
-                        found.add((await answer.json())["usage"][RECEIPT])
+                        found[case.workload].add((await answer.json())["usage"][RECEIPT])
     finally:
         worker.close()
     return found
+
+
+def answered_cold(runner: ModelRunner, cases: Sequence[Case], tokeniser: Tokeniser) -> set[str]:
+    """The families of `cases` whose references the model gives without reuse, as often as `quality` asks for."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    with open_cold(models.shipped_model(), runner, 2 * TOKENS) as llm:
+        for case in cases:
+            sampling = SamplingParams(max_tokens=ANSWER_TOKENS, stop_token_ids=tokeniser.stop_token_ids)
+            answer = llm.generate([case.prompt], sampling)[0].outputs[0].token_ids
+            right[case.workload].append(exact_match(tokeniser.text(answer), str(case.reference)))
+    return {family for family, found in right.items() if sum(found) >= MIN_COLD_SCORE * len(found)}
 
 
 def run(groups_each: int, rows: Results) -> None:
@@ -94,16 +114,28 @@ def run(groups_each: int, rows: Results) -> None:
     runner = models.load(None, "cpu", "float32")
     engines = EmbeddedEngines(runner)
     cases = write_cases(engines, FamilyRequest(TRAPS, groups_each, QUESTIONS, TOKENS, SEED))
-    stops = Tokeniser(engines, ANSWER_TOKENS).stop_token_ids
+    tokeniser = Tokeniser(engines, ANSWER_TOKENS)
+    answered = answered_cold(runner, cases, tokeniser)
     profile = {"PROFILE": str(models.shipped_model() / models.PROFILE_NAME)}
-    what = f"{len(TRAPS)} trap families, at most {TOKENS:,} tokens a prompt; receipts that compare with a cold run: "
+    what = f"{len(answered)} of {len(TRAPS)} trap families, those answered cold, at most {TOKENS:,} tokens a prompt: "
     for policy, variables in ((VERIFIED, profile), (POSITION_FIX, {})):
         variables = {**variables, "POLICY": policy, "MIN_SPAN": str(MIN_SPAN), "LOOKUP_DEADLINE_MS": "5000"}
-        found = asyncio.run(serve(open_llm(models.shipped_model(), runner.share(), variables), cases, stops))
+        llm = open_llm(models.shipped_model(), runner.share(), variables)
+        by_family = asyncio.run(serve(llm, cases, tokeniser.stop_token_ids))
+        found = sum((each for family, each in by_family.items() if family in answered), Receipts())
+        others = sum((each for family, each in by_family.items() if family not in answered), Receipts())
+        what_else = f"; the other {len(by_family) - len(answered)}: {others.told}" if others.results else ""
         if policy == VERIFIED:
-            rows.add("receipt_equal_share", found.equal_share, "of answers", what + found.told, LEAST_EQUAL, "higher")
+            rows.add(
+                "receipt_equal_share",
+                found.equal_share,
+                "of answers",
+                what + found.told + what_else,
+                LEAST_EQUAL,
+                "higher",
+            )
         else:
-            control = f"the control, which has to differ; {what}{found.told}"
+            control = f"the control, which has to differ; {what}{found.told}{what_else}"
             rows.add(f"receipt_equal_share_{policy}", found.equal_share, "of answers", control, MOST_EQUAL_UNCHECKED)
 
 

@@ -33,7 +33,9 @@ def model_at(path: Path) -> Any:
         ("qwen3", {}),
         ("mistral", {"head_dim": 24}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("granite", {}),
         *((family, {}) for family in MIXTURES),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True}),
         ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ],
 )
@@ -68,6 +70,15 @@ def test_heads_that_cannot_be_divided_are_refused_and_kept(tiny_qwen2_path: Path
     ranks.size = 4
     before = {name: each.shape for name, each in model.named_parameters()}
     with pytest.raises(ConfigurationError, match="num_key_value_heads is 2, which 4 ranks do not divide"):
+        keep_shard(model, ranks)
+    assert {name: each.shape for name, each in model.named_parameters()} == before
+
+
+def test_a_norm_over_all_heads_is_refused_for_several_ranks_and_kept(tmp_path: Path) -> None:
+    model, ranks = model_at(save_tiny_model("olmo2", tmp_path)), Ranks()
+    ranks.size = 2
+    before = {name: each.shape for name, each in model.named_parameters()}
+    with pytest.raises(ConfigurationError, match=r"olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"):
         keep_shard(model, ranks)
     assert {name: each.shape for name, each in model.named_parameters()} == before
 

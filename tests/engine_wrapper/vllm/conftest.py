@@ -148,7 +148,7 @@ def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool 
     """Has the fifth layer fail for our rows, not for vLLM's own; the list grows with every failure."""
     from engine_wrapper.vllm.rows import VllmRows
 
-    layer, inside, failures = served.worker._forward._parts.decoder.layers[5], list[VllmRows](), list[int]()
+    layer, inside, failures = served.worker._forward._runner.model.model.layers[5], list[VllmRows](), list[int]()
     run, enter, leave = layer.forward, VllmRows.__enter__, VllmRows.__exit__
 
     def entered(rows: VllmRows) -> VllmRows:

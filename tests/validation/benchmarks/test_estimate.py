@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 
 
 def test_a_short_run_is_whole_and_dry(tmp_path: Path) -> None:
-    rows = dry_rows(estimate, tmp_path, "--prompts", "20", "--tokens", "400")
+    rows = dry_rows(estimate, tmp_path, "--prompts", "20", "--served", "30", "--tokens", "400")
     assert set(rows) == {
         "estimate_prompts_per_s",
         "estimate_processor_ms",
         "estimate_peak_mib",
         "estimate_growth_bytes",
+        "estimate_equals_served",
     }
     assert "20 prompts of 4" in rows["estimate_prompts_per_s"].baseline
     assert rows["estimate_peak_mib"].value > 50
+    assert rows["estimate_equals_served"].value == 1
 
 
 def test_prompts_are_about_as_long_as_asked_for_and_a_failed_run_is_told(tmp_path: Path) -> None:

@@ -41,3 +41,17 @@ def test_a_run_that_compared_nothing_has_no_share() -> None:
     found.add({"verified": {"result": "failed"}, "reused_tokens": 0})
     with pytest.raises(ZeroDivisionError):
         _ = found.equal_share
+
+
+def test_families_that_the_model_does_not_answer_cold_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "TRAPS", ("header_trap", "near_duplicates"))
+    monkeypatch.setattr(receipts, "QUESTIONS", 1)
+    monkeypatch.setattr(receipts, "TOKENS", 512)
+    monkeypatch.setattr(receipts, "answered_cold", lambda *_: {"header_trap"})
+    checked = dry_rows(receipts, tmp_path, "--groups", "1")["receipt_equal_share"]
+    assert checked.baseline.startswith("1 of 2 trap families")
+    assert checked.baseline.endswith(
+        "1 equal; 0 of 0 with reused tokens equal; the other 1: 1 equal; 1 of 1 with reused tokens equal"
+    )
