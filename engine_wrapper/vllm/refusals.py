@@ -57,7 +57,7 @@ REASONS = {
     "kv_cache_dtype": "Leave --kv-cache-dtype at auto.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Serve a model whose layers share one KV cache group.",
-    "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
+    "cache_spec": "Serve a model with plain full or latent attention; another form of cache cannot be moved.",
     "model_runner": "Serve with vLLM's V1 or V2 model runner; another one's forward is not known.",
     "layer_call": "Serve a model whose layers vLLM calls as Llama's, Granite's or those of Transformers.",
     "recovery": "Serve with vLLM's own scheduler; another one may not compute again what could not be loaded.",
@@ -156,7 +156,9 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
 def sample_refusal(attention: Any) -> str | None:
     """The reason for which checks of this vLLM Attention's layer have no sample, None when there is none. Raises
     nothing."""
-    return "attention" if type(attention).__name__ != "Attention" else _first(attention, _SAMPLE)
+    if hasattr(attention, "kv_lora_rank"):
+        return "latent_attention"
+    return _first(attention, _SAMPLE) or (None if type(attention).__name__ == "Attention" else "attention")
 
 
 def request_refusal(request: Any) -> str | None:

@@ -43,8 +43,8 @@ def check_latent(raw: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for a configuration, as written, that is not of DeepSeek-V3's form."""
     kind = raw.get("model_type")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    told = {**rope, **raw}
-    if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if told.get(name) is None]):
+    given = {**rope, **raw}
+    if kind not in READ_AS.values() and (missing := [name for name in _NEEDED.split() if given.get(name) is None]):
         raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
     sizes = {name: raw.get(name, 2) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")}
     if any(type(size) is not int or size < 1 for size in sizes.values()) or sizes["qk_rope_head_dim"] % 2:
@@ -53,7 +53,7 @@ def check_latent(raw: Mapping[str, Any]) -> None:
             "geometry", f"{told} make no latent rows that can be moved; all must be above 0, and the last even"
         )
     for name, (reason, what) in _NOT_KNOWN.items():
-        found = told.get(name)
+        found = given.get(name)
         if found not in (None, True):
             raise UnsupportedModelError(reason, f"{name} of model type {kind!r} is {found!r}: {what}")
     if raw.get("rope_interleave", True) is not True:

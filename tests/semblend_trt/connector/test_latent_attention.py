@@ -13,11 +13,16 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave,
 )
 
+from engine_wrapper.embedded.llm_args import LlmArgs
 from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import rotate_keys
+from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.latent_attention import PUBLISHED_CODE
+from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import ModelFacts, geometry_of, model_facts
 from semblend_trt.errors import UnsupportedModelError
+from semblend_trt.plan import EngineMode, PlanSpan
+from tests.semblend_trt.plans import plan_of
 from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
@@ -156,3 +161,34 @@ def test_pools_of_latent_rows(tmp_path: Path) -> None:
     assert geometry_of(LayeredPool(layers), facts, 1) == wanted
     for unfit in (torch.zeros(4, 3, 2, 16 * 40), LayeredPool(layers, layers), LayeredPool(layers[1:])):
         assert geometry_of(unfit, facts, 1) is None
+
+
+BLOCK = 8
+
+
+@pytest.mark.parametrize("mode", EngineMode)
+def test_the_worker_saves_and_moves_rows_of_tensorrt_llms_pool(tmp_path: Path, mode: EngineMode) -> None:
+    """One row a token and layer, in blocks of [layers, 1, tokens * channels]."""
+    rotation = facts_of(tmp_path).rotation
+    worker = SemBlendKvConnectorWorker(LlmArgs(model=tmp_path))
+    pool = torch.randn(32, 3, 1, BLOCK * 40, generator=torch.Generator().manual_seed(0))
+    before = pool.clone().view(32, 3, BLOCK, 40)
+    worker.register_kv_caches(pool)
+
+    def step(**fields: Any) -> None:
+        worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
+        worker.start_load_kv(None)
+        worker.wait_for_save(None)
+
+    written = RequestProgress(1, (3, 5), 16, True)
+    step(intents=(SaveIntent(1, "donor-1", 100),), progress=(written,))
+    done, _ = worker.get_finished([1], [])
+    while 1 not in done:
+        done, _ = worker.get_finished([], [])
+    step(plans=(plan_of(PlanSpan("donor-1", 0, 4, 16), prompt=30, computed=4, blocks=(20, 21, 22, 23), mode=mode),))
+    moved = pool.view(32, 3, BLOCK, 40)[[20, 21, 22]].transpose(0, 1).flatten(1, 2)[:, 4:20]
+    donor = before[[3, 5]].transpose(0, 1).flatten(1, 2)
+    assert torch.equal(moved[..., :32], donor[..., :32])
+    torch.testing.assert_close(moved, rotate_keys(donor, 4, rotation.of_layer(0)))
+    assert float((moved - donor)[..., 32:].abs().max()) > 0.5
+    worker.close()
