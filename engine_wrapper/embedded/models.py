@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_files import FileState
     from semblend_trt.ranks import Ranks
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite")
+SUPPORTED_MODEL_TYPES = (
+    "qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3",
+)  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
-from kernels.rope import RopeRotation, Rotation
+from kernels.rope import RopeRotation, Rotation, still
 from semblend_trt.connector.layer_groups import LayerGroup, check_groups, layer_groups, rotation_of
 from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -43,6 +43,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 # Those whose code honours a partial_rotary_factor.
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
@@ -113,7 +114,7 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
             "attention that can be moved",
         )
     directory = snapshot(model, revision)
-    groups = layer_groups(config, [rope_rotation(rope, head_dim)] * layers)
+    groups = layer_groups(config, _rotations(model_type, config, rope_rotation(rope, head_dim)))
     _refuse_windows(groups, config)
     return ModelFacts(
         model_type=model_type,
@@ -189,6 +190,17 @@ def _refuse_type(raw: dict[str, Any]) -> None:
             "unknown_architecture",
             f"model type {model_type!r} brings code of its own, {own}, which may compute otherwise than {expected}",
         )
+
+
+def _rotations(model_type: str, config: Any, rotation: RopeRotation) -> list[RopeRotation]:
+    """The rotation of each layer; SmolLM3 names layers that have none."""
+    layers = config.num_hidden_layers
+    turning = list(config.no_rope_layers) if model_type == "smollm3" else [1] * layers
+    if len(turning) != layers or set(turning) - {0, 1}:
+        raise UnsupportedModelError(
+            "rope_per_layer", f"no_rope_layers is {turning}; {layers} layers need a 1 (RoPE) or 0 (none) each"
+        )
+    return [rotation if each else still(rotation.rotary_dim) for each in turning]
 
 
 def _refuse_windows(groups: Sequence[LayerGroup], config: Any) -> None:

@@ -128,9 +128,11 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         max_positions=facts.max_positions,
     )
     rotation, parameters = facts.rotation, dict(facts.rope_parameters)
+    still = sum(len(group.layers) for group in facts.groups if group.rotation.is_still)
+    layers = f", none in {still} of {facts.num_layers} layers" if still else ""
     yield _model.ok(
         f"RoPE of type {parameters.get('rope_type', 'default')}, theta {parameters['rope_theta']:g}, on "
-        f"{rotation.rotary_dim} of {facts.head_dim} channels: its KV can be moved to other positions",
+        f"{rotation.rotary_dim} of {facts.head_dim} channels{layers}: its KV can be moved to other positions",
         rotary_dim=rotation.rotary_dim,
         rope_parameters=parameters,
     )

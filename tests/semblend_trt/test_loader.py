@@ -28,7 +28,7 @@ from semblend_trt.plan import (
 )
 from semblend_trt.runtime import LayerReadiness
 from semblend_trt.staging import HostReader, Staging
-from tests.conftest import FAMILIES
+from tests.conftest import FAMILIES, save_tiny_model
 from tests.semblend_trt.held_donors import held_kv, save, used_blocks
 from tests.semblend_trt.plans import plan_of
 
@@ -231,7 +231,18 @@ def test_leftovers_of_the_load_before_are_joined_first(store):
 @pytest.mark.parametrize("shift", [37, 512, -20, 0])
 def test_placed_keys_of_the_first_layer_are_those_of_a_cold_run(tiny_model_paths, family, shift):
     """The first layer's K and V depend on token and position only, so a shifted donor's must match a cold run's."""
-    path = tiny_model_paths[family]
+    placed, cold = _placed_and_cold(tiny_model_paths[family], shift)
+    assert float((placed[0] - cold[0]).norm() / cold[0].norm()) <= 1e-5
+
+
+def test_placed_keys_of_a_first_layer_without_rope_are_those_of_a_cold_run(tmp_path):
+    path = save_tiny_model("smollm3", tmp_path, no_rope_layers=[0, 1, 0])
+    placed, cold = _placed_and_cold(path, 37)
+    torch.testing.assert_close(placed[0], cold[0], rtol=1e-6, atol=1e-6)
+
+
+def _placed_and_cold(path, shift):
+    """KV of a run that was moved, and a cold run's, both [layers, 2, kv_heads, tokens, head_dim]."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(11)
     shared = torch.randint(0, 256, (50,), generator=generator)
@@ -251,9 +262,8 @@ def test_placed_keys_of_the_first_layer_are_those_of_a_cold_run(tiny_model_paths
     placed = (
         pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, target_start:][:, :, :, :50]
     )
-    expected = cold_kv[:, :, :, target_start : target_start + 50]
     assert not bool(placed.isnan().any())
-    assert float((placed[0] - expected[0]).norm() / expected[0].norm()) <= 1e-5
+    return placed, cold_kv[:, :, :, target_start : target_start + 50]
 
 
 def _kv_of(model, tokens):

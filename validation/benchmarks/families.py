@@ -54,6 +54,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
     # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    # The layer in the middle has no RoPE.
+    "smollm3": {"no_rope_layer_interval": 2},
     # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
     "granite": {
         "embedding_multiplier": 12.0,

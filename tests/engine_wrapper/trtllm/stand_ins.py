@@ -281,6 +281,10 @@ class Attention(nn.Module):
         self.attn = TrtllmAttention(layer_idx, rotate if fused else None)
         self.asks: dict[str, Any] = {}
 
+    def do_not_rotate(self) -> None:
+        self.rotate = lambda positions, *parts: parts
+        self.attn = TrtllmAttention(self.layer_idx, None)
+
     def forward(self, position_ids: torch.Tensor, hidden_states: Any, attn_metadata: Any, **kwargs: Any) -> Any:
         parts = [each(hidden_states) for each in self.projections]
         if not self.rope_fusion:
@@ -378,6 +382,9 @@ class DecoderModel(nn.Module):
             kind(each, Attention(each.self_attn, index, rotate, fused=fused, style=style))
             for index, each in enumerate(source.layers)
         )
+        for layer, each in zip(self.layers, source.layers, strict=True):
+            if not getattr(each.self_attn, "use_rope", True):
+                layer.self_attn.do_not_rotate()
         norms = [*(layer.input_layernorm for layer in list(self.layers)[1:]), self.norm]
         for layer, norm in zip(self.layers, norms, strict=True):
             layer.next_layer_layernorm = norm

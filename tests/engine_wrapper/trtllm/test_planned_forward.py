@@ -92,8 +92,8 @@ class Bench:
 
 
 @pytest.fixture(
-    params=[("qwen2", True, "1.2"), ("llama", False, "main"), ("glm4_moe", True, "1.2")],
-    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2"],
+    params=[("qwen2", True, "1.2"), ("llama", False, "main"), ("glm4_moe", True, "1.2"), ("smollm3", True, "main")],
+    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2", "smollm3-main"],
 )
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
     family, fused, style = request.param

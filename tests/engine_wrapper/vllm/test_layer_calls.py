@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
 SIZES = {"hidden_size": 128, "vocab_size": 2000, "max_position_embeddings": 2048}
 LAYERS = 3
-# vLLM 0.28 runs OLMo-2 by the layers of Transformers, older versions by their own.
+# vLLM 0.28 runs OLMo-2 by the layers of Transformers, older versions by their own; SmolLM3 has none of vLLM's.
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("granite", {}),
     ("olmo2", {}),
+    ("smollm3", {}),
     ("qwen3", {"model_impl": "transformers"}),
     ("granite", {"enforce_eager": False}),
 ]
@@ -34,8 +35,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
     """By family and layers, all before an engine runs: vLLM changes the classes of Transformers that it uses."""
     found = {}
-    for family, layers in product(("granite", "olmo2", "qwen3"), (1, LAYERS)):
-        own = {"head_dim": 32} if family == "qwen3" else {}
+    for family, layers in product(("granite", "olmo2", "qwen3", "smollm3"), (1, LAYERS)):
+        # SmolLM3's lowest layer has no RoPE.
+        own = {"qwen3": {"head_dim": 32}, "smollm3": {"no_rope_layers": [0, 1, 0][:layers]}}.get(family, {})
         folder = tmp_path_factory.mktemp(family)
         found[family, layers] = save_tiny_model(family, folder, num_hidden_layers=layers, **own, **SIZES)
     return found

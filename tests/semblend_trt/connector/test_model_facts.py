@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
+    AutoModel,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
@@ -27,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.granite.modeling_granite import GraniteRotaryEmbedding
@@ -38,6 +40,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
 from semblend_trt.connector.model_facts import (
     HARMLESS_FIELDS,
@@ -89,6 +92,7 @@ SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
         Glm4MoeConfig(**SMALL, head_dim=64, rope_parameters=rope("yarn", partial_rotary_factor=0.25, **YARN)),
         Glm4MoeRotaryEmbedding,
     ),
+    "smollm3_rope_in_all": (SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 1]), SmolLM3RotaryEmbedding),
     "granite": (GraniteConfig(**SMALL, rope_parameters=rope("default", 5e6)), GraniteRotaryEmbedding),
     "olmo2": (Olmo2Config(**SMALL, rope_parameters=rope("default", 5e5)), Olmo2RotaryEmbedding),
     "olmo2_yarn": (Olmo2Config(**SMALL, rope_parameters=rope("yarn", **YARN)), Olmo2RotaryEmbedding),
@@ -120,6 +124,31 @@ def test_the_rotation_is_the_models_own(tmp_path: Path, name: str) -> None:
     assert not facts.rotation.interleaved
 
 
+@pytest.mark.parametrize(
+    ("given", "turning"),
+    [
+        ({}, [1, 1, 1, 0, 1, 1, 1, 0, 1]),
+        ({"no_rope_layer_interval": 2}, [1, 0, 1, 0, 1, 0, 1, 0, 1]),
+        ({"no_rope_layers": [0, 1, 1, 1, 1, 1, 1, 1, 0]}, [0, 1, 1, 1, 1, 1, 1, 1, 0]),
+        ({"no_rope_layers": [0] * 9}, [0] * 9),
+    ],
+    ids=str,
+)
+def test_layers_without_rope_do_not_turn(tmp_path: Path, given: dict[str, Any], turning: list[int]) -> None:
+    config = SmolLM3Config(**SMALL | {"num_hidden_layers": 9, "pad_token_id": None}, **given)
+    facts = model_facts(write_config(tmp_path, config))
+    assert [attention.use_rope for attention in _attentions(config)] == turning
+    assert [int(not facts.rotation.of_layer(layer).is_still) for layer in range(9)] == turning
+    own = tuple(SmolLM3RotaryEmbedding(config).inv_freq.double().tolist())
+    assert {facts.rotation.of_layer(layer).inverse_frequencies for layer in range(9) if turning[layer]} <= {own}
+    assert {group.attention for group in facts.groups} == {"full"}
+
+
+def _attentions(config: PretrainedConfig) -> list[Any]:
+    with torch.device("meta"):
+        return [layer.self_attn for layer in AutoModel.from_config(config).layers]
+
+
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
     config = SUPPORTED[name][0]
@@ -149,11 +178,13 @@ def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(
 QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, MIXTRAL, QWEN3_MOE = (
     SUPPORTED[name][0] for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial", "mixtral", "qwen3_moe")
 )
+SMOLLM3 = SmolLM3Config(**SMALL)
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1, "layer_types": None}
 LONGROPE = rope("longrope", partial_rotary_factor=1.0, short_factor=[1.0] * 32, long_factor=[2.0] * 32)
 PER_LAYER = {"full_attention": rope("default"), "sliding_attention": rope("default")}
+NOPE = {"no_rope_layers": [1, 0, 1]}
 FP8_KV = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 OWN_CODE = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
 REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
@@ -170,6 +201,9 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("sliding_window", PHI3, {"sliding_window": 2047}),
     ("sliding_window", MIXTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}),
+    ("sliding_window", SMOLLM3, {"use_sliding_window": True, "sliding_window": 64, "layer_types": None} | NOPE),
+    ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1]}),
+    ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1, 2]}),
     ("attention_layout", QWEN2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
     ("attention_layout", QWEN3_MOE, {"dual_chunk_attention_config": {"chunk_size": 262144}}),
     ("rope_dynamic", LLAMA, {"rope_parameters": rope("dynamic", factor=2.0)}),

@@ -40,9 +40,12 @@ def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model: model
     facts = answer.facts
     assert models._attention(model.text) == "full"
     assert models._kv(model.text) == f"{facts.kv_heads} heads of {facts.head_dim}"
-    kind, _, share = models._rope(model.text).partition(", ")
+    kind, *more = models._rope(model.text).split(", ")
     assert kind == facts.rope_parameters["rope_type"]
-    assert float((share or "100%").partition("%")[0]) * facts.head_dim == 100 * facts.rotation.rotary_dim
+    share = next((each for each in more if "%" in each), "100%")
+    assert float(share.partition("%")[0]) * facts.head_dim == 100 * facts.rotation.rotary_dim
+    still = [layer for layer in range(facts.num_layers) if facts.rotation.of_layer(layer).is_still]
+    assert still == (list(range(3, facts.num_layers, 4)) if "none in each 4th layer" in more else [])
 
 
 def test_every_model_has_a_source_and_its_types() -> None:
