@@ -35,6 +35,7 @@ _NOT_KNOWN = {
     "index_topk": ("attention_layout", "a sparse indexer picks the tokens that it attends to"),
     "sliding_window": ("sliding_window", "engines compute it without a window"),
     "llama_4_scaling": ("attention_layout", "queries are scaled by their position"),
+    "truncate": ("rope_unknown", "engines compute its RoPE in different ways"),
     "apply_yarn_scaling": ("rope_unknown", "engines compute its RoPE in different ways"),
 }
 

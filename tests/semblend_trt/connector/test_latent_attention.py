@@ -131,6 +131,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rope_unknown", {"rope_interleave": False}, "rope_interleave is False"),
     ("rope_unknown", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "'linear' of latent attention"),
     ("rope_unknown", {"rope_scaling": {**YARN, "apply_yarn_scaling": False}}, "apply_yarn_scaling"),
+    ("rope_unknown", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
     ("rope_unknown", {"rope_scaling": {**YARN, "extrapolation_factor": 0.5}}, "extrapolation_factor of yarn is 0.5"),
     ("rope_partial", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("kv_quantized", {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"bits": 8}}}, "quantised"),
