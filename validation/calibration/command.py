@@ -269,6 +269,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
             always_witnesses=options.always_witnesses,
+            lowest_check=prepared.engines.facts.lowest_check_layer,
         ).run()
     winner = found.winner or Candidate("exact", 1.0)
     profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)
