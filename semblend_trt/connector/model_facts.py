@@ -62,7 +62,7 @@ _ROPE_BY_ATTENTION = ("gemma3_text",)
 # Those whose code honours a partial_rotary_factor.
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
 # Those whose code may have a window in some layers, in every engine alike.
-_WINDOWED = ("gpt_oss",)
+_WINDOWED = ("gemma3_text", "gpt_oss")
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
@@ -267,9 +267,7 @@ def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str
     return own, SimpleNamespace(rope_theta=getattr(config, theta), rope_scaling=getattr(config, scaling or "_", None))
 
 
-def _rotations(
-    model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]], head_dim: int
-) -> list[RopeRotation]:
+def _rotations(model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]], head_dim: int) -> list[RopeRotation]:
     """The rotation of each layer, by its attention type; SmolLM3 names layers that have none."""
     own = {kind: rope_rotation(rope, head_dim) for kind, rope in ropes.items()}
     if len(own) > 1:

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine_wrapper.embedded.model_runner import ModelRunner
+from tests.conftest import save_tiny_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import Tokeniser
+from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
 
 if TYPE_CHECKING:
-    from validation.embedded_engine import EmbeddedEngines
+    from pathlib import Path
 
 
-def collected(shipped: EmbeddedEngines, family: str) -> list[PromptDeviations]:
-    cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
+def collected(shipped: EmbeddedEngines, family: str, tokens: int = 640) -> list[PromptDeviations]:
+    cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=tokens))
     collector = DeviationCollector(shipped.runner.model, shipped.facts, min_span=64)
     return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
 
@@ -28,6 +31,16 @@ def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEn
         assert prompt.exact_tokens + sum(prompt.lengths) <= prompt.promised < 640
         # The lowest layer sees the token alone: only the rotation's rounding is left.
         assert prompt.values[0].max() < 1e-4
+
+
+def test_layers_with_a_window_are_compared_in_every_token(tmp_path: Path) -> None:
+    """Each attention of Gemma rotates in its own way: with another's, the lowest layer would deviate."""
+    path = save_tiny_model("gemma3_text", tmp_path, max_position_embeddings=2048)
+    found = collected(EmbeddedEngines(ModelRunner(path, "float32", "cpu")), "reordered", 1024)
+    assert found
+    for prompt in found:
+        assert prompt.values.shape == (3, sum(prompt.lengths))
+        assert prompt.values[0].max() < 1e-4 < prompt.values[2].max()
 
 
 def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEngines) -> None:
