@@ -13,7 +13,7 @@ from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
 from validation.measurement import ServingSettings
-from validation.models import shipped_model
+from validation.models import AUTO, KV_DTYPES, shipped_model
 from validation.prompts import FORMS
 
 PROGRAM = "python -m validation"
@@ -37,6 +37,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "choices": ("auto", "float32", "bfloat16", "float16"),
         "default": "auto",
         "help": "weights and KV",
+    },
+    "--kv-dtype": {
+        "choices": KV_DTYPES,
+        "default": AUTO,
+        "help": "the KV cache; auto is that of the weights, and fp8 (e4m3) is known to vLLM alone",
     },
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},
@@ -73,7 +78,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--record": {"type": Path, "metavar": "FOLDER", "help": "write result rows to a file in FOLDER/MACHINE"},
     "--machine": {"help": "name of the machine in result rows (default: cpu-Ncore or the GPU's name)"},
 }
-MODEL = ("--model", "--engine", "--device", "--dtype", "--max-tokens", "--min-match-length")
+MODEL = ("--model", "--engine", "--device", "--dtype", "--kv-dtype", "--max-tokens", "--min-match-length")
 FAMILIES = ("--families", "--groups", "--questions", "--tokens", "--seed", "--eval-data", "--form", "--batch")
 
 
