@@ -5,20 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
+import torch
 
-from engine_wrapper.embedded.model_runner import ModelRunner
-from tests.conftest import save_tiny_model
+from semblend_trt.connector.model_facts import model_facts
+from validation.benchmarks.families import WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import Tokeniser
-from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from validation.embedded_engine import EmbeddedEngines
 
-def collected(shipped: EmbeddedEngines, family: str, tokens: int = 640) -> list[PromptDeviations]:
-    cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=tokens))
+
+def collected(shipped: EmbeddedEngines, family: str) -> list[PromptDeviations]:
+    cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
     collector = DeviationCollector(shipped.runner.model, shipped.facts, min_span=64)
     return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
 
@@ -33,22 +36,29 @@ def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEn
         assert prompt.values[0].max() < 1e-4
 
 
-def test_layers_with_a_window_are_compared_in_every_token(tmp_path: Path) -> None:
-    """Each attention of Gemma rotates in its own way: with another's, the lowest layer would deviate."""
-    path = save_tiny_model("gemma3_text", tmp_path, max_position_embeddings=2048)
-    found = collected(EmbeddedEngines(ModelRunner(path, "float32", "cpu")), "reordered", 1024)
-    assert found
-    for prompt in found:
-        assert prompt.values.shape == (3, sum(prompt.lengths))
-        assert prompt.values[0].max() < 1e-4 < prompt.values[2].max()
-
-
 def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEngines) -> None:
     harmless, traps = (
         np.concatenate([prompt.values[2] for prompt in collected(shipped, family)])
         for family in ("reordered", "header_trap")
     )
     assert np.median(traps) > 5 * np.median(harmless)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_layers_with_a_window_keep_the_kv_of_all_tokens(tmp_path: Path, family: str) -> None:
+    model = random_model(family)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 256, (WINDOW * 3,), generator=torch.Generator().manual_seed(2))
+    found = DeviationCollector(model, model_facts(tmp_path), min_span=64)._computed([tokens.tolist()])[0]
+    # [layers, kv_factor, kv_heads, tokens, head_dim]
+    kv = found.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    own = model(tokens[None], use_cache=True).past_key_values.layers
+    for layer, cache in enumerate(own):
+        kept = cache.keys.shape[2]
+        assert kept == (WINDOW - 1 if layer != 1 else len(tokens))
+        torch.testing.assert_close(kv[layer, 0, :, -kept:], cache.keys[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 
 
 def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:
