@@ -82,6 +82,13 @@ _OWN: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    # Every other layer has a window, from the lowest on, and a theta of its own.
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+    },
     # Every other layer has a window, from the lowest on.
     "gpt_oss": {
         "num_local_experts": 4,

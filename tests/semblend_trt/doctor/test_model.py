@@ -55,6 +55,15 @@ def test_of_latent_attention_a_token_takes_one_row_a_layer(tmp_path: Path, name:
     assert size.details["tokens"]["host"] == (1 << 30) // (61 * 576 * 2)
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("qwen2", ""), ("smollm3", ", none in 1 of 3 layers"), ("gemma3_text", ", another one in 2 of 3 layers")],
+)
+def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, layers: str) -> None:
+    _, rope, *_ = told(known_model(str(save_tiny_model(family, tmp_path)), "auto"))
+    assert f"of 16 channels{layers}: its KV can be moved" in rope.text
+
+
 def test_what_tensorrt_llm_refuses_of_a_model_is_told(tmp_path: Path) -> None:
     found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
     (note,) = (each for each in found if each.reason == "sliding_window")
