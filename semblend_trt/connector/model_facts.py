@@ -1,4 +1,4 @@
-"""What must be known of a model before its KV may be moved: geometry, rotation, and the pool that holds its KV.
+"""What must be known of a model before its KV may be moved: its sizes, and how its layers attend and rotate.
 
 Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
 safe is refused by name: a wrong rotation is worse than none.
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation, Rotation, still
 from semblend_trt.connector.latent_attention import (
     PUBLISHED_CODE,
@@ -560,45 +559,3 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-
-
-def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
-    """The geometry for which `pool` is the model's KV pool, [blocks, layers, kv_factor, kv_heads * block_size *
-    head_dim] or a LayeredPool; None when there is none, or when its strides are not those of a pool."""
-    kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
-    if isinstance(pool, LayeredPool):
-        block_size = pool.keys[0].shape[2]
-        geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, block_size, facts.kv_factor)
-        try:
-            check_pool(pool, geometry)
-        except ValueError:
-            return None
-        return geometry
-    row = kv_heads * facts.head_dim
-    if not isinstance(pool, torch.Tensor) or pool.is_meta or pool.ndim != 4 or not pool.numel():
-        return None
-    if tuple(pool.shape[1:3]) != (facts.num_layers, facts.kv_factor) or pool.shape[3] % row:
-        return None
-    if pool.dtype not in SUPPORTED_DTYPES:
-        return None
-    if pool.stride(3) != 1 or _has_overlaps(pool):
-        return None
-    # The engine may override tokens_per_block (FlashMLA does), so the pool is believed rather than the arguments.
-    return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row, facts.kv_factor)
-
-
-def described(pool: Any) -> str:
-    """The pool in words, for the log."""
-    if not isinstance(pool, torch.Tensor):
-        return f"a pool of type {type(pool).__name__}"
-    return f"a pool of shape {list(pool.shape)}, strides {list(pool.stride())} and dtype {pool.dtype}"
-
-
-def _has_overlaps(pool: torch.Tensor) -> bool:
-    """Whether two places of `pool` may be the same memory, by its strides."""
-    reach = 1
-    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach = max(reach, stride * size)
-    return False
