@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
-from validation.engines import EMBEDDED, TRTLLM, VLLM
+from validation.engines import EMBEDDED, FP8, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
 from validation.measurement import ServingSettings
@@ -37,6 +37,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "choices": ("auto", "float32", "bfloat16", "float16"),
         "default": "auto",
         "help": "weights and KV",
+    },
+    "--kv-dtype": {
+        "choices": ("auto", FP8),
+        "default": "auto",
+        "help": f"KV, where it is of another type than the weights: {FP8} with --engine {VLLM} alone",
     },
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},
@@ -73,7 +78,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--record": {"type": Path, "metavar": "FOLDER", "help": "write result rows to a file in FOLDER/MACHINE"},
     "--machine": {"help": "name of the machine in result rows (default: cpu-Ncore or the GPU's name)"},
 }
-MODEL = ("--model", "--engine", "--device", "--dtype", "--max-tokens", "--min-match-length")
+MODEL = ("--model", "--engine", "--device", "--dtype", "--kv-dtype", "--max-tokens", "--min-match-length")
 FAMILIES = ("--families", "--groups", "--questions", "--tokens", "--seed", "--eval-data", "--form", "--batch")
 
 

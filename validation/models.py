@@ -46,16 +46,20 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
 
 
-def engines_of(name: str, model: str | None, device: str | None, dtype: str) -> Engines:
+def engines_of(name: str, model: str | None, device: str | None, dtype: str, kv_dtype: str = "auto") -> Engines:
     """The engines of that name over the model; TensorRT-LLM and vLLM choose their device themselves. `dtype` as in
-    `load`.
+    `load`; `kv_dtype` is that of vLLM's cache.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
+    if name != VLLM and kv_dtype != "auto":
+        raise ConfigurationError(
+            f"--kv-dtype {kv_dtype} is for --engine {VLLM}; the engine {name} keeps KV in its own."
+        )
     if name == TRTLLM:
         return TrtllmEngines(str(model or shipped_model()), dtype)
     if name == VLLM:
-        return VllmEngines(str(model or shipped_model()), _dtype(dtype, _own_device()))
+        return VllmEngines(str(model or shipped_model()), _dtype(dtype, _own_device()), kv_dtype)
     return EmbeddedEngines(load(model, device, dtype))
 
 

@@ -40,8 +40,8 @@ _SETTLING_STEPS = 1_000
 class VllmEngines:
     """Engines of vLLM over one model, a folder or a hub id, one after the other.
 
-    `dtype` is the engine's argument of that name. Raises ConfigurationError where vllm cannot be imported or the model
-    cannot be read, UnsupportedModelError for one whose KV cannot be moved.
+    `dtype` is the engine's argument of that name, `kv_dtype` that of its cache. Raises ConfigurationError where
+    vllm cannot be imported or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved.
     """
 
     starts_slowly = True
@@ -55,15 +55,15 @@ class VllmEngines:
         "vLLM's times hold the reading of the logits, which is the same in every arm.",
     )
 
-    def __init__(self, model: str, dtype: str = "auto") -> None:
+    def __init__(self, model: str, dtype: str = "auto", kv_dtype: str = "auto") -> None:
         if find_spec("vllm") is None:
             raise ConfigurationError(
                 "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
             )
         # Its logits are read, and answers are forced, in its own process, of the runner that holds its step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
-        self._model, self._dtype = model, dtype
-        self.facts = model_facts(model)
+        self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
+        self.facts = model_facts(model, None, True)
         self.tokenizer: Any = load_tokenizer(model)
 
     @property
@@ -86,6 +86,7 @@ class VllmEngines:
                 llm = LLM(
                     model=self._model,
                     dtype=self._dtype,
+                    kv_cache_dtype=self._kv_dtype,
                     enforce_eager=True,
                     async_scheduling=False,
                     block_size=_BLOCK_SIZE,

@@ -143,6 +143,11 @@ def decoder_refusal(llm_args: Any) -> str | None:
     return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
 
 
+def tells_kv_scales(llm_args: Any) -> bool:
+    """Whether the engine tells the scales of an fp8 cache: vLLM's arguments do, TensorRT-LLM's do not."""
+    return bool(getattr(llm_args, "tells_kv_scales", False))
+
+
 def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | None, str | None]:
     """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
     if not allows_reuse(settings.policy):
@@ -152,7 +157,7 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)
         return None, refusal
     try:
-        facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
+        facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
         terms_of(settings.policy, settings, facts.num_layers)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
+from semblend_trt.connector.eligibility import tells_kv_scales
 from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.model_facts import described, geometry_of, model_facts
 from semblend_trt.connector.saver import DonorSaver
@@ -89,7 +90,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
+            self._facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:

@@ -27,7 +27,7 @@ from validation.calibration.deviations import DeviationCollector
 from validation.calibration.search import Candidate, Search, problem_of, unseen_share
 from validation.calibration.trials import PLANTED, Rule, Trials, write_plants
 from validation.cases import WORKLOAD, groups, read_cases, scored_cases
-from validation.engines import EngineSettings, opened
+from validation.engines import FP8, VLLM, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.metrics import CONFIDENCE, MARGIN
 from validation.output import say
@@ -150,7 +150,7 @@ class _Prepared:
         self.asked = _bound_families(arguments.family_request(options))
         self.own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
         torch.manual_seed(options.seed)
-        self.engines = models.engines_of(options.engine, options.model, options.device, dtype)
+        self.engines = models.engines_of(options.engine, options.model, options.device, dtype, options.kv_dtype)
         self.namespace, self.geometry = identity_of(self.engines, self.settings)
         self.prompts = {name: getattr(options, name) for name in PROMPT_OPTIONS}
         self.kinds = {name: family(name).kind.value for name in self.asked.names}
@@ -301,6 +301,8 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     options.families = ",".join(name for name in names if name != WORKLOAD)
     # The engine has to run as the one in which the profile was made, not as "auto" would have it.
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
+    if options.engine == VLLM and str(profile.namespace["cache_dtype"]).startswith(FP8):
+        options.kv_dtype = FP8
     prepared, tell = _Prepared(options, dtype), teller()
     engine = prepared.namespace.backend_cache_layout
     candidate = profile.confirmed_in(engine)
