@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from engine_wrapper.fused_layers import FusedRows, fuse
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
@@ -57,13 +58,19 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     paged: PagedAttention | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface over a paged pool.
 
-    `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated. Returns
-    [1, rows, heads, head_dim]. Without `paged`, when the model itself is called, it is Transformers' SDPA.
+    `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated; `s_aux`: [heads], the
+    sinks of gpt-oss. Returns [1, rows, heads, head_dim]. Without `paged`, when the model itself is called, it is
+    Transformers' own attention, by SDPA where there are no sinks; its mask holds the window.
     """
+    if paged is None and s_aux is not None:
+        output, _ = eager_attention_forward(module, query, key, value, _added(attention_mask, query, key), scaling)
+        return output, None
     if paged is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return output, None
@@ -73,7 +80,15 @@ def paged_attention(
         paged.watch(keys, values)
     write_rows(keys, values, kv, paged.sequences)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sparse_prefill(queries, kv, paged.sequences, scale)[None], None
+    return sparse_prefill(queries, kv, paged.sequences, scale, sliding_window, s_aux)[None], None
+
+
+def _added(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What attention adds to scores: 0 where `mask`, or without one all tokens before a row's own, shows a token."""
+    if mask is None:
+        rows, tokens = query.shape[2], key.shape[2]
+        mask = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -20,7 +20,7 @@ _REASONS = (
     "disabled policy_off configuration model_unreadable caches_not_registered pool_layout layer_groups ranks_unknown "
     "metadata_version host_offload attention_window speculative_decoding model_kwargs attention_dp pipeline_parallel "
     "context_parallel disaggregated attention_backend settings_unknown compiled_prefill cuda_graphs lora "
-    "sparse_attention "
+    "sparse_attention window_below_block "
     # the model
     "unknown_model_type unknown_architecture mla multimodal geometry attention_layout sliding_window rope_dynamic "
     "rope_longrope rope_multimodal rope_partial rope_per_layer rope_unknown kv_quantized "
@@ -29,7 +29,7 @@ _REASONS = (
     # the look-up
     "lookup_timeout internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable donor_on_disk "
     "low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile profile_mismatch profile_unreadable "
-    "check_needs_wrapper head_needs_wrapper boundary_needs_wrapper no_publication_guard "
+    "profile_check_layer check_needs_wrapper head_needs_wrapper boundary_needs_wrapper no_publication_guard "
     # the load and the forward
     "not_honoured forward_failed target_blocks load_failed deviation witness_deviation "
     # TensorRT-LLM's model engine

@@ -88,12 +88,14 @@ def allows_reuse(policy: ReusePolicy) -> bool:
     return policy is not ReusePolicy.OFF
 
 
-def terms_of(policy: ReusePolicy, settings: Settings, num_layers: int) -> ReuseTerms | None:
+def terms_of(
+    policy: ReusePolicy, settings: Settings, num_layers: int, lowest_check_layer: int = 1
+) -> ReuseTerms | None:
     """The terms that the settings alone give; None where they allow exact spans only.
 
     VERIFIED is among those: its terms come from a reuse profile. Raises ConfigurationError when the policy needs a
-    layer that the model of `num_layers` layers does not have, or a boundary that is not set: at 0 BOUNDARY would be
-    POSITION_FIX under another name.
+    layer that the model of `num_layers` layers does not have, a check below `lowest_check_layer`, or a boundary that is
+    not set: at 0 BOUNDARY would be POSITION_FIX under another name.
     """
     if policy is ReusePolicy.POSITION_FIX:
         return ReuseTerms()
@@ -102,7 +104,7 @@ def terms_of(policy: ReusePolicy, settings: Settings, num_layers: int) -> ReuseT
     if policy is ReusePolicy.EPIC:
         return ReuseTerms(head_tokens=settings.epic_tokens)
     if policy is ReusePolicy.CACHEBLEND:
-        return ReuseTerms(check=_cacheblend_check(settings, num_layers))
+        return ReuseTerms(check=_cacheblend_check(settings, num_layers, lowest_check_layer))
     return None
 
 
@@ -116,10 +118,15 @@ def _boundary(settings: Settings, num_layers: int) -> int:
     return boundary
 
 
-def _cacheblend_check(settings: Settings, num_layers: int) -> SpanCheck:
+def _cacheblend_check(settings: Settings, num_layers: int, lowest_check_layer: int) -> SpanCheck:
     if num_layers <= CACHEBLEND_LAYER:
         raise ConfigurationError(
             f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model has {num_layers} layer; "
             "use another policy"
+        )
+    if lowest_check_layer > CACHEBLEND_LAYER:
+        raise ConfigurationError(
+            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model's layers below "
+            f"{lowest_check_layer} see no further than a window; use another policy"
         )
     return SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share)

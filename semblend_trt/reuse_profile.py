@@ -269,6 +269,16 @@ class ReuseProfile(_Part):
                 found.append(_difference(size, str(value), str(getattr(geometry, size))))
         return found
 
+    def check_refusal(self, lowest: int) -> str | None:
+        """Why the check sees too little of a model in which `lowest` is the lowest layer above one with full attention:
+        K and V of a layer hang on the layers below it. None where it sees enough, and without a check."""
+        if self.check is None or self.check.layer >= lowest:
+            return None
+        return (
+            f"The profile's check layer {self.check.layer} has no layer with full attention below it; {lowest} is the "
+            f"lowest of this model that has; {_MAKE_AGAIN}."
+        )
+
     @property
     def terms(self) -> ReuseTerms | None:
         """How runs that are not exact are executed; None when the profile justifies exact spans only."""
@@ -336,8 +346,9 @@ _MAX_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
-    """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable or
-    profile_mismatch) and `differences` are the sentences for the log. `digest` is the profile's, as SHA-256 in hex."""
+    """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable,
+    profile_mismatch or profile_check_layer) and `differences` are the sentences for the log. `digest` is the profile's,
+    as SHA-256 in hex."""
 
     profile: ReuseProfile | None
     refusal: str = "no_profile"
@@ -348,10 +359,11 @@ class ProfileMatch:
 class ProfileMatcher:
     """Compares the profile with namespaces. The file is read once, by the constructor, which raises nothing for it.
 
-    Policies other than verified use no profile.
+    Policies other than verified use no profile. `lowest_check_layer`: of the model (`ModelFacts`).
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
+        self._lowest = lowest_check_layer
         self._path, self._policy = settings.profile_path, settings.policy
         self._profile: ReuseProfile | None = None
         self._digest: str | None = None
@@ -394,6 +406,8 @@ class ProfileMatcher:
         differences = self._profile.differences(namespace, geometry)
         if differences:
             return ProfileMatch(None, "profile_mismatch", tuple(differences))
+        if (too_low := self._profile.check_refusal(self._lowest)) is not None:
+            return ProfileMatch(None, "profile_check_layer", (too_low,))
         return ProfileMatch(self._profile, digest=self._digest)
 
     def _tell(self, match: ProfileMatch, mode: EngineMode) -> None:

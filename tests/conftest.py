@@ -40,7 +40,7 @@ EOS_TOKEN_ID = 256
 
 FAMILIES = SUPPORTED_MODEL_TYPES
 # Mixtures of experts, whose layers are never fused.
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

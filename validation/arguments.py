@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 from semblend_trt.command_line import named, printable
 from semblend_trt.errors import ConfigurationError
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
-from validation.engines import EMBEDDED, FP8, TRTLLM, VLLM
+from validation.engines import EMBEDDED, TRTLLM, VLLM
 from validation.families.catalog import FAMILIES as ALL_FAMILIES
 from validation.families.catalog import FamilyRequest
 from validation.measurement import ServingSettings
-from validation.models import shipped_model
+from validation.models import AUTO, KV_DTYPES, shipped_model
 from validation.prompts import FORMS
 
 PROGRAM = "python -m validation"
@@ -39,9 +39,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "weights and KV",
     },
     "--kv-dtype": {
-        "choices": ("auto", FP8),
-        "default": "auto",
-        "help": f"KV, where it is of another type than the weights: {FP8} with --engine {VLLM} alone",
+        "choices": KV_DTYPES,
+        "default": AUTO,
+        "help": "the KV cache; auto is that of the weights, and fp8 (e4m3) is known to vLLM alone",
     },
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},

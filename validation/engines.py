@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from validation.arms import Arm
 
 EMBEDDED, TRTLLM, VLLM = "embedded", "trtllm", "vllm"
-# The one KV dtype beside that of the weights, as vLLM names it.
-FP8 = "fp8_e4m3"
 _VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
 
 

@@ -137,7 +137,8 @@ def _largest(difference: torch.Tensor) -> float:
 @torch.inference_mode()
 def _plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    # Transformers has no SDPA for attention with sinks.
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         ids = torch.tensor([tokens], device=model.device)
         logits: torch.Tensor = model(ids, use_cache=False).logits[0].float()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from validation.engines import Engines, ServedModel
 
 PROFILE_NAME = "reuse-profile.json"
+# KV caches: of the weights' type, or in e4m3.
+AUTO, FP8 = "auto", "fp8"
+KV_DTYPES = (AUTO, FP8)
 
 
 def shipped_model() -> Path:
@@ -46,20 +49,18 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
 
 
-def engines_of(name: str, model: str | None, device: str | None, dtype: str, kv_dtype: str = "auto") -> Engines:
+def engines_of(name: str, model: str | None, device: str | None, dtype: str, kv_dtype: str = AUTO) -> Engines:
     """The engines of that name over the model; TensorRT-LLM and vLLM choose their device themselves. `dtype` as in
-    `load`; `kv_dtype` is that of vLLM's cache.
+    `load`; `kv_dtype` is one of KV_DTYPES.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
-    if name != VLLM and kv_dtype != "auto":
-        raise ConfigurationError(
-            f"--kv-dtype {kv_dtype} is for --engine {VLLM}; the engine {name} keeps KV in its own."
-        )
-    if name == TRTLLM:
-        return TrtllmEngines(str(model or shipped_model()), dtype)
     if name == VLLM:
         return VllmEngines(str(model or shipped_model()), _dtype(dtype, _own_device()), kv_dtype)
+    if kv_dtype != AUTO:
+        raise ConfigurationError(f"--kv-dtype {kv_dtype} is for --engine {VLLM}, not for {name}; leave it at {AUTO}.")
+    if name == TRTLLM:
+        return TrtllmEngines(str(model or shipped_model()), dtype)
     return EmbeddedEngines(load(model, device, dtype))
 
 

@@ -257,7 +257,7 @@ STOCK, EXACT, RECOMPUTED, REUSED = "stock", "exact", "recomputed", "reused"
 # Half precision makes some answers differ when a prompt is computed in other chunks; the stock engine shows how many.
 _SLACK = 0.05
 _MAX_EM_DROP = 0.02
-_PROFILE_REFUSALS = ("no_profile", "profile_mismatch", "profile_unreadable")
+_PROFILE_REFUSALS = ("no_profile", "profile_mismatch", "profile_unreadable", "profile_check_layer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ _SETTLING_STEPS = 1_000
 class VllmEngines:
     """Engines of vLLM over one model, a folder or a hub id, one after the other.
 
-    `dtype` is the engine's argument of that name, `kv_dtype` that of its cache. Raises ConfigurationError where
-    vllm cannot be imported or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved.
+    `dtype` and `kv_dtype` are the engine's arguments dtype and kv_cache_dtype. Raises ConfigurationError where vllm
+    cannot be imported or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved.
     """
 
     starts_slowly = True
@@ -63,7 +63,7 @@ class VllmEngines:
         # Its logits are read, and answers are forced, in its own process, of the runner that holds its step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
         self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
-        self.facts = model_facts(model, None, True)
+        self.facts = model_facts(model, None, True)  # vLLM tells the scales of its caches
         self.tokenizer: Any = load_tokenizer(model)
 
     @property

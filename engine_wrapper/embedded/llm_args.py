@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -106,6 +106,7 @@ class LlmArgs(StrictModel):
     contract: Literal["1.1", "1.2", "1.3rc", "main", "embedded"] = "embedded"
     layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
+    follows_transformers: ClassVar[bool] = True
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from semblend_trt.ranks import Ranks
 
 SUPPORTED_MODEL_TYPES = (
-    "qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3",
-)  # fmt: skip
+    *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
+    "gpt_oss",
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -213,8 +214,10 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
             _keep_outputs(linear, ranks)
         attention.o_proj = SharedLinear(attention.o_proj, _part(attention.o_proj.in_features, ranks), ranks)
+        if getattr(attention, "sinks", None) is not None:
+            attention.sinks = nn.Parameter(attention.sinks[_part(len(attention.sinks), ranks)].clone())
         if experts is not None:
-            _keep_experts(experts, ranks)
+            (_keep_gpt_oss_experts if hasattr(experts, "down_proj_bias") else _keep_experts)(experts, ranks)
         dense = layer.mlp if experts is None else getattr(layer.mlp, "shared_experts", None)
         if dense is not None:
             _keep_mlp(dense, ranks)
@@ -244,6 +247,22 @@ def _keep_experts(experts: Any, ranks: Ranks) -> None:
     gate_up = [each[:, kept] for each in experts.gate_up_proj.chunk(2, 1)]
     experts.gate_up_proj = nn.Parameter(torch.cat(gate_up, 1), requires_grad=False)
     experts.down_proj = nn.Parameter(experts.down_proj[:, :, kept].clone(), requires_grad=False)
+    experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
+
+
+def _keep_gpt_oss_experts(experts: Any, ranks: Ranks) -> None:
+    """As `_keep_experts`, of experts with biases whose gate and up channels alternate. `gate_up_proj`: [experts,
+    hidden, 2 * channels], `down_proj`: [experts, channels, hidden]. Rank 0 alone adds the bias behind the sum."""
+    kept = _part(experts.down_proj.shape[1], ranks)
+    pairs = slice(2 * kept.start, 2 * kept.stop)
+    parts = {
+        "gate_up_proj": experts.gate_up_proj[:, :, pairs],
+        "gate_up_proj_bias": experts.gate_up_proj_bias[:, pairs],
+        "down_proj": experts.down_proj[:, kept],
+        "down_proj_bias": experts.down_proj_bias * (ranks.rank == 0),
+    }
+    for name, part in parts.items():
+        setattr(experts, name, nn.Parameter(part.clone(), requires_grad=False))
     experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
 
 

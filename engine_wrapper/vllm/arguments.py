@@ -39,6 +39,7 @@ class EngineArguments:
     `settings` win over the environment; where they are wrong they turn reuse off, and `refusal` is settings_invalid.
     `layers` are vLLM's attention layers by name, from the time when the model is loaded. A size that is not known is
     None. `attn_backend` is missing: the pool that vLLM's connector registers is in our order with every backend.
+    `follows_transformers`: windows and RoPE are computed as Transformers does, with the KV of all tokens in one pool.
     """
 
     model: str
@@ -60,6 +61,7 @@ class EngineArguments:
     layers: Mapping[str, Any] = field(repr=False)
     settings: dict[str, Any] = field(repr=False)  # an address may hold a password
     refusal: str | None = None
+    follows_transformers: bool = True
     # Blocks of an ended request are held until its save is told, as under that version of the contract.
     contract: str = "main"
     # Those of an fp8 cache are judged when the caches are registered.

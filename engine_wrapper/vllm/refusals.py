@@ -42,7 +42,7 @@ REASONS = {
     "non_causal": "Set use_non_causal of the attention config to false.",
     "attention_backend": "Set --attention-backend to FLASH_ATTN or TRITON_ATTN; other backends were not tried.",
     "mla": "Serve a model without multi-head latent attention, whose cache is of another form.",
-    "sliding_window": "Serve a model with full attention in every layer.",
+    "sliding_window": "Serve a model with full attention in some layers at least, without --disable-sliding-window.",
     "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
     "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
     "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
@@ -54,7 +54,7 @@ REASONS = {
     "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
     "kv_scales": "Serve fp8 with one static scale above 0 for K and one for V in each layer, and all layers alike.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
-    "cache_groups": "Serve a model whose layers share one KV cache group.",
+    "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
     "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
     "model_runner": "Serve with vLLM's V1 or V2 model runner; another one's forward is not known.",
     "layer_call": "Serve a model whose layers vLLM calls as Llama's, Granite's or those of Transformers.",
@@ -94,8 +94,8 @@ _ENGINE: _Rules = {
     "mla": (_OFF, "model_config.use_mla"),
     "sliding_window": (
         _OFF,
-        "cache_config.sliding_window model_config.get_sliding_window model_config.attention_chunk_size "
-        "model_config.rswa_window",
+        # The window of all layers; one of some layers is their own, and their cache holds all tokens.
+        "cache_config.sliding_window model_config.attention_chunk_size model_config.rswa_window",
     ),
     "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
@@ -110,15 +110,13 @@ _ENGINE: _Rules = {
     "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),
 }
 _CACHE: _Rules = {
-    "sliding_window": (_OFF, "sliding_window attention_chunk_size"),
+    "sliding_window": (_OFF, "attention_chunk_size"),
     "non_causal": (_OFF, "non_causal"),
 }
 # Of a layer's attention: our own kernel, which computes a check's sample, knows none of these.
 _SAMPLE: _Rules = {
     "alibi": (_OFF, "impl.alibi_slopes"),
     "logits_soft_cap": ((*_OFF, 0, 0.0), "impl.logits_soft_cap"),
-    "attention_sinks": (_OFF, "impl.sinks"),
-    "sliding_window": ((*_OFF, -1, (-1, -1)), "impl.sliding_window"),
     "chunk_lookback": ((*_OFF, -1), "impl.chunk_lookback"),
     "kv_sharing": (_OFF, "impl.kv_sharing_target_layer_name"),
     "non_causal": (("DECODER", "decoder"), "impl.attn_type"),
@@ -192,6 +190,8 @@ def _cache_refusal(kv_cache_config: Any) -> str | None:
     if not isinstance(groups, (list, tuple)) or len(groups) != 1:
         return "cache_groups"
     spec = _value(groups[0], "kv_cache_spec")
+    if type(spec).__name__ == "SlidingWindowSpec":
+        return "sliding_window"
     return _first(spec, _CACHE) or (None if type(spec).__name__ == "FullAttentionSpec" else "cache_spec")
 
 

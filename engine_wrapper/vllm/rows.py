@@ -9,8 +9,9 @@ kernel takes the backend's place and reads the keys once for a tile of rows, in 
 
 Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py` (which rows of a step are
 padding, that no expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart),
-`model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called),
-and `model_executor/models/transformers/__init__.py` (there an attention's `forward` is called past its module's hooks).
+`model_executor/layers/attention/attention.py` (K and V are written before an implementation's `forward` is called, and
+`sliding_window` counts the token itself), and `model_executor/models/transformers/__init__.py` (there an attention's
+`forward` is called past its module's hooks).
 """
 
 from __future__ import annotations
@@ -310,8 +311,9 @@ class VllmRows:
         if any(each is not None for each in options.values()):
             raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
         rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
-        cache, scale = self._parts.cache(layer), attention.impl.scale
-        output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], scale)
+        cache, impl = self._parts.cache(layer), attention.impl
+        window, sinks = attention.sliding_window, getattr(impl, "sinks", None)
+        output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
 
     # Nothing of the following waits for the device: the host prepares the forward while donors' KV is moved.

@@ -24,7 +24,7 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from engine_wrapper.vllm.arguments import EngineArguments
     from engine_wrapper.vllm.layers import CacheLayout
@@ -173,6 +173,7 @@ class VllmWorker:
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
             assert self._layout is not None
+            self._compare_windows([modules[name] for name in names])
             decoder = model.model
             if len(decoder.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
                 raise TypeError(f"the decoder {type(decoder).__name__} is laid out in another way")
@@ -197,6 +198,15 @@ class VllmWorker:
                 found.remove()
             reason = error.reason if isinstance(error, LayoutError) else "model_runner"
             self._runtime.refusal = self._runtime.refusal or reason
+
+    def _compare_windows(self, attention: Sequence[Any]) -> None:
+        """Raises LayoutError for layers that see other tokens than the model's configuration says."""
+        facts = self._worker.facts
+        assert facts is not None
+        found = [getattr(each, "sliding_window", None) for each in attention]
+        shown = [None if each is None or each >= facts.max_positions else each for each in found]
+        if shown != list(facts.windows):
+            raise LayoutError("sliding_window", f"layers have windows {shown}, and the model {list(facts.windows)}")
 
 
 def _what_is_on(settings: Settings) -> str:

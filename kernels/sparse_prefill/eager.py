@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kernels.sparse_prefill.rows import SequenceRows
 
 CHUNK_ROWS = 256
+# Scores of a chunk with sinks, which torch's own attention would not keep.
+SINK_SCORES = 1 << 26
 # On a CPU, masked chunks take half as long again as the causal square; a quarter more rows cost as much.
 LEAST_ROWS_PER_PADDING = 4
 
@@ -98,8 +100,10 @@ def _attend_masked(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`q`: [rows, heads, head_dim]; `positions`, on the host, are places in `keys`. Returns q's shape."""
-    attended, start = [], 0
-    for own in _chunks(positions, window):
+    attended, start, rows = [], 0, CHUNK_ROWS
+    if sinks is not None:
+        rows = min(rows, max(1, SINK_SCORES // (q.shape[1] * keys.shape[1])))
+    for own in _chunks(positions, window, rows):
         first, end = 0 if window is None else max(0, int(own[0]) - window + 1), int(own[-1]) + 1
         near, places = (keys[:, first:end], values[:, first:end]), own.to(q.device)
         tokens = torch.arange(first, end, device=q.device)
@@ -111,11 +115,11 @@ def _attend_masked(
     return torch.cat(attended)
 
 
-def _chunks(positions: torch.Tensor, window: int | None) -> Iterator[torch.Tensor]:
-    """Up to CHUNK_ROWS positions each, whose windows leave out no token between the first and the last."""
+def _chunks(positions: torch.Tensor, window: int | None, rows: int) -> Iterator[torch.Tensor]:
+    """Up to `rows` positions each, whose windows leave out no token between the first and the last."""
     apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
     for part in torch.tensor_split(positions, apart):
-        yield from torch.split(part, CHUNK_ROWS)
+        yield from torch.split(part, rows)
 
 
 def _attend_chunk(

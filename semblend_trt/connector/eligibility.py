@@ -148,6 +148,35 @@ def tells_kv_scales(llm_args: Any) -> bool:
     return bool(getattr(llm_args, "tells_kv_scales", False))
 
 
+def served_facts(llm_args: Any) -> ModelFacts:
+    """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
+    be moved, or that this engine computes otherwise than Transformers."""
+    facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
+    if not getattr(llm_args, "follows_transformers", False) and (refusal := trtllm_refusal(facts)) is not None:
+        raise refusal
+    return facts
+
+
+def trtllm_refusal(facts: ModelFacts) -> UnsupportedModelError | None:
+    """Why TensorRT-LLM does not serve a model that vLLM and the embedded engine do; None when it does.
+
+    Facts: its `resource_manager.py` (a pool for each window) and `functional.py` (create_sinusoidal_positions_yarn
+    knows no truncate).
+    """
+    if any(facts.windows):
+        return UnsupportedModelError(
+            "sliding_window",
+            f"{facts.model_type} has layers with a sliding window, and TensorRT-LLM keeps their KV in a pool of its "
+            "own; serve it with vLLM",
+        )
+    if facts.rope_parameters.get("truncate", True) is not True:
+        return UnsupportedModelError(
+            "rope_unknown",
+            "yarn with truncate off is computed otherwise by TensorRT-LLM, which truncates; serve it with vLLM",
+        )
+    return None
+
+
 def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | None, str | None]:
     """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
     if not allows_reuse(settings.policy):
@@ -157,8 +186,8 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)
         return None, refusal
     try:
-        facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
-        terms_of(settings.policy, settings, facts.num_layers)
+        facts = served_facts(llm_args)
+        terms_of(settings.policy, settings, facts.num_layers, facts.lowest_check_layer)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)
         return None, "configuration"

@@ -55,6 +55,19 @@ def check_groups(groups: Sequence[LayerGroup], num_layers: int) -> None:
         )
 
 
+def windows_of(groups: Sequence[LayerGroup]) -> tuple[int | None, ...]:
+    """The window of each layer, None for full attention."""
+    found = {layer: group.window for group in groups for layer in group.layers}
+    return tuple(found[layer] for layer in sorted(found))
+
+
+def lowest_check_layer(groups: Sequence[LayerGroup]) -> int:
+    """The lowest layer whose K and V can show that text far away is another one: a layer with full attention lies below
+    it. That is the number of layers where none has full attention."""
+    windows = windows_of(groups)
+    return windows.index(None) + 1 if None in windows else len(windows)
+
+
 def rotation_of(groups: Sequence[LayerGroup]) -> Rotation:
     """The rotation of all layers, as the kernels take it."""
     found = {layer: group.rotation for group in groups for layer in group.layers}

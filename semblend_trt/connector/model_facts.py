@@ -22,7 +22,14 @@ import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation, Rotation, still
-from semblend_trt.connector.layer_groups import LayerGroup, check_groups, layer_groups, rotation_of
+from semblend_trt.connector.layer_groups import (
+    LayerGroup,
+    check_groups,
+    layer_groups,
+    lowest_check_layer,
+    rotation_of,
+    windows_of,
+)
 from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 # Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
 _ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -47,6 +55,8 @@ _ARCHITECTURES = {
 }
 # Those whose code honours a partial_rotary_factor.
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
+# Those whose code may have a window in some layers, in every engine alike.
+_WINDOWED = ("gpt_oss",)
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
@@ -88,6 +98,16 @@ class ModelFacts:
         """How keys move, layer by layer where layers differ."""
         return rotation_of(self.groups)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The tokens that a token of each layer sees, itself included; None for all before it."""
+        return windows_of(self.groups)
+
+    @property
+    def lowest_check_layer(self) -> int:
+        """The lowest layer whose K and V can show that text far away is another one."""
+        return lowest_check_layer(self.groups)
+
 
 def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales: bool = False) -> ModelFacts:
     """Reads the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
@@ -116,7 +136,9 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
         )
     directory = snapshot(model, revision)
     groups = layer_groups(config, _rotations(model_type, config, rope_rotation(rope, head_dim)))
-    _refuse_windows(groups, config)
+    _refuse_windows(model_type, groups, config)
+    if model_type == "gpt_oss":
+        _refuse_other_gpt_oss(windows_of(groups), rope)
     return ModelFacts(
         model_type=model_type,
         num_layers=layers,
@@ -204,12 +226,25 @@ def _rotations(model_type: str, config: Any, rotation: RopeRotation) -> list[Rop
     return [rotation if each else still(rotation.rotary_dim) for each in turning]
 
 
-def _refuse_windows(groups: Sequence[LayerGroup], config: Any) -> None:
-    if any(group.window is not None for group in groups):
+def _refuse_windows(model_type: str, groups: Sequence[LayerGroup], config: Any) -> None:
+    windows = windows_of(groups)
+    if any(windows) and (model_type not in _WINDOWED or None not in windows):
         raise UnsupportedModelError(
             "sliding_window",
             f"a sliding window of {config.sliding_window} tokens is in use, shorter than the "
             f"{config.max_position_embeddings} positions of the model; KV outside it is dropped by the engine",
+        )
+
+
+def _refuse_other_gpt_oss(windows: Sequence[int | None], rope: Mapping[str, Any]) -> None:
+    """What vLLM's code for it takes for granted (`model_executor/models/gpt_oss.py`)."""
+    if list(windows) != [None if layer % 2 else windows[0] for layer in range(len(windows))]:
+        raise UnsupportedModelError(
+            "attention_layout", f"gpt_oss has windows {list(windows)}; engines put one into every other layer from 0 on"
+        )
+    if rope["rope_type"] != "yarn":
+        raise UnsupportedModelError(
+            "rope_unknown", f"gpt_oss has RoPE of type {rope['rope_type']!r}; engines rotate it by yarn"
         )
 
 
@@ -409,10 +444,9 @@ def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
 
 def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     """Peng et al. 2023, YaRN; its scaling of cos and sin does not change how a key moves."""
-    if parameters.get("truncate", True) is not True:
-        raise UnsupportedModelError(
-            "rope_unknown", "yarn with truncate off is computed differently by different engines"
-        )
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UnsupportedModelError("rope_unknown", f"truncate of RoPE is {truncate!r}; it must be true or false")
     theta, factor = _number(parameters, "rope_theta"), _number(parameters, "factor")
     if theta <= 1:
         raise UnsupportedModelError("rope_unknown", f"rope_theta is {theta:g}; yarn needs one above 1")
@@ -422,7 +456,10 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     def channel(turns: float) -> float:
         return (rotary_dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(theta))
 
-    first, last = max(math.floor(channel(fast)), 0), float(min(math.ceil(channel(slow)), rotary_dim - 1))
+    first, last = channel(fast), channel(slow)
+    if truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, rotary_dim - 1.0)
     if first == last:
         last += 0.001  # as Transformers does, against a division by 0
     kept = 1 - torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float) - first) / (last - first), 0, 1)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
-from semblend_trt.connector.eligibility import tells_kv_scales
+from semblend_trt.connector.eligibility import served_facts
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.model_facts import described, geometry_of, model_facts
+from semblend_trt.connector.model_facts import described, geometry_of
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.disk_tier import DiskTier
@@ -90,12 +90,17 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
+            self._facts = served_facts(llm_args)
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:
             logger.exception("KV reuse is off: the model's configuration cannot be read")
             self._runtime.refusal = "model_unreadable"
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What is known of the model, None for one that is refused."""
+        return self._facts
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Takes the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuses any other layout by name.
@@ -144,6 +149,15 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             logger.warning("KV reuse is off: %s %s", described(pool), why)
             self._followed.clear()
             self._runtime.refusal = "pool_layout"
+            return
+        shortest = min((each for each in facts.windows if each is not None), default=geometry.block_size)
+        if shortest < geometry.block_size:
+            logger.warning(
+                "KV reuse is off: a window of %d tokens is shorter than a block of %d; use shorter blocks",
+                shortest,
+                geometry.block_size,
+            )
+            self._runtime.refusal = "window_below_block"
             return
         self._open(pool, geometry, facts.rotation)
         self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.eligibility import tells_kv_scales
+from semblend_trt.connector.eligibility import tells_kv_scales, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.model_files import is_local
@@ -114,7 +114,10 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
         yield _profile.note(f"made for model {held.namespace['model']}; --model compares it with one")
         return
     differences = _differences(held, settings, known)
-    if differences:
+    too_low = held.check_refusal(known.facts.lowest_check_layer)
+    if too_low is not None:
+        yield _profile.refused("profile_check_layer", too_low)
+    elif differences:
         yield _profile.refused("profile_mismatch", " ".join(differences), differences=differences)
     else:
         is_open = _LEFT_OPEN if known.arguments is None else _LAYOUT_OPEN
@@ -140,6 +143,8 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         rotary_dim=rotation.rotary_dim,
         rope_parameters=parameters,
     )
+    if (refusal := trtllm_refusal(facts)) is not None:
+        yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
     if facts.quantization is not None:
         yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
 
@@ -165,7 +170,7 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
 def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
     """What the policy means for every request."""
     try:
-        terms = terms_of(settings.policy, settings, known.facts.num_layers)
+        terms = terms_of(settings.policy, settings, known.facts.num_layers, known.facts.lowest_check_layer)
     except ConfigurationError as error:
         yield _model.refused("configuration", str(error))
         return

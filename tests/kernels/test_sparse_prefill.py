@@ -182,6 +182,13 @@ def test_any_window_matches_naive(
     assert_matches_naive(device, Batch(positions, window=window, **sizes), window, sinks)
 
 
+@pytest.mark.parametrize("device", ["torch"], indirect=True)
+@pytest.mark.parametrize("scores", [1, 4 * 31 * 7])
+def test_chunks_with_sinks_join(device: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "SINK_SCORES", scores)
+    assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
+
+
 def test_a_window_over_all_positions_is_none(device: str) -> None:
     batch = Batch([list(range(30)), [4, 29]])
     q, pool, sequences = batch.on(device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
@@ -269,5 +269,6 @@ def _placed_and_cold(path, shift):
 def _kv_of(model, tokens):
     """The model's own cache of a prompt, [layers, 2, kv_heads, tokens, head_dim]."""
     with torch.inference_mode():
-        cache = model(tokens[None], use_cache=True).past_key_values
+        # A cache that is made without the model's configuration keeps all tokens, beyond a window too.
+        cache = model(tokens[None], past_key_values=DynamicCache(), use_cache=True).past_key_values
     return torch.stack([torch.cat((layer.keys, layer.values)) for layer in cache.layers])

@@ -57,6 +57,8 @@ def test_cacheblend_needs_the_layer_it_chooses_by() -> None:
     assert terms_of(ReusePolicy.CACHEBLEND, Settings(), 2) is not None
     with pytest.raises(ConfigurationError, match="layer 1, and this model has 1 layer"):
         terms_of(ReusePolicy.CACHEBLEND, Settings(), 1)
+    with pytest.raises(ConfigurationError, match="model's layers below 2 see no further than a window"):
+        terms_of(ReusePolicy.CACHEBLEND, Settings(), 24, lowest_check_layer=2)
 
 
 @pytest.mark.parametrize(

@@ -440,6 +440,20 @@ def test_another_namespace_is_refused_and_told_once_with_what_differs(
     assert "made for KV dtype bfloat16; this engine runs float16." in record.getMessage()
 
 
+@pytest.mark.parametrize(("lowest", "refusal"), [(1, None), (2, None), (3, "profile_check_layer")])
+def test_a_check_below_all_layers_with_full_attention_is_refused(
+    tmp_path: Path, lowest: int, refusal: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tmp_path / "reuse-profile.json"
+    check = ProfileCheck(layer=2, threshold=0.1)
+    ReuseProfile.made_for(namespace(), GEOMETRY, policy="verified", check=check).write(made)
+    asked = ProfileMatcher(load_settings(policy="verified", profile_path=made), lowest)
+    with caplog.at_level(logging.ERROR):
+        found = match(asked, namespace())
+    assert (found.profile is None, found.refusal if found.profile is None else None) == (refusal is not None, refusal)
+    assert ("check layer 2 has no layer with full attention below it; 3 is the lowest" in caplog.text) == bool(refusal)
+
+
 def test_any_number_of_adapters_is_compared_and_few_are_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = matcher(path)
     with caplog.at_level(logging.ERROR):

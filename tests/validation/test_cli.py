@@ -167,6 +167,8 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--arms", "cacheblend_101"], "asks for 101 % of the tokens"),
         (["--profile", "missing.json"], "--profile missing.json is not a file"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--kv-dtype", "int4"], "invalid choice: 'int4'"),
+        (["--kv-dtype", "fp8"], "--kv-dtype fp8 is for --engine vllm, not for embedded"),
         (["--device", "tpu"], "device tpu"),
         (["--judge-command", "no-such-judge"], "--judge-command 'no-such-judge' names no program"),
         (["--ppl-model", "/nowhere"], "--ppl-model '/nowhere' cannot be loaded"),

@@ -6,9 +6,7 @@ import os
 
 import pytest
 
-from semblend_trt.errors import ConfigurationError
-from validation.engines import EMBEDDED, FP8, TRTLLM, environment
-from validation.models import engines_of
+from validation.engines import environment
 
 
 def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,9 +20,3 @@ def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch: pytest.M
         assert os.environ["SEMBLENDER"] == "another program's"
         raise RuntimeError
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize("engine", [EMBEDDED, TRTLLM])
-def test_kv_of_another_type_is_for_vllm_alone(engine: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"--kv-dtype fp8_e4m3 is for --engine vllm; the engine {engine}"):
-        engines_of(engine, None, "cpu", "auto", FP8)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoConfig
 
 import validation
 from validation.assets.recipe import evaluate, headers, tasks
 from validation.assets.recipe.tokenizer import SEPARATOR, CorpusError, read_books
-from validation.assets.recipe.train import PlaceProbe, hidden_states, parse
+from validation.assets.recipe.train import PlaceProbe, hidden_states, main, parse
 
 ASSETS = Path(validation.__file__).parent / "assets"
 
@@ -132,15 +133,34 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Token
     assert "prose" not in covered
 
 
-def test_the_trainer_reads_the_model_as_transformers_does() -> None:
+SMALL = ["--layers", "4", "--hidden", "32", "--mlp", "48", "--heads", "2", "--questions", "1", "--workers", "1"]
+
+
+@pytest.mark.parametrize("window", [0, 48])
+def test_a_model_is_trained_saved_and_evaluated(
+    window: int, tmp_path: Path, prose: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "books.txt"
+    text.write_text("It was a fine day. " * 6_000 + SEPARATOR + prose, encoding="utf-8")
+    few = ["--text", str(text), "--out", str(tmp_path), "--steps", "1", "--batch-tokens", "8192", *SMALL]
+    main([*few, "--window", str(window), "--no-compile", "--log-every", "1", "--device", "cpu"])
+    assert '"exact_match": {"stock_1k": 0.0' in capsys.readouterr().out
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert config.model_type == ("gemma3_text" if window else "qwen2")
+    assert config.layer_types == [("sliding_attention" if window else "full_attention"), "full_attention"] * 2
+    if window:
+        assert config.sliding_window == window
+
+
+def test_states_are_taken_behind_the_probed_layer() -> None:
     model, tokenizer = evaluate.load(ASSETS / "model")
-    prompt = "<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>How many?<|a|>"
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    ids = tokenizer("<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>", return_tensors="pt").input_ids
+    behind: list[torch.Tensor] = []
+    model.model.layers[1].register_forward_hook(lambda *called: behind.append(called[-1]))
     with torch.inference_mode():
-        expected = model.model(input_ids=ids, output_hidden_states=True)
         last, early = hidden_states(model, ids, probed=2)
-    assert torch.equal(last, expected.last_hidden_state)
-    assert torch.equal(early, expected.hidden_states[2])
+        assert torch.equal(model.lm_head(last), model(ids).logits)
+    assert torch.equal(early, behind[0])
 
 
 @pytest.mark.parametrize(
@@ -148,6 +168,8 @@ def test_the_trainer_reads_the_model_as_transformers_does() -> None:
     [
         (["--batch-tokens", "100"], "at least 8192"),
         (["--minutes", "0"], "must be above 0"),
+        (["--window", "-1"], "not below 0"),
+        (["--window", "64", "--resume", "model"], "--window is for a new model"),
         (["--families", "link,prose"], "--families names prose; there are reordered, link"),
     ],
 )

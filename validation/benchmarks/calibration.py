@@ -26,7 +26,7 @@ SEEDS = 5
 # Seeds of one calibration's confirmations follow its own.
 _APART = 100
 GOAL_SPREAD, GOAL_REUSED = 1.5, 0.8
-_MODEL_OPTIONS = ("--model", "--engine", "--device", "--dtype")
+_MODEL_OPTIONS = ("--model", "--engine", "--device", "--dtype", "--kv-dtype")
 _OWN_RULE = ("--margin", "--budget", "--groups", "--screening-groups", "--families", "--tokens")
 
 

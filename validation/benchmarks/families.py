@@ -3,7 +3,8 @@
 `python -m validation.benchmarks.families` makes a model of each family's architecture, of three layers and random
 weights. Without a plan, and with all layers computed again, its logits are compared with the plain model's and with a
 cold engine's. K and V of a model of one layer depend on token and position alone: there a run that was moved is
-compared with a cold engine too.
+compared with a cold engine too. Behind a layer with a window they depend on the tokens within it: there the first ones
+of the run are computed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LAYERS, TOKENS, MIN_SPAN = 3, 333, 32
+WINDOW = 32
 _SHAPE: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -54,6 +56,22 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
     # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    # Every other layer has a window, from the lowest on.
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 16.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     # The layer in the middle has no RoPE.
     "smollm3": {"no_rope_layer_interval": 2},
     # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
@@ -80,7 +98,7 @@ def largest_difference(family: str) -> float:
     tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     found = []
     with tempfile.TemporaryDirectory(prefix="family-") as folder:
-        for layers, arms in ((LAYERS, ()), (1, (POSITION_FIX,))):
+        for layers, arms in ((LAYERS, ()), _moved(family)):
             place = Path(folder) / str(layers)
             model = random_model(family, num_hidden_layers=layers)
             model.config.architectures = [type(model).__name__]
@@ -91,10 +109,18 @@ def largest_difference(family: str) -> float:
     return max(found)
 
 
+def _moved(family: str) -> tuple[int, tuple[str, ...]]:
+    """Layers with which a moved run is that of a cold run, and the arm that moves it."""
+    is_windowed = _OWN.get(family, {}).get("sliding_window") is not None
+    return (2, (f"epic_{WINDOW - 1}",)) if is_windowed else (1, (POSITION_FIX,))
+
+
 def run(most: int, rows: Results) -> None:
     """Measures every family, or the first `most`."""
     for family in SUPPORTED_MODEL_TYPES[:most]:
-        baseline = f"the plain Transformers forward and a cold engine, {LAYERS} layers; behind a moved run, one layer"
+        layers, (arm,) = _moved(family)
+        behind = "one layer" if layers == 1 else f"{layers} layers and {arm}"
+        baseline = f"the plain Transformers forward and a cold engine, {LAYERS} layers; behind a moved run, {behind}"
         rows.add(f"exactness_{family}", largest_difference(family), "logits", baseline, MAX_LOGIT_DIFFERENCE)
 
 

@@ -1,8 +1,8 @@
 """Answers of trained models inside vLLM, under policy verified against cold, as result rows.
 
 `python -m validation.benchmarks.vllm_answers --model DIR --out DIR` calibrates each model in vLLM, in float32, and
-serves prompts there that it was not calibrated with; each of the two in a process of its own. A profile that lies in
---out as <model>.profile.json already is used as it is.
+serves prompts there that it was not calibrated with; each of the two in a process of its own. With `--kv-dtype fp8`
+the KV cache, cold as well, is in e4m3. A profile that lies in --out as <model>.profile.json already is used as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernels.results import Row, command, parser_of, write_rows
+from validation import models
 from validation.arms import VERIFIED
 from validation.scoreboard import markdown_table, rows_of
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 FAMILIES = ("header_trap", "unit_trap", "near_duplicates", "reordered")
 # The rows of a quality run that are kept, by what they are called here.
-NAMES = {"verified_em_vs_cold": "vllm_em_vs_cold", "position_fix_em": "vllm_position_fix_em"}
+NAMES = {
+    models.AUTO: {"verified_em_vs_cold": "vllm_em_vs_cold", "position_fix_em": "vllm_position_fix_em"},
+    models.FP8: {"verified_em_vs_cold": "verified_em_vs_cold_fp8", "position_fix_em": "position_fix_em_fp8"},
+}
 # Far from the seeds that a calibration uses.
 _FRESH = 5_000
 
@@ -35,6 +39,7 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
     nothing could be reused: equal answers would say nothing then."""
     profile = options.out / f"{model.name}.profile.json"
     shared = ["--engine", "vllm", "--model", str(model), "--dtype", "float32", "--families", options.families]
+    shared += ["--kv-dtype", options.kv_dtype]
     shared += ["--groups", str(options.groups), "--questions", str(options.questions), "--tokens", str(options.tokens)]
     if not profile.is_file():
         _run("calibrate", [*shared, "--output", str(profile)], allowed=(0, 1))
@@ -47,7 +52,7 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
             raise SystemExit(f"{model.name}: no token was offered in {', '.join(idle)}; does {profile} hold here?")
         [path] = record.rglob("*.json")
         found = rows_of(path)
-    return renamed(found, model.name, options.command)
+    return renamed(found, model.name, options)
 
 
 def not_offered(report: dict[str, Any]) -> list[str]:
@@ -55,11 +60,12 @@ def not_offered(report: dict[str, Any]) -> list[str]:
     return [line["family"] for line in report["lines"] if line["arm"] == VERIFIED and not line["offered"]]
 
 
-def renamed(rows: Sequence[Row], model: str, whole: str) -> list[Row]:
+def renamed(rows: Sequence[Row], model: str, options: argparse.Namespace) -> list[Row]:
     """The rows that are kept, under their names here with the model behind them."""
-    kept = [(row, theirs) for row in rows for theirs in NAMES if row.name.startswith(theirs)]
+    names = NAMES[options.kv_dtype]
+    kept = [(row, theirs) for row in rows for theirs in names if row.name.startswith(theirs)]
     return [
-        replace(row, name=f"{row.name.replace(theirs, NAMES[theirs], 1)}_{model}", command=whole)
+        replace(row, name=f"{row.name.replace(theirs, names[theirs], 1)}_{model}", command=options.command)
         for row, theirs in kept
     ]
 
@@ -82,16 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=25, help="groups of questions on the same documents")
     parser.add_argument("--questions", type=int, default=4, help="questions in each group")
     parser.add_argument("--tokens", type=int, default=1_024, help="longest prompt, in tokens")
+    parser.add_argument("--kv-dtype", choices=models.KV_DTYPES, default=models.AUTO, help="vLLM's KV cache")
     options = parser.parse_args(arguments)
     options.command = command(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    name = "vllm_answers" if options.kv_dtype == models.AUTO else f"vllm_answers_{options.kv_dtype}"
     rows: list[Row] = []
     for model in options.model:
         rows += rows_for(model, options)
         # Behind every model: a run that is cut short has written what it found.
         for folder in filter(None, (options.out / "rows", options.json)):
-            write_rows(folder / "vllm_answers.json", rows)
-    print(markdown_table("*", {f"{rows[0].machine['name']}/vllm_answers": rows}) if rows else "no row")
+            write_rows(folder / f"{name}.json", rows)
+    print(markdown_table("*", {f"{rows[0].machine['name']}/{name}": rows}) if rows else "no row")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from validation.calibration.deviations import DeviationCollector
 from validation.calibration.search import Candidate, Search, problem_of, unseen_share
 from validation.calibration.trials import PLANTED, Rule, Trials, write_plants
 from validation.cases import WORKLOAD, groups, read_cases, scored_cases
-from validation.engines import FP8, VLLM, EngineSettings, opened
+from validation.engines import VLLM, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.metrics import CONFIDENCE, MARGIN
 from validation.output import say
@@ -269,6 +269,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
             always_witnesses=options.always_witnesses,
+            lowest_check=prepared.engines.facts.lowest_check_layer,
         ).run()
     winner = found.winner or Candidate("exact", 1.0)
     profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)
@@ -301,8 +302,8 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     options.families = ",".join(name for name in names if name != WORKLOAD)
     # The engine has to run as the one in which the profile was made, not as "auto" would have it.
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
-    if options.engine == VLLM and str(profile.namespace["cache_dtype"]).startswith(FP8):
-        options.kv_dtype = FP8
+    if options.engine == VLLM and "float8" in str(profile.namespace["kv_dtype"]):
+        options.kv_dtype = models.FP8
     prepared, tell = _Prepared(options, dtype), teller()
     engine = prepared.namespace.backend_cache_layout
     candidate = profile.confirmed_in(engine)

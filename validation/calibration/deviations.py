@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
 
 from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of, windows_of
 from kernels.deviation import Move, deviation
@@ -189,7 +190,8 @@ class DeviationCollector:
         longest = self._geometry.blocks_for(max(map(len, texts))) * _BLOCK_SIZE
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
-            cache = self._model.base_model(padded, use_cache=True).past_key_values
+            # A cache that knows nothing of the model keeps all tokens of layers with a window, too.
+            cache = self._model.base_model(padded, past_key_values=DynamicCache(), use_cache=True).past_key_values
         # Transformers 4.53 keeps its caches in two lists, later ones in layers.
         layers = getattr(cache, "layers", None)
         found = (

@@ -82,13 +82,13 @@ class Candidate:
 
 
 def candidates(
-    harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int
+    harmless: Sequence[PromptDeviations], traps: Sequence[PromptDeviations], num_layers: int, lowest_check: int = 1
 ) -> list[Candidate]:
-    """All candidates by computed share: position_fix, every boundary, and checks at every layer but 0, with and without
-    computed heads."""
+    """All candidates by computed share: position_fix, every boundary, and checks at every layer from `lowest_check` on,
+    with and without computed heads."""
     found = [Candidate("position_fix", 0.0)]
     found += [Candidate("boundary", b / num_layers, boundary=b) for b in range(1, num_layers)]
-    for layer in range(1, num_layers):
+    for layer in range(lowest_check, num_layers):
         for check, head in itertools.product(_checks(harmless, traps, layer), _HEADS):
             share = computed_share(check, head, harmless, num_layers)
             found.append(Candidate("verified", share, check=check, head_tokens=head))
@@ -249,7 +249,7 @@ class Search:
     confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
     engine reads it. At most `max_tries` candidates are screened. With the check that is confirmed up to `sample_tries`
     samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has
-    witnesses where they catch a trap answer that it loses without, or `always`.
+    witnesses where they catch a trap answer that it loses without, or `always`. No check lies below `lowest_check`.
     """
 
     num_layers: int
@@ -263,6 +263,7 @@ class Search:
     generations: Sequence[int]
     tell: Callable[[str], None]
     always_witnesses: bool = False
+    lowest_check: int = 1
 
     def run(self) -> Found:
         """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
@@ -411,7 +412,7 @@ class Search:
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]
         harmless = [prompt for prompt in deviations if not self._is_trap(prompt.family)]
-        return candidates(harmless, traps, self.num_layers)
+        return candidates(harmless, traps, self.num_layers, self.lowest_check)
 
     def _is_trap(self, family: str) -> bool:
         return self.kinds[family] == Kind.TRAP.value

@@ -304,7 +304,7 @@ def _joined(samples: Mapping[str, Sequence[Sample]]) -> tuple[Sample, ...]:
 
 def _check_profile_was_used(samples: Sequence[Sample]) -> None:
     for sample in samples:
-        if sample.reason in ("no_profile", "profile_mismatch", "profile_unreadable"):
+        if sample.reason in ("no_profile", "profile_mismatch", "profile_unreadable", "profile_check_layer"):
             raise SemBlendError(
                 f"Case {sample.case_id}: the engine does not take the profile that is tried ({sample.reason}); what "
                 "differs is in its log."

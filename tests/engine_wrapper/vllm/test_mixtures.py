@@ -25,8 +25,8 @@ LAYERS = 3
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
 # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
 SIZES = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
-# vLLM wants experts in a GLM.
-ONE_LAYER = {"num_hidden_layers": 1, "layer_types": None, "first_k_dense_replace": 0}
+# vLLM wants experts in a GLM, and one layer of a gpt-oss would have a window.
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": None, "first_k_dense_replace": 0, "sliding_window": None}
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,8 @@ def caches(*specs: Any) -> KVCacheConfig:
 
 
 ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
+# Of a model with a window in some layers, whose cache holds all tokens all the same.
+WINDOWED = caches(FullAttentionSpec(**SHAPE, sliding_window=64))
 REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("kv_role", "kv_transfer_config.kv_role", ("kv_producer", "kv_consumer", None)),
     ("load_failure_policy", "kv_transfer_config.kv_load_failure_policy", ("fail", None)),
@@ -57,7 +59,6 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("diffusion", "model_config.is_diffusion", (True,)),
     ("mla", "model_config.model_arch_config.is_deepseek_mla", (True,)),
     ("sliding_window", "cache_config.sliding_window", (128,)),
-    ("sliding_window", "model_config.hf_text_config.sliding_window", (128,)),
     ("sliding_window", "model_config.attention_chunk_size", (128,)),
     ("sliding_window", "model_config.model_arch_config.rswa_window", (128,)),
     ("non_causal", "attention_config.use_non_causal", (True,)),
@@ -92,6 +93,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
 def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: CUDAGraphMode) -> None:
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     assert engine_refusal_of(config, ONE_GROUP) is None
+    assert engine_refusal_of(config, WINDOWED) is None
     assert engine_refusal_of(config, None) is None
 
 
@@ -170,7 +172,6 @@ def test_newer_versions_are_not_refused(monkeypatch: pytest.MonkeyPatch, version
         ("cache_groups", caches(FullAttentionSpec(**SHAPE), FullAttentionSpec(**SHAPE))),
         ("cache_groups", SimpleNamespace(kv_cache_groups=7)),
         ("sliding_window", caches(SlidingWindowSpec(**SHAPE, sliding_window=64))),
-        ("sliding_window", caches(FullAttentionSpec(**SHAPE, sliding_window=64))),
         ("sliding_window", caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))),
         ("cache_spec", caches(type("PackedSpec", (FullAttentionSpec,), {})(**SHAPE))),
         ("cache_spec", caches(None)),
@@ -252,8 +253,6 @@ def attention(kind: type[Any] = Attention, **changes: Any) -> Any:
     given = {
         "alibi_slopes": None,
         "logits_soft_cap": 0,
-        "sinks": None,
-        "sliding_window": (-1, -1),
         "kv_sharing_target_layer_name": None,
         "attn_type": "decoder",
         **changes,
@@ -266,8 +265,9 @@ def attention(kind: type[Any] = Attention, **changes: Any) -> Any:
     "known",
     [
         attention(),
-        attention(sliding_window=-1, logits_soft_cap=0.0, chunk_lookback=-1),
-        attention(sliding_window=None, logits_soft_cap=None),
+        attention(logits_soft_cap=0.0, chunk_lookback=-1),
+        attention(logits_soft_cap=None),
+        attention(sinks=torch.zeros(4), sliding_window=(127, 0)),
         attention(attn_type=AttentionType.DECODER),
     ],
 )
@@ -280,9 +280,6 @@ def test_plain_causal_attention_has_a_sample(known: Any) -> None:
     [
         ("alibi", attention(alibi_slopes=torch.ones(4))),
         ("logits_soft_cap", attention(logits_soft_cap=50.0)),
-        ("attention_sinks", attention(sinks=torch.zeros(4))),
-        ("sliding_window", attention(sliding_window=(4095, 0))),
-        ("sliding_window", attention(sliding_window=4096)),
         ("chunk_lookback", attention(chunk_lookback=1)),
         ("kv_sharing", attention(kv_sharing_target_layer_name="layers.0")),
         ("non_causal", attention(attn_type=AttentionType.ENCODER_ONLY)),

@@ -35,7 +35,7 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path: Path) -> None:
     assert vllm.startswith("vllm-")
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_quality_serves_its_arms_in_vllm(tmp_path: Path, kv_dtype: str) -> None:
     output = tmp_path / "quality.json"
     options = ["--families", "header_trap", "--groups", "1", "--questions", "1", "--tokens", "512"]

@@ -19,6 +19,8 @@ from semblend_trt.connector.eligibility import (
     facts_or_refusal,
 )
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.runtime import runtime_for
+from tests.conftest import save_tiny_model
 
 
 def request(**attributes):
@@ -143,10 +145,33 @@ def test_an_engine_of_which_nothing_may_be_reused(tiny_qwen2_path, arguments, ov
     assert refusal is not None if reason is None else refusal == reason
 
 
+class Arguments(SimpleNamespace):
+    """Those of TensorRT-LLM, as far as they are read; a runtime is found by them."""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason", "told"),
+    [
+        ("gpt_oss", {}, "sliding_window", "gpt_oss has layers with a sliding window, and TensorRT-LLM keeps"),
+        ("gpt_oss", {"sliding_window": None}, "rope_unknown", "yarn with truncate off is computed otherwise"),
+    ],
+)
+def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(tmp_path, family, changes, reason, told, caplog):
+    path = str(save_tiny_model(family, tmp_path, **changes))
+    assert facts_or_refusal(LlmArgs(model=path), load_settings()) == (model_facts(path), None)
+    assert facts_or_refusal(SimpleNamespace(model=path), load_settings()) == (None, reason)
+    assert told in caplog.text
+    args = Arguments(model=path)
+    worker.SemBlendKvConnectorWorker(args)
+    assert runtime_for(args).refusal == reason
+
+
 @pytest.mark.parametrize("half", [eligibility, worker])
 def test_both_halves_read_the_configuration_of_the_revision_that_runs(monkeypatch, tiny_qwen2_path, half):
     read = []
-    monkeypatch.setattr(half, "model_facts", lambda *asked: read.append(asked[:2]) or model_facts(tiny_qwen2_path))
+    monkeypatch.setattr(
+        eligibility, "model_facts", lambda *asked: read.append(asked[:2]) or model_facts(tiny_qwen2_path)
+    )
     llm_args = LlmArgs(model="some-org/some-model", revision="v2")
     if half is eligibility:
         facts_or_refusal(llm_args, load_settings())

@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -31,6 +32,7 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.granite.modeling_granite import GraniteRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
@@ -42,6 +44,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
+from semblend_trt.connector.layer_groups import lowest_check_layer
 from semblend_trt.connector.model_facts import (
     HARMLESS_FIELDS,
     ModelFacts,
@@ -96,6 +99,7 @@ SUPPORTED: dict[str, tuple[PretrainedConfig, type[torch.nn.Module]]] = {
     "granite": (GraniteConfig(**SMALL, rope_parameters=rope("default", 5e6)), GraniteRotaryEmbedding),
     "olmo2": (Olmo2Config(**SMALL, rope_parameters=rope("default", 5e5)), Olmo2RotaryEmbedding),
     "olmo2_yarn": (Olmo2Config(**SMALL, rope_parameters=rope("yarn", **YARN)), Olmo2RotaryEmbedding),
+    "gpt_oss": (GptOssConfig(**SMALL, head_dim=64), GptOssRotaryEmbedding),
     "phi3_partial": (
         Phi3Config(**SMALL, pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
         Phi3RotaryEmbedding,
@@ -155,7 +159,7 @@ def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
     facts = model_facts(str(write_config(tmp_path, config)))
     assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
     assert facts.head_dim == (getattr(config, "head_dim", None) or 64)
-    assert [(group.layers, group.attention, group.window) for group in facts.groups] == [((0, 1, 2), "full", None)]
+    assert facts.windows == ((128, None, 128) if name == "gpt_oss" else (None, None, None))
     assert facts.model_type == config.model_type
     assert facts.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"]
     assert facts.quantization is None
@@ -175,8 +179,9 @@ def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(
     assert (facts.head_dim, facts.kv_heads, facts.rotation.rotary_dim) == (head_dim, kv_heads, head_dim)
 
 
-QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, MIXTRAL, QWEN3_MOE = (
-    SUPPORTED[name][0] for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial", "mixtral", "qwen3_moe")
+QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, MIXTRAL, QWEN3_MOE, GPT_OSS = (
+    SUPPORTED[name][0]
+    for name in ("qwen2", "qwen3", "llama", "mistral", "phi3_partial", "mixtral", "qwen3_moe", "gpt_oss")
 )
 SMOLLM3 = SmolLM3Config(**SMALL)
 
@@ -201,6 +206,10 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("sliding_window", PHI3, {"sliding_window": 2047}),
     ("sliding_window", MIXTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}),
+    ("sliding_window", GPT_OSS, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    ("attention_layout", GPT_OSS, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("attention_layout", GPT_OSS, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
+    ("rope_unknown", GPT_OSS, {"rope_parameters": rope("default", 1e4)}),
     ("sliding_window", SMOLLM3, {"use_sliding_window": True, "sliding_window": 64, "layer_types": None} | NOPE),
     ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1]}),
     ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1, 2]}),
@@ -229,6 +238,12 @@ def test_what_cannot_be_moved_is_refused_by_name(
         model_facts(write_config(tmp_path, config, **changes))
     assert refused.value.reason == reason
     assert "\n" not in str(refused.value)
+
+
+def test_windows_in_every_other_layer_of_gpt_oss_are_told(tmp_path: Path) -> None:
+    facts = model_facts(write_config(tmp_path, GPT_OSS))
+    assert facts.windows == (128, None, 128)
+    assert lowest_check_layer(facts.groups) == 2
 
 
 @pytest.mark.parametrize(
@@ -325,6 +340,7 @@ OLD: dict[str, dict[str, Any]] = {
     "llama3": {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3},
     "yarn": {"rope_theta": 1e6, "rope_scaling": OLD_YARN},
     "yarn_betas": {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "beta_fast": 24, "beta_slow": 2, "truncate": True}},
+    "yarn_not_truncated": {"rope_theta": 150000.0, "rope_scaling": {**OLD_YARN, "truncate": False}},
 }
 
 
@@ -401,7 +417,7 @@ OLD_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "theta_twice": ("rope_unknown", {"rope_theta": 1e4, **new_form(OLD["default"])}),
     "scaling_twice": ("rope_unknown", {**OLD["linear"], **new_form(OLD["yarn"])}),
     "yarn_of_no_length": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-    "yarn_not_truncated": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "truncate": False}}),
+    "yarn_truncated_somehow": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "truncate": 0}}),
     "two_types": ("rope_unknown", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", **OLD_YARN}}),
 }
 

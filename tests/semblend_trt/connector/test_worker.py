@@ -20,6 +20,7 @@ from semblend_trt.plan import (
     PlanSpan,
 )
 from semblend_trt.runtime import SavedDonor, runtime_for
+from tests.conftest import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv
 from tests.semblend_trt.plans import plan_of
 
@@ -88,6 +89,16 @@ def test_unknown_pool_is_a_refusal(args, unknown):
     runtime = runtime_for(args)
     assert (runtime.pool, runtime.refusal) == (None, "pool_layout")
     assert worker.get_finished([], []) == ([], [])
+
+
+@pytest.mark.parametrize(("block", "refusal"), [(32, None), (33, "window_below_block")])
+def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
+    args = LlmArgs(model=str(save_tiny_model("gpt_oss", tmp_path)))
+    worker = SemBlendKvConnectorWorker(args)
+    assert worker.facts.windows == (32, None, 32)
+    worker.register_kv_caches(torch.zeros(4, 3, 2, 2 * block * 16))
+    runtime = runtime_for(args)
+    assert (runtime.pool is None, runtime.refusal) == (refusal is not None, refusal)
 
 
 def blocks_of(whole):

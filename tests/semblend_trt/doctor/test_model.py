@@ -13,6 +13,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.doctor.finding import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.conftest import save_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,13 @@ def test_geometry_rotation_and_size(tiny_qwen2_path: Path) -> None:
     assert size.details["bytes_per_token"] == per_token
     assert size.details["tokens"]["host"] == (1 << 20) // per_token
     assert (policy.status, policy.reason) == (Status.NOTE, "check_needs_wrapper")
+
+
+def test_what_tensorrt_llm_refuses_of_a_model_is_told(tmp_path: Path) -> None:
+    found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
+    (note,) = (each for each in found if each.reason == "sliding_window")
+    assert note.status is Status.NOTE
+    assert note.text.startswith("in TensorRT-LLM it is refused: gpt_oss has layers with a sliding window")
 
 
 def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:

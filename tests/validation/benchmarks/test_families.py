@@ -30,6 +30,13 @@ def test_every_family_is_exact(family: str) -> None:
     assert families.largest_difference(family) <= MAX_LOGIT_DIFFERENCE
 
 
+def test_a_window_reaches_as_far_into_a_moved_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one computed token fewer in front, a token of the run is kept that the window does not show alone."""
+    assert families._moved("gpt_oss") == (2, (f"epic_{families.WINDOW - 1}",))
+    monkeypatch.setattr(families, "_moved", lambda _: (2, (f"epic_{families.WINDOW - 2}",)))
+    assert families.largest_difference("gpt_oss") > 100 * MAX_LOGIT_DIFFERENCE
+
+
 def test_a_wrong_rotation_shows_behind_a_moved_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def slower(*arguments: object) -> ModelFacts:
         facts = model_facts(*arguments)  # type: ignore[arg-type]
@@ -37,5 +44,5 @@ def test_a_wrong_rotation_shows_behind_a_moved_run(monkeypatch: pytest.MonkeyPat
         rotation = replace(facts.rotation, inverse_frequencies=frequencies)
         return replace(facts, groups=(replace(facts.groups[0], rotation=rotation),))
 
-    monkeypatch.setattr("semblend_trt.connector.worker.model_facts", slower)
+    monkeypatch.setattr("semblend_trt.connector.eligibility.model_facts", slower)
     assert families.largest_difference("glm4_moe") > 100 * MAX_LOGIT_DIFFERENCE

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
+import pytest
+
 from kernels.results import Measured, row
 from validation.benchmarks.vllm_answers import not_offered, renamed
 
 
-def test_rows_have_the_model_in_their_names_and_bounds_are_left_out() -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "kept"),
+    [
+        ("auto", ("vllm_em_vs_cold", "vllm_position_fix_em")),
+        ("fp8", ("verified_em_vs_cold_fp8", "position_fix_em_fp8")),
+    ],
+)
+def test_rows_have_the_model_in_their_names_and_bounds_are_left_out(kv_dtype: str, kept: tuple[str, ...]) -> None:
     measured = Measured("validation quality", {"name": "card"}, {}, "2026-01-01")
     names = ("verified_em_vs_cold_header_trap", "verified_em_bound_header_trap", "position_fix_em_header_trap")
     rows = [row(name, 0, "x", goal=0, better="higher", baseline="", measured=measured) for name in names]
-    found = renamed(rows, "small", "the command")
-    assert [each.name for each in found] == [
-        "vllm_em_vs_cold_header_trap_small",
-        "vllm_position_fix_em_header_trap_small",
-    ]
+    found = renamed(rows, "small", Namespace(kv_dtype=kv_dtype, command="the command"))
+    assert [each.name for each in found] == [f"{name}_header_trap_small" for name in kept]
     assert {each.command for each in found} == {"the command"}
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from semblend_trt.connector.model_facts import model_facts
+from validation.benchmarks.families import WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from validation.embedded_engine import EmbeddedEngines
 
 
@@ -36,6 +41,22 @@ def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEn
         for family in ("reordered", "header_trap")
     )
     assert np.median(traps) > 5 * np.median(harmless)
+
+
+def test_layers_with_a_window_keep_the_kv_of_all_tokens(tmp_path: Path) -> None:
+    model = random_model("gpt_oss")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 256, (WINDOW * 3,), generator=torch.Generator().manual_seed(2))
+    found = DeviationCollector(model, model_facts(tmp_path), min_span=64)._computed([tokens.tolist()])[0]
+    # [layers, kv_factor, kv_heads, tokens, head_dim]
+    kv = found.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    own = model(tokens[None], use_cache=True).past_key_values.layers
+    for layer, cache in enumerate(own):
+        kept = cache.keys.shape[2]
+        assert kept == (WINDOW - 1 if layer != 1 else len(tokens))
+        torch.testing.assert_close(kv[layer, 0, :, -kept:], cache.keys[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 
 
 def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:

@@ -170,6 +170,14 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
     assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
 
 
+def test_no_check_is_tried_that_sees_no_further_than_a_window() -> None:
+    found = candidates(HARMLESS, TRAPS, LAYERS, lowest_check=2)
+    assert {each.check.layer for each in found if each.check is not None} == {2, 3}
+    assert [each for each in found if each.check is None] == [
+        each for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check is None
+    ]
+
+
 def test_means_are_of_each_span_and_of_its_windows() -> None:
     values = np.array([[1.0, 3.0, *[5.0] * WINDOW_TOKENS, 7.0]], dtype=np.float32)
     prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)

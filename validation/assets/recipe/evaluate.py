@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,9 +114,8 @@ def exact_match(model: Any, tokenizer: Any, examples: Sequence[documents.Questio
             shared, cache = context, model(ids, use_cache=True, logits_to_keep=1).past_key_values
         expected = tokenizer(case.answer + prompts.END_MARK).input_ids
         ids = torch.tensor([tokenizer(mark + question).input_ids + expected], device=model.device)
-        logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -len(expected) - 1 : -1]
-        # Only negative counts are understood by every release of transformers 5.
-        cache.crop(-ids.shape[1])
+        # A copy: the cache of a layer with a window cannot be cut back.
+        logits = model(ids, past_key_values=deepcopy(cache), use_cache=True).logits[0, -len(expected) - 1 : -1]
         right += int(logits.argmax(-1).tolist() == expected)
     return right / len(examples)
 

@@ -1,7 +1,8 @@
 """Train the shipped model: text, then tasks at 4,096 tokens, then tasks at 8,192.
 
 `python -m validation.assets.recipe.train --text FILE --out DIR --seed N [--minutes M]`
-With `--families NAMES --resume MODEL` a model is taught to answer families that it does not answer yet.
+With `--families NAMES --resume MODEL` a model is taught to answer families that it does not answer yet. With
+`--window N` every second layer sees N tokens: the model is then of Gemma 3's architecture instead of Qwen2's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import transformers
 from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from validation import prompts
 
@@ -65,6 +74,7 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--mlp", type=int, default=416)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--window", type=int, default=0, help="tokens that every second layer sees; 0: all")
     parser.add_argument("--probe-layers", type=int, default=2, help="layers after which a row must know its place")
     parser.add_argument("--probe-weight", type=float, default=0.3, help="0 switches the auxiliary task off")
     parser.add_argument("--workers", type=int, default=14)
@@ -79,6 +89,8 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--families names {', '.join(sorted(unknown))}; there are {', '.join(WRITERS)}.")
     if arguments.minutes <= 0 or arguments.steps < 0:
         parser.error("--minutes must be above 0 and --steps not below 0.")
+    if arguments.window < 0 or (arguments.window and (arguments.resume or arguments.layers < 2)):
+        parser.error("--window is for a new model of at least 2 layers, and not below 0.")
     if not 1 <= arguments.probe_layers <= arguments.layers:
         parser.error(f"--probe-layers must be between 1 and {arguments.layers}, the number of layers.")
     return arguments
@@ -154,25 +166,39 @@ KEPT = ("reordered", "header_trap")
 WARM_UP_STEPS = 150
 
 
-def build_model(arguments: argparse.Namespace, vocabulary: int) -> Qwen2ForCausalLM:
+def build_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel:
     """Return a fresh float32 model, or the one in `--resume`."""
     if arguments.resume:
-        return Qwen2ForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.mlp,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=max(1, arguments.heads // 2),
-        max_position_embeddings=8_192,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=END_OF_TEXT_ID,
-        eos_token_id=END_OF_TEXT_ID,
-        pad_token_id=END_OF_TEXT_ID,
+        return AutoModelForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.mlp,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.heads,
+        "num_key_value_heads": max(1, arguments.heads // 2),
+        "max_position_embeddings": 8_192,
+        "tie_word_embeddings": True,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+    rope = {"rope_type": "default", "rope_theta": 100_000.0}
+    if not arguments.window:
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, rope_parameters=rope))
+    head_dim = arguments.hidden // arguments.heads
+    config = Gemma3TextConfig(
+        **sizes,
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
+        sliding_window=arguments.window,
+        layer_types=[("sliding_attention", "full_attention")[layer % 2] for layer in range(arguments.layers)],
+        rope_parameters={
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
     )
-    return Qwen2ForCausalLM(config)
+    return Gemma3ForCausalLM(config)
 
 
 def build_optimizer(parameters: list[torch.nn.Parameter], device: str) -> torch.optim.AdamW:
@@ -183,17 +209,10 @@ def build_optimizer(parameters: list[torch.nn.Parameter], device: str) -> torch.
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device == "cuda")
 
 
-def hidden_states(model: Qwen2ForCausalLM, ids: torch.Tensor, probed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor, probed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last hidden states and those after `probed` layers, each of shape (rows, length, width)."""
-    inner = model.model
-    hidden = inner.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-    rotation = inner.rotary_emb(hidden, positions)
-    early = hidden
-    for number, layer in enumerate(inner.layers, start=1):
-        hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotation)
-        early = hidden if number == probed else early
-    return inner.norm(hidden), early
+    found = model.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    return found.last_hidden_state, found.hidden_states[probed]
 
 
 def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -213,7 +232,7 @@ def losses(hidden: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor, wei
 class Trainer:
     """Runs the stages by the share of minutes or steps gone, and writes the log."""
 
-    def __init__(self, arguments: argparse.Namespace, model: Qwen2ForCausalLM, probe: PlaceProbe, log: IO[str]) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: PreTrainedModel, probe: PlaceProbe, log: IO[str]) -> None:
         self._arguments = arguments
         self._device = arguments.device
         self._model = model.to(self._device).train()
@@ -292,7 +311,7 @@ class Trainer:
         print(line, flush=True)
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: Any, directory: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
     """Write weights in bfloat16, configuration and tokenizer."""
     model.config.dtype = torch.bfloat16
     model.generation_config = GenerationConfig(

@@ -1,0 +1,168 @@
+"""gpt-oss inside vLLM: windows in every other layer and sinks, through vLLM's own attention and through ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_wrapper.vllm.rows import VllmRows
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.conftest import save_tiny_model
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, Answered, Served, cold_answers, near, taught
+
+Engine = Callable[..., Served]
+Models = Callable[[int], Path]
+Cold = Callable[[int], Answered]
+
+# Several blocks long, and an eighth of the document.
+WINDOW = 64
+SIZES: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "head_dim": 32,
+    "vocab_size": 2000,
+    "max_position_embeddings": 2048,
+    "layer_types": None,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    @cache
+    def model(layers: int) -> Path:
+        return save_tiny_model("gpt_oss", tmp_path_factory.mktemp("gpt-oss"), num_hidden_layers=layers, **SIZES)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def cold(models: Models) -> Cold:
+    """The answer of vLLM without a connector."""
+
+    @cache
+    def answer(layers: int) -> Answered:
+        return cold_answers(MOVED, model=models(layers))(MOVED)
+
+    return answer
+
+
+def asked(served: Served) -> Answered:
+    """The answer to a moved document, most of which is not computed by vLLM."""
+    answer: Answered = served.ask(MOVED, max_tokens=16)
+    assert answer.cached >= len(DOCUMENT)
+    assert not served.runtime.faults
+    return answer
+
+
+def is_cold(answer: Answered, cold: Answered) -> bool:
+    return answer.tokens == cold.tokens and near(answer.logprobs, cold.logprobs)
+
+
+@pytest.mark.parametrize("by_ours", [False, True], ids=["vLLM's attention", "our attention"])
+@pytest.mark.parametrize(("heads", "cold_ones"), [(WINDOW - 1, True), (WINDOW - 2, False)])
+def test_a_window_reaches_as_far_into_a_moved_run(
+    engine: Engine,
+    models: Models,
+    cold: Cold,
+    heads: int,
+    cold_ones: bool,
+    by_ours: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K and V above one layer with a window depend on the tokens within it: where the first `heads` of the run are
+    computed, the others are those of a cold run if a window is no longer than that and the token itself."""
+    answer, attended = cold(2), list[bool]()
+    served = taught(engine("epic", {"epic_tokens": heads}, model=models(2)))
+    assert served.worker._forward._sparse  # the self-check has found our attention to be vLLM's
+    stand_apart = VllmRows._stand_apart
+
+    def chosen(rows: VllmRows) -> bool:
+        attended.append(by_ours or stand_apart(rows))
+        return attended[-1]
+
+    monkeypatch.setattr(VllmRows, "_stand_apart", chosen)
+    assert is_cold(asked(served), answer) == cold_ones
+    assert attended == [by_ours] * len(attended)
+    assert attended
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 128}, {"enforce_eager": False}], ids=str)
+def test_with_all_layers_computed_again_answers_are_cold_ones(
+    engine: Engine, models: Models, cold: Cold, options: dict[str, Any]
+) -> None:
+    answer = cold(4)
+    served = taught(engine("boundary", {"recompute_boundary_layer": 4}, model=models(4), **options))
+    assert is_cold(asked(served), answer)
+
+
+def test_holes_in_a_window_are_computed(engine: Engine, models: Models) -> None:
+    """Runs of two donors with new text between them, shorter than the window."""
+    first, second = DOCUMENT[:250], DOCUMENT[250:]
+    prompt = [*MOVED[:70], *first, *range(100, 130), *second, *MOVED[-40:]]
+    answer = cold_answers(prompt, model=models(2))(prompt)
+    served = taught(engine("epic", {"epic_tokens": WINDOW - 1}, model=models(2)), first, second)
+    found = served.ask(prompt, max_tokens=16)
+    assert found.cached >= len(DOCUMENT)
+    assert is_cold(found, answer)
+    assert not served.runtime.faults
+
+
+def checked_at(served: Served, layer: int, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a profile for this engine whose check in `layer` lets nothing pass."""
+    check = ProfileCheck(**{"layer": layer, "threshold": 0.0, "max_span_share": 1.0, **changes})
+    made = ReuseProfile.made_for(
+        served.scheduler.namespace, served.runtime.pool.geometry, policy="verified", check=check
+    )
+    made.write(folder / "profile.json")
+    return {"policy": "verified", "profile": str(folder / "profile.json")}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)
+def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
+    engine: Engine, models: Models, cold: Cold, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    answer = cold(4)
+    settings = checked_at(engine("position_fix", model=models(4)), 2, tmp_path, **changes)
+    served = taught(engine("exact", settings, model=models(4)))
+    assert is_cold(asked(served), answer)
+    report = served.scheduler.outcomes.of(served.last)
+    assert report.recomputed_tokens == report.offered_tokens >= len(DOCUMENT)
+
+
+def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(
+    engine: Engine, models: Models, cold: Cold, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = cold(4)
+    settings = checked_at(engine("position_fix", model=models(4)), 1, tmp_path)
+    served = taught(engine("exact", settings, model=models(4)))
+    found = served.ask(MOVED, max_tokens=16)
+    assert (found.cached, is_cold(found, answer)) == (0, True)
+    assert served.scheduler.outcomes.of(served.last).reason == "profile_check_layer"
+    assert "check layer 1 has no layer with full attention below it; 2 is the lowest" in caplog.text
+
+
+def test_a_window_shorter_than_a_block_is_refused_by_name(engine: Engine, models: Models, cold: Cold) -> None:
+    answer = cold(2)
+    served = engine("position_fix", model=models(2), block_size=128)
+    assert served.ask(MOVED, max_tokens=16).tokens == answer.tokens
+    assert served.runtime.refusal == "window_below_block"
+
+
+def test_layers_with_other_windows_than_the_models_are_refused_by_name(
+    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    stock = Attention.__init__
+
+    def wider(self: Any, *arguments: Any, **options: Any) -> None:
+        if options.get("per_layer_sliding_window"):
+            options["per_layer_sliding_window"] += 1
+        stock(self, *arguments, **options)
+
+    monkeypatch.setattr(Attention, "__init__", wider)
+    served = engine("position_fix", model=models(2))
+    assert served.runtime.refusal == "sliding_window"
