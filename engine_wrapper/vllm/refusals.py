@@ -85,7 +85,6 @@ _ENGINE: _Rules = {
     "executor": (("uni",), "parallel_config.distributed_executor_backend"),
     "ubatching": ((*_OFF, 0, 1), "parallel_config.enable_dbo parallel_config.ubatch_size"),
     "pooling": (("generate",), "model_config.runner_type"),
-    "multimodal": (_OFF, "model_config.is_multimodal_model"),
     "encoder_decoder": (_OFF, "model_config.is_encoder_decoder"),
     "hybrid_model": (_OFF, "model_config.is_hybrid model_config.is_attention_free"),
     "diffusion": (_OFF, "model_config.is_diffusion"),
@@ -109,6 +108,8 @@ _ENGINE: _Rules = {
     "kv_scales": (_UNSET, "cache_config.calculate_kv_scales cache_config.kv_cache_dtype_skip_layers"),
     "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),
 }
+# Unless vLLM takes no images (--language-model-only).
+_IMAGES: _Rules = {"multimodal": (_OFF, "model_config.is_multimodal_model")}
 _CACHE: _Rules = {
     "sliding_window": (_OFF, "attention_chunk_size"),
     "non_causal": (_OFF, "non_causal"),
@@ -147,7 +148,9 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "vllm_version"
     if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector" or _is_chained():
         return "other_connector"
-    return _first(vllm_config, _ENGINE) or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
+    is_text_only = _value(vllm_config, "model_config.multimodal_config.language_model_only") is True
+    refusal = (None if is_text_only else _first(vllm_config, _IMAGES)) or _first(vllm_config, _ENGINE)
+    return refusal or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
 
 
 def sample_refusal(attention: Any) -> str | None:

@@ -174,6 +174,8 @@ class VllmWorker:
             assert self._runtime.pool is not None
             assert self._layout is not None
             self._compare_windows([modules[name] for name in names])
+            # The part that reads text of a model that takes images too.
+            model = getattr(model, "get_language_model", lambda: model)()
             decoder = model.model
             if len(decoder.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
                 raise TypeError(f"the decoder {type(decoder).__name__} is laid out in another way")

@@ -11,7 +11,7 @@ import torch
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
 from semblend_trt.connector.eligibility import tells_kv_scales, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.model_facts import ModelFacts, model_facts
+from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -135,11 +135,10 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         max_positions=facts.max_positions,
     )
     rotation, parameters = facts.rotation, dict(facts.rope_parameters)
-    still = sum(len(group.layers) for group in facts.groups if group.rotation.is_still)
-    layers = f", none in {still} of {facts.num_layers} layers" if still else ""
     yield _model.ok(
         f"RoPE of type {parameters.get('rope_type', 'default')}, theta {parameters['rope_theta']:g}, on "
-        f"{rotation.rotary_dim} of {facts.head_dim} channels{layers}: its KV can be moved to other positions",
+        f"{rotation.rotary_dim} of {facts.head_dim} channels{_exceptions(facts)}: its KV can be moved to other "
+        "positions",
         rotary_dim=rotation.rotary_dim,
         rope_parameters=parameters,
     )
@@ -147,6 +146,16 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
     if facts.quantization is not None:
         yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
+
+
+def _exceptions(facts: ModelFacts) -> str:
+    """How many layers rotate otherwise, or not at all."""
+    usual = rope_rotation(facts.rope_parameters, facts.head_dim)
+    rotations = [facts.rotation.of_layer(layer) for layer in range(facts.num_layers)]
+    none = sum(each.is_still for each in rotations)
+    other = sum(each != usual for each in rotations) - none
+    told = ((none, "none"), (other, "another one"))
+    return "".join(f", {what} in {count} of {facts.num_layers} layers" for count, what in told if count)
 
 
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:

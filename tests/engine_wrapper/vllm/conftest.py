@@ -36,6 +36,11 @@ SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 WHOLE = ("boundary", {"recompute_boundary_layer": 8})
 
 
+needs_torchvision = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="skipped: vLLM's models that take images need torchvision"
+)
+
+
 def random_tokens(seed: int) -> Callable[[int], list[int]]:
     """Draws so many tokens."""
     generator = random.Random(seed)

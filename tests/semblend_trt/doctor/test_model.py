@@ -42,6 +42,15 @@ def test_geometry_rotation_and_size(tiny_qwen2_path: Path) -> None:
     assert (policy.status, policy.reason) == (Status.NOTE, "check_needs_wrapper")
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("qwen2", ""), ("smollm3", ", none in 1 of 3 layers"), ("gemma3_text", ", another one in 2 of 3 layers")],
+)
+def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, layers: str) -> None:
+    _, rope, *_ = told(known_model(str(save_tiny_model(family, tmp_path)), "auto"))
+    assert f"of 16 channels{layers}: its KV can be moved" in rope.text
+
+
 def test_what_tensorrt_llm_refuses_of_a_model_is_told(tmp_path: Path) -> None:
     found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
     (note,) = (each for each in found if each.reason == "sliding_window")
