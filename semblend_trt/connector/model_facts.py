@@ -130,11 +130,12 @@ class ModelFacts:
         return lowest_check_layer(self.groups)
 
 
-def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
+def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales: bool = False) -> ModelFacts:
     """Reads the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
 
-    Raises ConfigurationError when there is no readable configuration, UnsupportedModelError when the model has a
-    feature whose KV cannot be moved safely.
+    A checkpoint may ask for a quantised KV cache where the engine tells its scales. Raises ConfigurationError when
+    there is no readable configuration, UnsupportedModelError when the model has a feature whose KV cannot be moved
+    safely.
     """
     whole, config = _load_config(model, revision)
     raw = whole
@@ -165,7 +166,7 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         max_positions=config.max_position_embeddings,
         groups=groups,
         rope_parameters=next(iter(ropes.values())),
-        quantization=_quantization({**raw, **whole}, directory),
+        quantization=_quantization({**raw, **whole}, directory, tells_kv_scales),
         configuration=_configuration(whole, directory),
     )
 
@@ -337,7 +338,7 @@ def _refuse_other_gpt_oss(windows: Sequence[int | None], rope: Mapping[str, Any]
         )
 
 
-def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
+def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: bool) -> str | None:
     """Name and digest of the weights' quantisation. Raises UnsupportedModelError when the KV is quantised too."""
     declared = dict(raw.get("quantization_config") or {})
     # ModelOpt checkpoints, which TensorRT-LLM reads, keep it in a file of its own.
@@ -350,8 +351,11 @@ def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
     if not declared:
         return None
     kv_scheme = declared.get("kv_cache_scheme") or declared.get("kv_cache_quant_algo")
-    if kv_scheme:
-        raise UnsupportedModelError("kv_quantized", f"the KV cache is quantised ({kv_scheme}); it cannot be moved")
+    if kv_scheme and not tells_kv_scales:
+        raise UnsupportedModelError(
+            "kv_quantized",
+            f"the KV cache is quantised ({kv_scheme}); it cannot be moved where its scales are not known",
+        )
     return _described(declared)
 
 

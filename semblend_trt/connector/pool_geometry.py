@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
+from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 
 if TYPE_CHECKING:
     from semblend_trt.connector.model_facts import ModelFacts
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
     """The geometry for which `pool` is the model's KV pool, [blocks, layers, kv_factor, kv_heads * block_size *
-    head_dim] or a LayeredPool; None when there is none, or when its strides are not those of a pool."""
+    head_dim] or a LayeredPool, which may be fp8; None where there is none, or its strides are not those of a pool."""
     kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
     if isinstance(pool, LayeredPool):
         block_size = pool.keys[0].shape[2]
         geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, block_size, facts.kv_factor)
         try:
-            check_pool(pool, geometry)
+            check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
         except ValueError:
             return None
         return geometry
