@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.vllm.arguments import HARMLESS, OVERRIDES, vllm_version
+from engine_wrapper.vllm.kv_scales import E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,8 @@ REASONS = {
     "weight_transfer": "Start without --weight-transfer-config; donors would outlive the weights they come from.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
     "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
-    "kv_cache_dtype": "Leave --kv-cache-dtype at auto.",
+    "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
+    "kv_scales": "Serve fp8 with one static scale above 0 for K and one for V in each layer, and all layers alike.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
     "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
@@ -102,7 +104,8 @@ _ENGINE: _Rules = {
     "weight_transfer": (_OFF, "weight_transfer_config"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
     "full_cuda_graphs": (("NONE", "PIECEWISE"), "compilation_config.cudagraph_mode"),
-    "kv_cache_dtype": (("auto",), "cache_config.cache_dtype"),
+    "kv_cache_dtype": (("auto", *E4M3), "cache_config.cache_dtype"),
+    "kv_scales": (_UNSET, "cache_config.calculate_kv_scales cache_config.kv_cache_dtype_skip_layers"),
     "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),
 }
 # Unless vLLM takes no images (--language-model-only).

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
+from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation, Rotation, still
 from semblend_trt.connector.layer_groups import (
     LayerGroup,
@@ -121,11 +121,12 @@ class ModelFacts:
         return lowest_check_layer(self.groups)
 
 
-def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
+def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales: bool = False) -> ModelFacts:
     """Reads the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
 
-    Raises ConfigurationError when there is no readable configuration, UnsupportedModelError when the model has a
-    feature whose KV cannot be moved safely.
+    A checkpoint may ask for a quantised KV cache where the engine tells its scales. Raises ConfigurationError when
+    there is no readable configuration, UnsupportedModelError when the model has a feature whose KV cannot be moved
+    safely.
     """
     whole, config = _load_config(model, revision)
     raw = whole
@@ -156,7 +157,7 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
         max_positions=config.max_position_embeddings,
         groups=groups,
         rope_parameters=next(iter(ropes.values())),
-        quantization=_quantization({**raw, **whole}, directory),
+        quantization=_quantization({**raw, **whole}, directory, tells_kv_scales),
         configuration=_configuration(whole, directory),
     )
 
@@ -308,7 +309,7 @@ def _refuse_other_gpt_oss(windows: Sequence[int | None], rope: Mapping[str, Any]
         )
 
 
-def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
+def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: bool) -> str | None:
     """Name and digest of the weights' quantisation. Raises UnsupportedModelError when the KV is quantised too."""
     declared = dict(raw.get("quantization_config") or {})
     # ModelOpt checkpoints, which TensorRT-LLM reads, keep it in a file of its own.
@@ -321,8 +322,11 @@ def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
     if not declared:
         return None
     kv_scheme = declared.get("kv_cache_scheme") or declared.get("kv_cache_quant_algo")
-    if kv_scheme:
-        raise UnsupportedModelError("kv_quantized", f"the KV cache is quantised ({kv_scheme}); it cannot be moved")
+    if kv_scheme and not tells_kv_scales:
+        raise UnsupportedModelError(
+            "kv_quantized",
+            f"the KV cache is quantised ({kv_scheme}); it cannot be moved where its scales are not known",
+        )
     return _described(declared)
 
 
@@ -529,12 +533,12 @@ _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn
 
 def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
     """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim] or a
-    LayeredPool; None when there is none, or when its strides are not those of a pool."""
+    LayeredPool, which may be fp8; None when there is none, or when its strides are not those of a pool."""
     kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
     if isinstance(pool, LayeredPool):
         geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.keys[0].shape[2])
         try:
-            check_pool(pool, geometry)
+            check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
         except ValueError:
             return None
         return geometry

@@ -198,9 +198,9 @@ def serving(model: Path | None = None, **options: Any) -> Served:
         gc.enable()
 
 
-def cold_answers(*prompts: Sequence[int], model: Path | None = None) -> Cold:
+def cold_answers(*prompts: Sequence[int], model: Path | None = None, **options: Any) -> Cold:
     """vLLM's own answers to prompts, of 16 tokens, without a connector."""
-    served = serving(model, enable_prefix_caching=False)
+    served = serving(model, enable_prefix_caching=False, **options)
     try:
         found = {tuple(prompt): served.ask(prompt, max_tokens=16) for prompt in prompts}
     finally:

@@ -65,6 +65,14 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:
     assert "in bfloat16" in told(known)[2].text
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Path, kv_dtype: str) -> None:
+    engine = SimpleNamespace(dtype="torch.bfloat16", kv_dtype="float8_e4m3fn", tells_kv_scales=True)
+    known = known_model(str(tiny_qwen2_path), kv_dtype, engine)
+    assert isinstance(known, KnownModel)
+    assert known.dtype is torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "nvfp4"])
 def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str) -> None:
     refused = known_model(str(tiny_qwen2_path), kv_dtype)
