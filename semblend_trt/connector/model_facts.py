@@ -120,6 +120,11 @@ class ModelFacts:
         return 1 if all(group.attention == "latent" for group in self.groups) else 2
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model takes more than text; `groups` and sizes are of the part that reads text."""
+        return self.model_type in _WITH_IMAGES
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The tokens that a token of each layer sees, itself included; None for all before it."""
         return windows_of(self.groups)
