@@ -28,6 +28,9 @@ _BUSY_CYCLES = 2_000_000
 # Qwen2.5-7B: 28 layers, 4 KV heads, head_dim 128, rope_theta 1e6; 32 tokens a block.
 QWEN_7B = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
 ROTATION = RopeRotation(tuple(1e6 ** (-2 * plane / 128) for plane in range(64)), 128)
+# DeepSeek-V3 and Kimi K2: 61 layers of one latent row a token, 512 channels free of position and 64 that turn.
+DEEPSEEK_V3 = KvGeometry(num_layers=61, kv_heads=1, head_dim=576, block_size=64, kv_factor=1)
+LATENT_ROTATION = RopeRotation(tuple(1e4 ** (-2 * plane / 64) for plane in range(32)), 64, True, 512)
 # The axes of a layer's cache in vLLM, outermost first in memory; K and V are the halves of one axis.
 VLLM_BLOCK_SIZE = 16
 VLLM_LAYOUTS = {
@@ -146,9 +149,9 @@ def _flush_buffer() -> torch.Tensor:
     return torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
 
 
-def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16) -> ContiguousKv:
-    """A donor of `tokens` random tokens of QWEN_7B on the card."""
-    shape = (QWEN_7B.num_layers, QWEN_7B.kv_factor, QWEN_7B.kv_heads, tokens, QWEN_7B.head_dim)
+def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> ContiguousKv:
+    """A donor of `tokens` random tokens on the card."""
+    shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
     return ContiguousKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype))
 
 
@@ -171,6 +174,15 @@ def random_layers(layout: str, tokens: int) -> PagedKv:
     caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
     keys, values = zip(*(cache.permute(order) for cache in caches), strict=True)
     return PagedKv(LayeredPool(keys, values), blocks, sizes)
+
+
+def random_latents(tokens: int) -> PagedKv:
+    """As `random_layers`, of DEEPSEEK_V3, as vLLM lays its rows out."""
+    sizes = DEEPSEEK_V3
+    blocks = torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    shape = (len(blocks), 1, sizes.block_size, sizes.head_dim)
+    layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
+    return PagedKv(LayeredPool(tuple(layers)), blocks, sizes)
 
 
 def add_ceilings(results: Results) -> None:

@@ -1,4 +1,5 @@
-"""kv_move at the size of Qwen2.5-7B: share of the card's copy speed, by tokens, tiling, dtype, source and layout.
+"""kv_move at the size of Qwen2.5-7B, and at that of DeepSeek-V3's latent rows (MLA): share of the card's copy speed, by
+tokens, tiling, dtype, source and layout.
 
 `python -m kernels.benchmarks.kv_move --json benchmarks/results/<machine>`; the sweep says which tiling is best.
 """
@@ -12,6 +13,8 @@ import torch
 
 from kernels.benchmarks.ceilings import (
     COPY_BYTES,
+    DEEPSEEK_V3,
+    LATENT_ROTATION,
     QWEN_7B,
     ROTATION,
     SHIFT,
@@ -22,6 +25,7 @@ from kernels.benchmarks.ceilings import (
     copy_gbps,
     host_gbps,
     random_donor,
+    random_latents,
     random_layers,
     random_pool,
     run_on_card,
@@ -38,7 +42,7 @@ from kernels.rope import RopeRotation, by_layer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.layout import PagedKv
+    from kernels.layout import KvGeometry, PagedKv
     from kernels.results import Results
     from kernels.rope import Rotation
     from kernels.span_table import Tiling
@@ -52,6 +56,7 @@ def measure(results: Results) -> None:
     _check(random_pool(320), random_pool(320))
     for layout in VLLM_LAYOUTS:
         _check(random_layers(layout, 320), random_layers(layout, 320))
+    _check(random_latents(320), random_latents(320), LATENT_ROTATION)
     _sweep()
     least = min(_measure_size(results, tokens) for tokens in TOKENS)
     baseline = (
@@ -62,6 +67,7 @@ def measure(results: Results) -> None:
     _measure_variants(results)
     for layout in VLLM_LAYOUTS:
         _measure_layout(results, layout)
+    _measure_latents(results)
 
 
 def tilings() -> list[Tiling]:
@@ -96,18 +102,18 @@ def kernel_ms(
     return time_ms(lambda: run(range(sizes_of(target)[0]), 0))
 
 
-def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
+def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> int:
     """Bytes read and written."""
-    return 2 * tokens * QWEN_7B.bytes_per_token(dtype)
+    return 2 * tokens * sizes.bytes_per_token(dtype)
 
 
-def _check(actual: PagedKv, expected: PagedKv) -> None:
+def _check(actual: PagedKv, expected: PagedKv, rotation: RopeRotation = ROTATION) -> None:
     for ours, theirs in zip(planes_of(actual), planes_of(expected), strict=True):
         theirs.copy_(ours)
-    donor = random_donor(200)
+    donor = random_donor(200, sizes=actual.geometry)
     moves = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
-    kv_move(moves, actual, ROTATION)
-    eager.kv_move(moves, expected, ROTATION)
+    kv_move(moves, actual, rotation)
+    eager.kv_move(moves, expected, rotation)
     pairs = zip(planes_of(actual), planes_of(expected), strict=True)
     say(f"relative error against torch: {max(check_close('kv_move', *pair, 1e-2) for pair in pairs):.1e}")
 
@@ -153,6 +159,18 @@ def _measure_layout(results: Results, layout: str) -> None:
         ("within", Move(held, 0, tokens + SHIFT, tokens), held),
     ):
         add_share(results, f"kv_move_{layout}_{name}", kernel_ms([move], target), bytes_moved(tokens))
+
+
+def _measure_latents(results: Results) -> None:
+    """Latent rows placed into a pool as vLLM lays it out, saved from it, and the tilings of a placement."""
+    tokens = GOAL_TOKENS
+    moved = bytes_moved(tokens, sizes=DEEPSEEK_V3)
+    donor, held = random_donor(tokens, sizes=DEEPSEEK_V3), random_latents(tokens + 64)
+    place = [Move(donor, 0, SHIFT, tokens)]
+    time_of = partial(kernel_ms, rotation=LATENT_ROTATION)
+    show_tilings(f"{tokens} latent rows", moved, tilings(), partial(time_of, place, held))
+    add_share(results, "kv_move_mla", time_of(place, held), moved)
+    add_share(results, "kv_move_mla_save", time_of([Move(held, 0, 0, tokens)], donor), moved)
 
 
 def _measure_variants(results: Results) -> None:
