@@ -5,7 +5,7 @@ A layer caches one row a token for all heads: `kv_lora_rank` channels that are f
 `model_executor/models/deepseek_v2.py` (its rotary embedding turns pairs of neighbouring channels, and computes every
 RoPE type but the default as yarn), `model_executor/layers/rotary_embedding/deepseek_scaling_rope.py` and
 `transformers_utils/config.py` (which reads kimi_k2 by DeepSeek-V3's configuration); Transformers,
-`models/deepseek_v3/`, whose cache holds K and V of every head instead.
+`models/deepseek_v3/`, whose cache holds both parts of a row apart, or in older versions K and V of every head.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode
 from semblend_trt.policy import ReusePolicy
 from validation.cases import groups
@@ -116,7 +118,7 @@ class DeviationCollector:
     """Collects the deviations of prompts in `model`, a Transformers model of either version."""
 
     def __init__(self, model: Any, facts: ModelFacts, min_span: int) -> None:
-        self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
+        self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
         self._rotation = facts.rotation
         self._model = model
         with environment({}):
@@ -200,9 +202,21 @@ class DeviationCollector:
             else ((layer.keys, layer.values) for layer in layers)
         )
         # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
-        rows = torch.stack([torch.stack(pair) for pair in found])
+        rows = torch.stack([torch.stack(pair if self._geometry.kv_factor == 2 else [_latent(*pair)]) for pair in found])
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
         return blocks
+
+
+def _latent(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
+    """A latent attention's rows, [texts, 1, tokens, channels], from what Transformers caches in the place of K and V:
+    the channels free of position, and those that turn, of which the first of each pair stand in front
+    (`modeling_deepseek_v3.py`). Raises ConfigurationError for a version that caches K and V of every head instead."""
+    if free.shape[1] != 1 or turning.shape[1] != 1:
+        raise ConfigurationError(
+            f"Transformers {metadata.version('transformers')} caches K and V of every head, where the model has one "
+            "latent row a token; install a newer one to calibrate it."
+        )
+    return torch.cat([free, torch.stack(turning.chunk(2, dim=-1), dim=-1).flatten(-2)], dim=-1)
 
 
 def _at_once(items: Iterable[_Item], tokens_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:

@@ -147,7 +147,7 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
         if not isinstance(known, KnownModel):
             raise ConfigurationError(f"{known.text}; give --kv-bytes-a-token in place of --model")
         facts, dtype = known.facts, known.dtype or torch.bfloat16
-        geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, size)
+        geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, size, facts.kv_factor)
     elif profile is not None:
         sizes, named_dtype = profile.geometry, getattr(torch, str(profile.namespace["kv_dtype"]), None)
         dtype = named_dtype if isinstance(named_dtype, torch.dtype) else torch.bfloat16

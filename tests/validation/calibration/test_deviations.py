@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.rope import rotate_keys
 from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError
 from validation.benchmarks.families import WINDOW, random_model
-from validation.calibration.deviations import DeviationCollector, PromptDeviations
+from validation.calibration.deviations import DeviationCollector, PromptDeviations, _latent
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
@@ -59,6 +61,30 @@ def test_layers_with_a_window_keep_the_kv_of_all_tokens(tmp_path: Path, family: 
         assert kept == (WINDOW - 1 if layer != 1 else len(tokens))
         torch.testing.assert_close(kv[layer, 0, :, -kept:], cache.keys[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
+
+
+def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
+    """In the lowest layer, where they depend on token and position alone, a moved row is that of the new place."""
+    model = random_model("deepseek_v3")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    facts = model_facts(tmp_path)
+    tokens = torch.randint(0, 256, (140,), generator=torch.Generator().manual_seed(4)).tolist()
+    document, head, other = tokens[:90], tokens[90:99], tokens[99:]
+    found = DeviationCollector(model, facts, min_span=64)._computed([[*head, *document], [*other, *document]])
+    # [texts, layers, tokens, channels]
+    rows = found[:, :, :, 0, 0].transpose(1, 2).flatten(2, 3)
+    assert rows.shape[-1] == 576
+    before, after = rows[0, :, 9:99], rows[1, :, 41:131]
+    torch.testing.assert_close(rotate_keys(before[0], 32, facts.rotation.of_layer(0)), after[0], rtol=1e-4, atol=1e-3)
+    assert float((before[0] - after[0]).abs().max()) > 0.5
+    assert float((before[1, :, :512] - after[1, :, :512]).abs().max()) > 0.5
+
+
+def test_a_cache_of_expanded_keys_is_refused() -> None:
+    expanded = torch.zeros(1, 4, 8, 96)
+    with pytest.raises(ConfigurationError, match="caches K and V of every head"):
+        _latent(expanded, expanded)
 
 
 def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:

@@ -17,6 +17,7 @@ from semblend_trt.cli.main import main, subcommands
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.pages import ROOT
 from tests.semblend_trt.discovery.planning import profile
+from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +115,10 @@ def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(
 
 def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_path: Path, tmp_path: Path) -> None:
     assert estimated(log, "--model", str(tiny_qwen2_path))["memory"]["kv_bytes_a_token"] == 3 * 2 * 2 * 16 * 4
+    (latent,) = (each for each in published() if each.name == "deepseek-ai/DeepSeek-V3")
+    (folder := tmp_path / "latent").mkdir()
+    latent.save(folder)
+    assert estimated(log, "--model", str(folder))["memory"]["kv_bytes_a_token"] == 61 * 576 * 2
     path = tmp_path / "profile.json"
     profile("verified", check=ProfileCheck(layer=1, threshold=0.1)).write(path)
     sizes = ReuseProfile.read(path).geometry
