@@ -131,6 +131,12 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         head_dim=facts.head_dim,
         max_positions=facts.max_positions,
     )
+    if windows := [each for each in facts.windows if each is not None]:
+        yield _model.ok(
+            f"{len(windows)} of {facts.num_layers} layers see {windows[0]} tokens; checks lie in layer "
+            f"{facts.lowest_check_layer} or above",
+            windows=list(facts.windows),
+        )
     rotation, parameters = facts.rotation, dict(facts.rope_parameters)
     still = sum(len(group.layers) for group in facts.groups if group.rotation.is_still)
     layers = f", none in {still} of {facts.num_layers} layers" if still else ""
