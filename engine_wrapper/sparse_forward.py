@@ -108,16 +108,24 @@ class PlainRows:
         # Granite's decoder multiplies its embeddings; others have no factor.
         self._hidden = decoder.embed_tokens(schedule.token_ids[None]) * getattr(decoder, "embedding_multiplier", 1.0)
         self._positions = schedule.positions[None]
-        # cos, sin: [1, rows, rotary_dim]
-        self._cos, self._sin = decoder.rotary_emb(self._hidden, position_ids=self._positions)
+        # Gemma's full attention and windows rotate in two ways. cos, sin of each: [1, rows, rotary_dim]
+        self._kinds = decoder.config.layer_types if hasattr(decoder.rotary_emb, "layer_types") else None
+        self._turned = {
+            kind: decoder.rotary_emb(self._hidden, self._positions, *([] if kind is None else [kind]))
+            for kind in set(self._kinds or [None])
+        }
         self._compared: int | None = None
 
     def enter(self, stage: Stage) -> None:
         self._sequences = stage.sequences
         if stage.keep is not None:
-            self._hidden, self._positions, self._cos, self._sin = (
-                tensor.index_select(1, stage.keep) for tensor in (self._hidden, self._positions, self._cos, self._sin)
+            self._hidden, self._positions = (
+                tensor.index_select(1, stage.keep) for tensor in (self._hidden, self._positions)
             )
+            self._turned = {
+                kind: tuple(tensor.index_select(1, stage.keep) for tensor in pair)
+                for kind, pair in self._turned.items()
+            }
 
     def run(self, layer: int) -> None:
         if layer != self._compared:
@@ -142,7 +150,7 @@ class PlainRows:
             self._hidden,
             attention_mask=None,
             position_ids=self._positions,
-            position_embeddings=(self._cos, self._sin),
+            position_embeddings=self._turned[None if self._kinds is None else self._kinds[layer]],
             use_cache=False,
             paged=PagedAttention(self._pool, self._geometry, self._sequences, watch),
         )
@@ -227,7 +235,9 @@ class SparseForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [rows, hidden] as returned by the call; returns float32 [rows, vocabulary]."""
         logits: torch.Tensor = self._model.lm_head(hidden)
-        return logits.float() / getattr(self._model.config, "logits_scaling", 1.0)
+        logits = logits.float() / getattr(self._model.config, "logits_scaling", 1.0)
+        cap = getattr(self._model.config, "final_logit_softcapping", None)
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     @torch.inference_mode()
     def warm_up(self, lengths: Iterable[int]) -> None:

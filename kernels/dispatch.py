@@ -29,7 +29,6 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
     """
     if not has_kernels(target.device):
         return False
-    # No fp8 cache comes here today: the connector refuses it.
     if target.is_cuda and target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
         return False
     return target.stride(-1) == 1 and all(

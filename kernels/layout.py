@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# kv_move also moves fp8: a rotation keeps the tensor's one scale, so kv_move need not know it. The connector refuses
-# fp8 caches today.
+# kv_move and deviation also take fp8: a rotation keeps the tensor's one scale, so that neither need know it.
 MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 
 

@@ -63,7 +63,7 @@ class VllmEngines:
         # Its logits are read, and answers are forced, in its own process, of the runner that holds its step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
         self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
-        self.facts = model_facts(model)
+        self.facts = model_facts(model, None, True)  # vLLM tells the scales of its caches
         self.tokenizer: Any = load_tokenizer(model)
 
     @property

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = (
     *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
-    "gpt_oss",
+    *("gpt_oss", "gemma3_text"),
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

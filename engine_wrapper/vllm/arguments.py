@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from engine_wrapper.vllm.kv_scales import E4M3, described_dtype
 from semblend_trt.config import Settings, load_settings, variables_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import unknown_value
@@ -51,7 +52,7 @@ class EngineArguments:
     pipeline_parallel_size: int | None
     context_parallel_size: int | None
     max_num_tokens: int | None
-    kv_cache_config: SimpleNamespace
+    cache_dtype: str | None
     quant_config: SimpleNamespace | None
     speculative_config: object | None
     model_kwargs: dict[str, Any]
@@ -63,6 +64,18 @@ class EngineArguments:
     follows_transformers: bool = True
     # Blocks of an ended request are held until its save is told, as under that version of the contract.
     contract: str = "main"
+    # Those of an fp8 cache are judged when the caches are registered.
+    tells_kv_scales: bool = True
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """Of K and V in the caches, as torch names it."""
+        return "float8_e4m3fn" if self.cache_dtype in E4M3 else self.dtype
+
+    @property
+    def kv_cache_config(self) -> SimpleNamespace:
+        """As TensorRT-LLM names it; its `dtype` holds a digest of an fp8 cache's scales."""
+        return SimpleNamespace(dtype=described_dtype(self.cache_dtype, self.layers))
 
     @property
     def backend_cache_layout(self) -> str:
@@ -115,7 +128,7 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineArguments:
         pipeline_parallel_size=_size(parallel, "pipeline_parallel_size"),
         context_parallel_size=_size(parallel, "prefill_context_parallel_size", "decode_context_parallel_size"),
         max_num_tokens=_size(config.scheduler_config, "max_num_batched_tokens"),
-        kv_cache_config=SimpleNamespace(dtype=getattr(config.cache_config, "cache_dtype", None)),
+        cache_dtype=getattr(config.cache_config, "cache_dtype", None),
         quant_config=None if method is options is None else SimpleNamespace(quant_algo=method or "?", options=options),
         speculative_config=getattr(config, "speculative_config", None),
         model_kwargs={name: value for name in OVERRIDES if (value := getattr(model, name, None)) not in HARMLESS},

@@ -7,6 +7,7 @@ through which they can be read again are those of the layout.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from kernels.layout import LayeredPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+# K and V.
 Views = tuple[torch.Tensor, torch.Tensor]
 
 # Over the layers of Transformers vLLM names an attention by its number alone.
@@ -29,48 +31,89 @@ def in_order(names: Mapping[str, Any]) -> list[str] | None:
     return [found[index] for index in range(len(names))] if sorted(found) == list(range(len(names))) else None
 
 
-def layered_pool(
-    caches: Mapping[str, torch.Tensor], attention: Mapping[str, Any], kv_heads: int, head_dim: int, block_size: int
-) -> LayeredPool | None:
-    """The caches, by name, as a pool; None where their layout is none that is known. `attention`: each one's module.
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheLayout:
+    """Where K and V lie in a cache. `shape`: kv_heads, block_size, head_dim; `dtype` is of what is stored, which e4m3
+    does in bytes."""
 
-    Writes into no cache: it probes one like them.
+    view: Callable[..., Views | None]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    def views(self, cache: torch.Tensor) -> Views | None:
+        """K and V of a cache, each [blocks, kv_heads, block_size, head_dim]; None where it is of another form."""
+        return self.view(cache.view(self.dtype), *self.shape)
+
+    def stored(
+        self,
+        attention: Any,
+        cache: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor | None = None,
+    ) -> Views:
+        """What the backend makes of rows, [rows, kv_heads, head_dim], each in `dtype`: it writes them into memory of
+        their own like `cache`, at `slots`, int64 [rows], or one behind the other."""
+        slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
+        # The blocks are the first dimension, or stand behind K and V.
+        dim, blocks = int(self.view is _kinds_outside), -(-len(keys) // self.shape[1])
+        small = torch.zeros_like(cache.narrow(dim, 0, blocks), memory_format=torch.preserve_format)
+        attention.impl.do_kv_cache_update(attention, keys, values, small, slots)
+        read = self.views(small)
+        assert read is not None
+        found = [_bytes(each).transpose(1, 2).flatten(0, 1)[slots].view(self.dtype) for each in read]
+        return found[0], found[1]
+
+
+def layout_of(
+    cache: torch.Tensor,
+    attention: Any,
+    shape: tuple[int, int, int],
+    rows: torch.dtype | None = None,
+    scales: tuple[float, float] | None = None,
+) -> CacheLayout | None:
+    """The layout of `cache`, [kv_heads, block_size, head_dim] being `shape`; None where it is none that is known.
+
+    With `scales` of K and V the backend stores rows of dtype `rows` in e4m3. Writes into no cache: it probes one like
+    it.
     """
-    names = in_order(caches)
-    if not names:
-        return None
-    shape = (kv_heads, block_size, head_dim)
-    first = caches[names[0]]
     for view in _LAYOUTS:
-        if _reads_back(view, first, attention[names[0]], shape):
-            pairs = [view(caches[name], *shape) for name in names]
-            keys, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
-            return LayeredPool(keys, values) if len(keys) == len(names) else None
+        layout = CacheLayout(view, shape, cache.dtype if scales is None else torch.float8_e4m3fn)
+        if _reads_back(layout, cache, attention, rows or cache.dtype, scales or (1.0, 1.0)):
+            return layout
     return None
 
 
+def layered_pool(caches: Mapping[str, torch.Tensor], layout: CacheLayout) -> LayeredPool | None:
+    """The caches, by name, as a pool; None where one of them is of another form, or a layer is missing."""
+    pairs = [layout.views(caches[name]) for name in in_order(caches) or ()]
+    if not pairs or None in pairs:
+        return None
+    keys, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
+    return LayeredPool(keys, values)
+
+
 def _reads_back(
-    view: Callable[..., Views | None], cache: torch.Tensor, attention: Any, shape: tuple[int, int, int]
+    layout: CacheLayout, cache: torch.Tensor, attention: Any, rows: torch.dtype, scales: tuple[float, float]
 ) -> bool:
-    """Whether what the backend writes into a small cache of the same kind is read through `view`."""
-    kv_heads, block_size, head_dim = shape
-    if view(cache, *shape) is None or not callable(getattr(attention.impl, "do_kv_cache_update", None)):
+    """Whether what the backend writes into a small cache of the same kind is read through the layout."""
+    kv_heads, block_size, head_dim = layout.shape
+    if layout.views(cache) is None or not callable(getattr(attention.impl, "do_kv_cache_update", None)):
         return False
-    # The blocks are the first dimension, or stand behind K and V.
-    blocks = 1 if view is _kinds_outside else 0
-    small = torch.zeros_like(cache.narrow(blocks, 0, _PROBE_BLOCKS), memory_format=torch.preserve_format)
     generator = torch.Generator().manual_seed(0)
     tokens = _PROBE_BLOCKS * block_size
-    keys, values = (
-        torch.randn(tokens, kv_heads, head_dim, generator=generator).to(cache.device, cache.dtype) for _ in range(2)
-    )
+    # What is stored without rounding; in e4m3 a little more, since vLLM's CPU backend (0.28) rounds towards 0.
+    more = 1.0 if layout.dtype != torch.float8_e4m3fn else 1 + 2**-6
+    wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(layout.dtype).float() for _ in range(2)]
+    given = [(each * scale * more).to(cache.device, rows) for each, scale in zip(wanted, scales, strict=True)]
     slots = torch.randperm(tokens, generator=generator).to(cache.device)
-    attention.impl.do_kv_cache_update(attention, keys, values, small, slots)
-    read = view(small, *shape)
-    assert read is not None
-    # [blocks, kv_heads, block_size, head_dim] -> [slots, kv_heads, head_dim]
-    found = [each.transpose(1, 2).flatten(0, 1)[slots] for each in read]
-    return torch.equal(found[0], keys) and torch.equal(found[1], values)
+    found = layout.stored(attention, cache, given[0], given[1], slots)
+    return all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True))
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """`values`, as bytes where torch cannot index their dtype."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:

@@ -277,6 +277,8 @@ class PlannedForward:
 
         raise_difference(differences(ids, engine_rows, self._parts.geometry, run), self._runtime.ranks)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
+        if self._parts.pool.dtype == torch.float8_e4m3fn:
+            problem = "kv_cache_dtype"  # our kernel reads no scales
         self._sparse = problem is None
         try:
             problem = problem or sample_difference(ids, engine_rows, self._parts.geometry, run)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.vllm.arguments import HARMLESS, OVERRIDES, vllm_version
+from engine_wrapper.vllm.kv_scales import E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,8 @@ REASONS = {
     "weight_transfer": "Start without --weight-transfer-config; donors would outlive the weights they come from.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
     "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
-    "kv_cache_dtype": "Leave --kv-cache-dtype at auto.",
+    "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
+    "kv_scales": "Serve fp8 with one static scale above 0 for K and one for V in each layer, and all layers alike.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
     "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
@@ -83,7 +85,6 @@ _ENGINE: _Rules = {
     "executor": (("uni",), "parallel_config.distributed_executor_backend"),
     "ubatching": ((*_OFF, 0, 1), "parallel_config.enable_dbo parallel_config.ubatch_size"),
     "pooling": (("generate",), "model_config.runner_type"),
-    "multimodal": (_OFF, "model_config.is_multimodal_model"),
     "encoder_decoder": (_OFF, "model_config.is_encoder_decoder"),
     "hybrid_model": (_OFF, "model_config.is_hybrid model_config.is_attention_free"),
     "diffusion": (_OFF, "model_config.is_diffusion"),
@@ -103,9 +104,12 @@ _ENGINE: _Rules = {
     "weight_transfer": (_OFF, "weight_transfer_config"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
     "full_cuda_graphs": (("NONE", "PIECEWISE"), "compilation_config.cudagraph_mode"),
-    "kv_cache_dtype": (("auto",), "cache_config.cache_dtype"),
+    "kv_cache_dtype": (("auto", *E4M3), "cache_config.cache_dtype"),
+    "kv_scales": (_UNSET, "cache_config.calculate_kv_scales cache_config.kv_cache_dtype_skip_layers"),
     "kv_sharing_fast_prefill": (_OFF, "cache_config.kv_sharing_fast_prefill"),
 }
+# Unless vLLM takes no images (--language-model-only).
+_IMAGES: _Rules = {"multimodal": (_OFF, "model_config.is_multimodal_model")}
 _CACHE: _Rules = {
     "sliding_window": (_OFF, "attention_chunk_size"),
     "non_causal": (_OFF, "non_causal"),
@@ -144,7 +148,9 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "vllm_version"
     if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector" or _is_chained():
         return "other_connector"
-    return _first(vllm_config, _ENGINE) or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
+    is_text_only = _value(vllm_config, "model_config.multimodal_config.language_model_only") is True
+    refusal = (None if is_text_only else _first(vllm_config, _IMAGES)) or _first(vllm_config, _ENGINE)
+    return refusal or (None if kv_cache_config is None else _cache_refusal(kv_cache_config))
 
 
 def sample_refusal(attention: Any) -> str | None:

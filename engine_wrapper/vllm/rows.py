@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from engine_wrapper.vllm.layer_calls import LayerCalls
+    from engine_wrapper.vllm.layers import CacheLayout, Views
     from kernels.layout import KvGeometry, LayeredPool
     from semblend_trt.ranks import Ranks
 
@@ -55,13 +56,15 @@ ROWS_PER_GAP = 4
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The calls of vLLM's decoder with what its attention needs: the caches' names by layer, their attention modules,
-    and a builder of the backend's metadata (`own_builder`). `unfused`: modules that vLLM leaves to its compiler
-    (`unfused_of`)."""
+    """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
+    and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
+    (`own_builder`). `unfused`: modules that vLLM leaves to its compiler (`unfused_of`)."""
 
     calls: LayerCalls
     names: tuple[str, ...]
     attention: tuple[Any, ...]
+    caches: tuple[torch.Tensor, ...]
+    layout: CacheLayout
     builder: Any
     pool: LayeredPool
     geometry: KvGeometry
@@ -70,6 +73,28 @@ class Decoder:
     def cache(self, layer: int) -> PoolLayer:
         """The cache of one layer."""
         return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
+
+    def stored(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Views:
+        """Rows of K and V, [rows, kv_heads, head_dim], as the cache would hold them: in e4m3 the backend itself has
+        rounded them, so that the same row of a donor does not deviate at all."""
+        if keys.dtype == self.pool.dtype:
+            return keys, values
+        return self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
+
+    def write(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sequences: tuple[SequenceRows, ...],
+        slots: torch.Tensor,
+    ) -> None:
+        """Writes rows of K and V into the cache; `slots` are those of the sequences' rows."""
+        if keys.dtype == self.pool.dtype:
+            write_rows(keys, values, self.cache(layer), sequences)
+            return
+        attention = self.attention[layer]
+        attention.impl.do_kv_cache_update(attention, keys, values, self.caches[layer], slots)
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
@@ -198,7 +223,7 @@ class VllmRows:
             if self._residual is not None:
                 self._residual = self._residual.index_select(0, stage.keep)
         self._sequences = stage.sequences
-        slots = self._slots()
+        self._row_slots = slots = self._slots()
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
         metadata = self._sequences if self._stand_apart() else self._metadata(slots)
         self._context.attn_metadata = dict.fromkeys(self._parts.names, metadata)
@@ -220,13 +245,14 @@ class VllmRows:
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
-        geometry, pool, layer = self._parts.geometry, self._parts.pool, check.layer
+        parts, geometry, layer = self._parts, self._parts.geometry, check.layer
         found = list[torch.Tensor]()
 
         def leave(_: torch.Tensor, *kv: torch.Tensor) -> None:
             keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
-            found.append(check.deviations(keys, values, pool, geometry, ranks))  # type: ignore[arg-type]
-            write_rows(keys, values, self._parts.cache(layer), self._sequences)
+            stored = parts.stored(layer, keys, values)
+            found.append(check.deviations(*stored, parts.pool, geometry, ranks))  # type: ignore[arg-type]
+            parts.write(layer, keys, values, self._sequences, self._row_slots)
             raise _ComparedError
 
         if self._hidden is None:

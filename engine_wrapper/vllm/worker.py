@@ -6,10 +6,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 
 from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.kv_scales import E4M3, scales_of
 from engine_wrapper.vllm.layer_calls import layer_calls_of
-from engine_wrapper.vllm.layers import in_order, layered_pool
+from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine_wrapper.vllm.arguments import EngineArguments
+    from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
     from semblend_trt.config import Settings
@@ -46,6 +49,7 @@ class VllmWorker:
         self._config = vllm_config
         self._forward: PlannedForward | None = None
         self._recovery = recovery_for(arguments)
+        self._layout: CacheLayout | None = None
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
 
@@ -136,12 +140,27 @@ class VllmWorker:
             names = in_order(caches)
             if names is None:
                 return None
-            first = modules[names[0]]
-            block_size = int(self._config.cache_config.block_size)
-            return layered_pool(caches, modules, first.num_kv_heads, first.head_size, block_size)
+            self._layout = self._layout_of(caches[names[0]], [modules[name] for name in names])
+            return None if self._layout is None else layered_pool(caches, self._layout)
+        except LayoutError as error:
+            logger.warning("vLLM's caches are of a kind that is not taken: %s", error)
+            self._runtime.refusal = error.reason
+            return None
         except Exception:
             logger.exception("vLLM's caches cannot be examined")
             return None
+
+    def _layout_of(self, cache: torch.Tensor, attention: list[Any]) -> CacheLayout | None:
+        """Raises LayoutError where K and V are stored by scales that are not known, or in another fp8 than e4m3fn."""
+        own = self._config.cache_config
+        scales: list[tuple[float, float] | None] = [None]
+        if own.cache_dtype in E4M3:
+            if current_platform.is_fp8_fnuz():
+                raise LayoutError("kv_cache_dtype", "this machine's fp8 is e4m3fnuz; e4m3fn is taken")
+            scales = [scales_of(each) for each in attention]
+        first = attention[0]
+        shape = int(first.num_kv_heads), int(own.block_size), int(first.head_size)
+        return layout_of(cache, first, shape, self._config.model_config.dtype, scales[0])
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
         """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
@@ -153,7 +172,10 @@ class VllmWorker:
             assert names is not None
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
+            assert self._layout is not None
             self._compare_windows([modules[name] for name in names])
+            # The part that reads text of a model that takes images too.
+            model = getattr(model, "get_language_model", lambda: model)()
             decoder = model.model
             if len(decoder.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
                 raise TypeError(f"the decoder {type(decoder).__name__} is laid out in another way")
@@ -163,6 +185,8 @@ class VllmWorker:
                 names=tuple(names),
                 attention=tuple(modules[name] for name in names),
                 builder=own_builder(runner.attn_groups[0][0], int(scheduling.max_num_batched_tokens)),
+                caches=tuple(caches[name] for name in names),
+                layout=self._layout,
                 pool=pool,
                 geometry=self._runtime.pool.geometry,
                 unfused=unfused_of(decoder) if pool.is_cuda else (),

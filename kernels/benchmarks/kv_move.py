@@ -156,8 +156,8 @@ def _measure_layout(results: Results, layout: str) -> None:
 
 
 def _measure_variants(results: Results) -> None:
-    """Unshifted, half of the channels rotated (GLM-4.5), two rotations (Gemma 3), three donors, from a pool, fp8 (which
-    the connector refuses today), from pinned memory, the checks."""
+    """Unshifted, half of the channels rotated (GLM-4.5), two rotations (Gemma 3), three donors, from a pool, fp8, from
+    pinned memory, the checks."""
     tokens = GOAL_TOKENS
     donor, target = random_donor(tokens), random_pool(tokens + 32)
     add_share(results, "kv_move_unshifted", kernel_ms([Move(donor, 0, 0, tokens)], target), bytes_moved(tokens))

@@ -26,7 +26,7 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rot
 
     float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has as many layers as `target`. A
     shift of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the
-    latent ends at the rotation's `first_channel`. The connector refuses fp8 and MLA today. On CUDA one Triton launch on
+    latent ends at the rotation's `first_channel`. The connector refuses MLA today. On CUDA one Triton launch on
     the current stream serves all sources on the target's device or in pinned host memory; torch serves the others, and
     the CPU. A ContiguousKv source may lie on another device than the target. Raises ValueError, naming the tensor and
     its bound, before anything is written. Without moves it does nothing.

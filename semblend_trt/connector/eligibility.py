@@ -143,10 +143,15 @@ def decoder_refusal(llm_args: Any) -> str | None:
     return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
 
 
+def tells_kv_scales(llm_args: Any) -> bool:
+    """Whether the engine tells the scales of an fp8 cache: vLLM's arguments do, TensorRT-LLM's do not."""
+    return bool(getattr(llm_args, "tells_kv_scales", False))
+
+
 def served_facts(llm_args: Any) -> ModelFacts:
     """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
     be moved, or that this engine computes otherwise than Transformers."""
-    facts = model_facts(llm_args.model, getattr(llm_args, "revision", None))
+    facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
     if not getattr(llm_args, "follows_transformers", False) and (refusal := trtllm_refusal(facts)) is not None:
         raise refusal
     return facts

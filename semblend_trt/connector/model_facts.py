@@ -16,11 +16,12 @@ import math
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
+from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation, Rotation, still
 from semblend_trt.connector.layer_groups import (
     LayerGroup,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
 _ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -53,10 +55,14 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+# Those that take images too: their architecture, and the part that reads text. Requests with images are refused.
+_WITH_IMAGES = {"gemma3": "Gemma3ForConditionalGeneration"}
+# Those whose full attention and windows have a RoPE each.
+_ROPE_BY_ATTENTION = ("gemma3_text",)
 # Those whose code honours a partial_rotary_factor.
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
 # Those whose code may have a window in some layers, in every engine alike.
-_WINDOWED = ("gpt_oss",)
+_WINDOWED = ("gemma3_text", "gpt_oss")
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
@@ -75,7 +81,8 @@ HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 class ModelFacts:
     """Sizes of the whole model (not of one rank's shard), its layers, and the quantisation of its weights.
 
-    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate. `configuration` is a digest
+    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate, of full attention where a
+    window has others. `configuration` is a digest
     of everything in its configuration that can change what it computes.
     """
 
@@ -109,21 +116,19 @@ class ModelFacts:
         return lowest_check_layer(self.groups)
 
 
-def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
+def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales: bool = False) -> ModelFacts:
     """Reads the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
 
-    Raises ConfigurationError when there is no readable configuration, UnsupportedModelError when the model has a
-    feature whose KV cannot be moved safely.
+    A checkpoint may ask for a quantised KV cache where the engine tells its scales. Raises ConfigurationError when
+    there is no readable configuration, UnsupportedModelError when the model has a feature whose KV cannot be moved
+    safely.
     """
-    raw, config = _load_config(model, revision)
+    whole, config = _load_config(model, revision)
+    raw = whole
+    if whole["model_type"] in _WITH_IMAGES:
+        raw, config = whole["text_config"], config.text_config
     model_type = raw["model_type"]
-    rope = rope_parameters(raw, config)
-    if model_type not in _PARTIAL_ROTARY and partial_rotary_factor(rope) != 1.0:
-        raise UnsupportedModelError(
-            "rope_partial",
-            f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {_ARCHITECTURES[model_type]} does "
-            "not define what it means",
-        )
+    ropes = _ropes(raw, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     layers = config.num_hidden_layers
@@ -134,21 +139,21 @@ def model_facts(model: str | Path, revision: str | None = None) -> ModelFacts:
             "attention that can be moved",
         )
     directory = snapshot(model, revision)
-    groups = layer_groups(config, _rotations(model_type, config, rope_rotation(rope, head_dim)))
+    groups = layer_groups(config, _rotations(model_type, config, ropes, head_dim))
     _refuse_windows(model_type, groups, config)
     if model_type == "gpt_oss":
-        _refuse_other_gpt_oss(windows_of(groups), rope)
+        _refuse_other_gpt_oss(windows_of(groups), ropes[""])
     return ModelFacts(
-        model_type=model_type,
+        model_type=whole["model_type"],
         num_layers=layers,
         num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
         groups=groups,
-        rope_parameters=rope,
-        quantization=_quantization(raw, directory),
-        configuration=_configuration(raw, directory),
+        rope_parameters=next(iter(ropes.values())),
+        quantization=_quantization({**raw, **whole}, directory, tells_kv_scales),
+        configuration=_configuration(whole, directory),
     )
 
 
@@ -184,6 +189,10 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
 
 def _refuse_type(raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
+    if model_type in _WITH_IMAGES and isinstance(raw.get("text_config"), dict):
+        _refuse_architecture(raw, _WITH_IMAGES[model_type])
+        _refuse_type(raw["text_config"])
+        return
     if raw.get("kv_lora_rank"):
         raise UnsupportedModelError("mla", f"model type {model_type!r} caches latent attention (MLA), not K and V")
     if raw.get("dual_chunk_attention_config"):
@@ -201,7 +210,16 @@ def _refuse_type(raw: dict[str, Any]) -> None:
             "unknown_model_type",
             f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_ARCHITECTURES)}",
         )
-    expected = _ARCHITECTURES[model_type]
+    _refuse_architecture(raw, _ARCHITECTURES[model_type])
+    for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
+        if model_type == "gemma3_text" and raw.get(name):
+            raise UnsupportedModelError(
+                "attention_layout", f"{name} is {raw[name]!r}, and no model of type {model_type!r} is known to have it"
+            )
+
+
+def _refuse_architecture(raw: dict[str, Any], expected: str) -> None:
+    model_type = raw["model_type"]
     architectures = raw.get("architectures") or [expected]
     if architectures != [expected]:
         raise UnsupportedModelError(
@@ -214,9 +232,48 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         )
 
 
-def _rotations(model_type: str, config: Any, rotation: RopeRotation) -> list[RopeRotation]:
-    """The rotation of each layer; SmolLM3 names layers that have none."""
-    layers = config.num_hidden_layers
+def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
+    """RoPE's parameters by attention type, full attention first; under one name where all layers have the same."""
+    model_type = raw["model_type"]
+    if model_type in _ROPE_BY_ATTENTION:
+        kinds = sorted(set(config.layer_types))
+        ropes = {kind: rope_parameters(*_of_attention(kind, raw, config)) for kind in kinds}
+    else:
+        ropes = {"": rope_parameters(raw, config)}
+    for rope in ropes.values():
+        if model_type not in _PARTIAL_ROTARY and partial_rotary_factor(rope) != 1.0:
+            raise UnsupportedModelError(
+                "rope_partial",
+                f"partial_rotary_factor {partial_rotary_factor(rope):g} is set, but {_ARCHITECTURES[model_type]} does "
+                "not define what it means",
+            )
+    return ropes
+
+
+def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
+    """`raw` and `config` with the RoPE of layers of one attention type alone.
+
+    Of the old form `rope_theta` and `rope_scaling` are those of full attention, and `rope_local_base_freq` is the theta
+    of windows (Transformers, `configuration_gemma3.py`).
+    """
+    is_full = kind == "full_attention"
+    theta, scaling = ("rope_theta", "rope_scaling") if is_full else ("rope_local_base_freq", "")
+    written = raw.get("rope_parameters") or {}
+    known = written.get(kind) if set(written) <= {"full_attention", "sliding_attention"} else written
+    named = (("rope_parameters", known), ("rope_theta", raw.get(theta)))
+    own = {name: value for name, value in named if value is not None}
+    own |= {"rope_scaling": raw[scaling]} if scaling in raw else {}
+    if getattr(config, theta, None) is None:
+        return own, SimpleNamespace(rope_parameters=(config.rope_parameters or {}).get(kind))
+    return own, SimpleNamespace(rope_theta=getattr(config, theta), rope_scaling=getattr(config, scaling or "_", None))
+
+
+def _rotations(model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]], head_dim: int) -> list[RopeRotation]:
+    """The rotation of each layer, by its attention type; SmolLM3 names layers that have none."""
+    own = {kind: rope_rotation(rope, head_dim) for kind, rope in ropes.items()}
+    if len(own) > 1:
+        return [own[kind] for kind in config.layer_types]
+    (rotation,), layers = own.values(), config.num_hidden_layers
     turning = list(config.no_rope_layers) if model_type == "smollm3" else [1] * layers
     if len(turning) != layers or set(turning) - {0, 1}:
         raise UnsupportedModelError(
@@ -247,7 +304,7 @@ def _refuse_other_gpt_oss(windows: Sequence[int | None], rope: Mapping[str, Any]
         )
 
 
-def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
+def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: bool) -> str | None:
     """Name and digest of the weights' quantisation. Raises UnsupportedModelError when the KV is quantised too."""
     declared = dict(raw.get("quantization_config") or {})
     # ModelOpt checkpoints, which TensorRT-LLM reads, keep it in a file of its own.
@@ -260,8 +317,11 @@ def _quantization(raw: dict[str, Any], directory: Path | None) -> str | None:
     if not declared:
         return None
     kv_scheme = declared.get("kv_cache_scheme") or declared.get("kv_cache_quant_algo")
-    if kv_scheme:
-        raise UnsupportedModelError("kv_quantized", f"the KV cache is quantised ({kv_scheme}); it cannot be moved")
+    if kv_scheme and not tells_kv_scales:
+        raise UnsupportedModelError(
+            "kv_quantized",
+            f"the KV cache is quantised ({kv_scheme}); it cannot be moved where its scales are not known",
+        )
     return _described(declared)
 
 
@@ -468,12 +528,12 @@ _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn
 
 def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
     """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim] or a
-    LayeredPool; None when there is none, or when its strides are not those of a pool."""
+    LayeredPool, which may be fp8; None when there is none, or when its strides are not those of a pool."""
     kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
     if isinstance(pool, LayeredPool):
         geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.keys[0].shape[2])
         try:
-            check_pool(pool, geometry)
+            check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
         except ValueError:
             return None
         return geometry

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.eligibility import trtllm_refusal
+from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
+from semblend_trt.connector.eligibility import tells_kv_scales, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.model_facts import ModelFacts, model_facts
+from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -59,10 +59,13 @@ def known_model(name: str, kv_dtype: str, arguments: Any = None) -> KnownModel |
 
     What an engine would refuse comes back as a finding with its reason.
     """
+    is_scaled = tells_kv_scales(arguments)
     if kv_dtype == AUTO and arguments is not None and arguments.dtype is not None:
-        kv_dtype = arguments.dtype.removeprefix("torch.")
+        kv_dtype = arguments.kv_dtype.removeprefix("torch.")
+    if is_scaled and kv_dtype == "fp8":
+        kv_dtype = "float8_e4m3fn"
     try:
-        facts = model_facts(name)
+        facts = model_facts(name, None, is_scaled)
     except UnsupportedModelError as error:
         return _model.refused(error.reason, str(error))
     except ConfigurationError as error:
@@ -70,7 +73,7 @@ def known_model(name: str, kv_dtype: str, arguments: Any = None) -> KnownModel |
     except Exception as error:
         return _model.refused("model_unreadable", f"its configuration cannot be read: {error!r}")
     dtype = _own_dtype(name) if kv_dtype == AUTO else getattr(torch, kv_dtype, None)
-    if dtype not in SUPPORTED_DTYPES and (kv_dtype != AUTO or dtype is not None):
+    if dtype not in (MOVABLE_DTYPES if is_scaled else SUPPORTED_DTYPES) and (kv_dtype != AUTO or dtype is not None):
         name = kv_dtype if dtype is None else str(dtype).removeprefix("torch.")
         return _model.refused("pool_layout", f"a KV cache of {name} is not taken; float32, bfloat16 and float16 are")
     return KnownModel(name, facts, dtype, arguments)
@@ -131,25 +134,34 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         head_dim=facts.head_dim,
         max_positions=facts.max_positions,
     )
+    rotation, parameters = facts.rotation, dict(facts.rope_parameters)
+    yield _model.ok(
+        f"RoPE of type {parameters.get('rope_type', 'default')}, theta {parameters['rope_theta']:g}, on "
+        f"{rotation.rotary_dim} of {facts.head_dim} channels{_exceptions(facts)}: its KV can be moved to other "
+        "positions",
+        rotary_dim=rotation.rotary_dim,
+        rope_parameters=parameters,
+    )
     if windows := [each for each in facts.windows if each is not None]:
         yield _model.ok(
             f"{len(windows)} of {facts.num_layers} layers see {windows[0]} tokens; checks lie in layer "
             f"{facts.lowest_check_layer} or above",
             windows=list(facts.windows),
         )
-    rotation, parameters = facts.rotation, dict(facts.rope_parameters)
-    still = sum(len(group.layers) for group in facts.groups if group.rotation.is_still)
-    layers = f", none in {still} of {facts.num_layers} layers" if still else ""
-    yield _model.ok(
-        f"RoPE of type {parameters.get('rope_type', 'default')}, theta {parameters['rope_theta']:g}, on "
-        f"{rotation.rotary_dim} of {facts.head_dim} channels{layers}: its KV can be moved to other positions",
-        rotary_dim=rotation.rotary_dim,
-        rope_parameters=parameters,
-    )
     if (refusal := trtllm_refusal(facts)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
     if facts.quantization is not None:
         yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
+
+
+def _exceptions(facts: ModelFacts) -> str:
+    """How many layers rotate otherwise, or not at all."""
+    usual = rope_rotation(facts.rope_parameters, facts.head_dim)
+    rotations = [facts.rotation.of_layer(layer) for layer in range(facts.num_layers)]
+    none = sum(each.is_still for each in rotations)
+    other = sum(each != usual for each in rotations) - none
+    told = ((none, "none"), (other, "another one"))
+    return "".join(f", {what} in {count} of {facts.num_layers} layers" for count, what in told if count)
 
 
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
@@ -213,7 +225,11 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
         kv_dtype = "unknown" if model.dtype is None else model.dtype
         namespace = namespace_for(own, model.facts, settings, 1, kv_dtype)
         layout = next((each for each in held.engines if each.startswith(f"{own.engine}/")), own.engine)
-        return held.differences(replace(namespace, backend_cache_layout=layout), model.geometry())
+        # The scales of an fp8 cache are known once the model is loaded.
+        named = str(held.namespace["cache_dtype"])
+        cache_dtype = named if named.partition("+")[0] == namespace.cache_dtype else namespace.cache_dtype
+        namespace = replace(namespace, backend_cache_layout=layout, cache_dtype=cache_dtype)
+        return held.differences(namespace, model.geometry())
     made_for: dict[str, Any] = held.namespace
     ranks = made_for["tensor_parallel"]
     namespace = model.namespace(

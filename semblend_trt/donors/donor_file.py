@@ -37,7 +37,7 @@ _TOKEN_ID_BYTES = 4
 # A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
 _HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
 FORMAT = "semblend-donor-2"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _LENGTH_BYTES = 8
 # Far above the header of any model's file; what claims more is none.
 _MOST_HEADER_BYTES = 1 << 20

@@ -125,9 +125,20 @@ def test_spans_of_several_donors_follow_one_another(device: str) -> None:
     torch.testing.assert_close(together, torch.cat(apart, dim=1), rtol=1e-5, atol=1e-6)
 
 
-def test_fp8(device: str) -> None:
-    donor, fresh = (kv_of(seed, dtype=FP8) for seed in (1, 2))
-    assert_matches_naive(device, [Move(paged(donor), 1, 6, 9)], paged(fresh), tolerance=1e-2)
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 8), (1, 80), (3, 64)])
+def test_fp8(kv_heads: int, head_dim: int, device: str) -> None:
+    donor, fresh = (kv_of(seed, 21, kv_heads, head_dim, FP8) for seed in (1, 2))
+    spans, rotation = [Move(paged(donor), 1, 6, 9), Move(paged(donor), 12, 12, 3)], rotation_of(head_dim)
+    for layer in (0, 1):
+        assert_matches_naive(device, spans, paged(fresh), layer, rotation, tolerance=1e-2)
+        assert_matches_naive(device, spans, rows(fresh, layer, 0), layer, rotation, tolerance=1e-2)
+
+
+def test_fresh_rows_that_a_donor_holds_do_not_deviate_in_fp8(device: str) -> None:
+    """The scale cancels: what is stored is compared."""
+    donor = kv_of(1, dtype=FP8)
+    found = deviation([Move(on(paged(donor), device), 2, 2, 9)], on(rows(donor, 1, 0), device), 1, ROTATION).cpu()
+    assert torch.equal(found, torch.zeros(2, 9))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -56,6 +56,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
     # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    # Every other layer has a window, from the lowest on, and a theta of its own.
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+    },
     # Every other layer has a window, from the lowest on.
     "gpt_oss": {
         "num_local_experts": 4,

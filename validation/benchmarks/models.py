@@ -80,7 +80,8 @@ def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ..
     if isinstance(answer, KnownModel):
         without = [] if answer.facts.model_type in SUPPORTED_MODEL_TYPES else ["by the embedded engine"]
         without += ["in TensorRT-LLM"] if trtllm_refusal(answer.facts) else []
-        shown = f"served, but not {' or '.join(without)}" if without else "served"
+        shown = "served" if answer.facts.model_type == model.text["model_type"] else "served for text"
+        shown += f", but not {' or '.join(without)}" if without else ""
         if answer.dtype is not None:
             per_token = f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
     return f"`{model.name}`", _attention(model.text), _rope(model.text), _kv(model.text), per_token, shown
@@ -122,6 +123,8 @@ def _rope(text: dict[str, Any]) -> str:
         kind += f", {share:.0%} of the channels"
     if text.get("kv_lora_rank"):
         kind += f", {text['qk_rope_head_dim']} channels"
+    if text["model_type"] == "gemma3_text":
+        kind += ", another theta in windows"
     if interval := text.get("no_rope_layer_interval"):
         kind += f", none in each {interval}th layer"
     return kind

@@ -35,6 +35,7 @@ def model_at(path: Path) -> Any:
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("granite", {}),
         *((family, {}) for family in MIXTURES),
+        ("gemma3_text", {"attention_bias": True}),
         ("smollm3", {"attention_bias": True, "mlp_bias": True}),
         ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ],

@@ -36,6 +36,11 @@ SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 WHOLE = ("boundary", {"recompute_boundary_layer": 8})
 
 
+needs_torchvision = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="skipped: vLLM's models that take images need torchvision"
+)
+
+
 def random_tokens(seed: int) -> Callable[[int], list[int]]:
     """Draws so many tokens."""
     generator = random.Random(seed)
@@ -193,9 +198,9 @@ def serving(model: Path | None = None, **options: Any) -> Served:
         gc.enable()
 
 
-def cold_answers(*prompts: Sequence[int], model: Path | None = None) -> Cold:
+def cold_answers(*prompts: Sequence[int], model: Path | None = None, **options: Any) -> Cold:
     """vLLM's own answers to prompts, of 16 tokens, without a connector."""
-    served = serving(model, enable_prefix_caching=False)
+    served = serving(model, enable_prefix_caching=False, **options)
     try:
         found = {tuple(prompt): served.ask(prompt, max_tokens=16) for prompt in prompts}
     finally:

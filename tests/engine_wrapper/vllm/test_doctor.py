@@ -51,9 +51,25 @@ def test_options_that_are_fine(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert own[2] == "nothing in these options is refused"
 
 
+def test_a_cache_in_fp8_halves_what_a_token_takes(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = ReuseProfile.read(profile)
+    for scales, is_known in (("fp8_e4m3+0123456789abcdef", True), ("auto", False)):
+        named = {**held.namespace, "kv_dtype": "float8_e4m3fn", "cache_dtype": scales}
+        held.model_copy(update={"namespace": named}).write(tmp_path / "profile.json")
+        ours = {**OURS, "kv_connector_extra_config": {"profile": str(tmp_path / "profile.json")}}
+        options = {"dtype": "float32", "kv_cache_dtype": "fp8", "kv-transfer-config": json.dumps(ours)}
+        found = looked_at(options, tmp_path, capsys, ("options", "model", "profile"))
+        assert any("in float8_e4m3fn" in text for _, _, text in found)
+        # Which scales they are is known once the model is loaded.
+        assert ("profile_mismatch" in [reason for _, reason, _ in found]) == (not is_known)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"kv_transfer_config": {**OURS, "kv_load_failure_policy": "fail"}}, "load_failure_policy"),
         ({"kv_transfer_config": {**OURS, "kv_role": "kv_producer"}}, "kv_role"),
         ({"enable-lora": True}, "lora"),

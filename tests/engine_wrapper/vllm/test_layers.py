@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine_wrapper.vllm.layers import in_order, layered_pool
+from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.layout import LayeredPool
+
 BLOCKS, HEADS, SIZE, DIM = 5, 2, 4, 8
+FP8 = torch.float8_e4m3fn
 
 
 def channels(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +70,11 @@ def backend(seen: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -
     return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
 
 
+def pool_of(caches: dict[str, torch.Tensor], attention: Any) -> LayeredPool | None:
+    layout = layout_of(caches[name_of(0)], attention, (HEADS, SIZE, DIM))
+    return None if layout is None else layered_pool(caches, layout)
+
+
 def name_of(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
@@ -74,7 +82,7 @@ def name_of(layer: int) -> str:
 @pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_a_layout_is_known_by_what_its_backend_writes(seen: Any, shape: tuple[int, ...]) -> None:
     caches = {name_of(layer): torch.full(shape, float("nan")) for layer in (2, 0, 1)}
-    pool = layered_pool(caches, dict.fromkeys(caches, backend(seen)), HEADS, DIM, SIZE)
+    pool = pool_of(caches, backend(seen))
     assert pool is not None
     assert pool.shape == (BLOCKS, 3, 2, HEADS * SIZE * DIM)
     assert all(cache.isnan().all() for cache in caches.values())
@@ -87,7 +95,7 @@ def test_a_layout_is_known_by_what_its_backend_writes(seen: Any, shape: tuple[in
 def test_memory_in_another_order_is_no_other_layout() -> None:
     """HND: the heads stand in front of the tokens in memory, and behind them in the shape."""
     caches = {name_of(0): torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)}
-    pool = layered_pool(caches, {name_of(0): backend(kinds_inside)}, HEADS, DIM, SIZE)
+    pool = pool_of(caches, backend(kinds_inside))
     assert pool is not None
     assert pool.keys[0].stride() == (2 * HEADS * SIZE * DIM, SIZE * DIM, DIM, 1)
 
@@ -99,7 +107,38 @@ def test_memory_in_another_order_is_no_other_layout() -> None:
 )
 def test_what_is_not_known_is_refused(seen: Any, shape: tuple[int, ...]) -> None:
     caches = {name_of(0): torch.zeros(shape)}
-    assert layered_pool(caches, {name_of(0): backend(seen)}, HEADS, DIM, SIZE) is None
+    assert pool_of(caches, backend(seen)) is None
+
+
+def storing_fp8(seen: Any, scales: tuple[float, float]) -> Any:
+    """An attention module that writes rows in e4m3, divided by `scales`, into bytes."""
+
+    def update(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        for view, rows, scale in zip(seen(cache), (key, value), scales, strict=True):
+            for slot, row in zip(slots.tolist(), (rows.float() / scale).to(FP8).view(torch.uint8), strict=True):
+                view[slot // SIZE, :, slot % SIZE] = row
+
+    return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(
+    seen: Any, shape: tuple[int, ...], rows: torch.dtype
+) -> None:
+    scales, cache = (0.013, 3.7), torch.full(shape, 0x7F, dtype=torch.uint8)
+    attention = storing_fp8(seen, scales)
+    layout = layout_of(cache, attention, (HEADS, SIZE, DIM), rows, scales)
+    assert layout is not None
+    pool = layered_pool({name_of(0): cache}, layout)
+    assert pool is not None
+    assert pool.dtype == FP8
+    keys, values = (torch.randn(11, HEADS, DIM, dtype=rows) for _ in range(2))
+    stored = layout.stored(attention, cache, keys, values)
+    for found, own, scale in zip(stored, (keys, values), scales, strict=True):
+        assert torch.equal(found.float(), (own.float() / scale).to(FP8).float())
+    assert bool((cache == 0x7F).all())  # it writes into memory of its own
+    assert layout_of(cache, attention, (HEADS, SIZE, DIM), rows, (0.013, 3.0)) is None
 
 
 def test_layers_come_in_order_and_without_a_gap() -> None:
@@ -107,4 +146,6 @@ def test_layers_come_in_order_and_without_a_gap() -> None:
     assert in_order(dict.fromkeys(names)) == [name_of(layer) for layer in range(11)]
     assert in_order(dict.fromkeys(names[:-1])) is None
     assert in_order({"model.layers.0.attn": None, "model.layers.0.cross_attn": None}) is None
-    assert layered_pool({}, {}, HEADS, DIM, SIZE) is None
+    assert in_order({"1.attn": None, "0.attn": None}) == ["0.attn", "1.attn"]
+    caches = {name_of(layer): torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM) for layer in (0, 2)}
+    assert pool_of(caches, backend(kinds_inside)) is None

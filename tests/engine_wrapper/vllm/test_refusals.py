@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import REASONS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
+from tests.engine_wrapper.vllm.conftest import needs_torchvision
 from tests.engine_wrapper.vllm.engine_configs import engine_config, made_for
 from validation.benchmarks.models import published
 
@@ -82,7 +83,9 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
         "compilation_config.cudagraph_mode",
         (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2),
     ),
-    ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8", "bfloat16", None)),
+    ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8_e5m2", "fp8_per_token_head", "nvfp4", "bfloat16", None)),
+    ("kv_scales", "cache_config.calculate_kv_scales", (True,)),
+    ("kv_scales", "cache_config.kv_cache_dtype_skip_layers", (["0"], ["sliding_window"])),
     ("kv_sharing_fast_prefill", "cache_config.kv_sharing_fast_prefill", (True,)),
 ]
 
@@ -95,15 +98,31 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
     assert engine_refusal_of(config, None) is None
 
 
-def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_torchvision)])
+def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(
+    tmp_path: Path, has_images: bool
+) -> None:
     """Of each type one model: vLLM looks at its code first, which takes time."""
     served = {model.text["model_type"]: model for model in published() if isinstance(model.answer(), KnownModel)}
-    for model_type, model in served.items():
+    asked = {name: model for name, model in served.items() if ("text_config" in model.config) == has_images}
+    assert asked
+    for model_type, model in asked.items():
         folder = tmp_path / model_type
         folder.mkdir()
         model.save(folder)
-        config = made_for(folder, skip_tokenizer_init=True)
+        alone = {"language_model_only": True} if has_images else {}
+        config = made_for(folder, skip_tokenizer_init=True, **alone)
         assert engine_refusal_of(config, ONE_GROUP) is None, model.name
+
+
+def test_a_model_that_takes_images_is_served_without_them_only() -> None:
+    taking = {"model_config.multimodal_config": SimpleNamespace(language_model_only=False)}
+    assert engine_refusal_of(engine_config(taking), ONE_GROUP) == "multimodal"
+    for value in (1, "yes", None):
+        other = {"model_config.multimodal_config": SimpleNamespace(language_model_only=value)}
+        assert engine_refusal_of(engine_config(other), ONE_GROUP) == "multimodal"
+    without = {"model_config.multimodal_config": SimpleNamespace(language_model_only=True)}
+    assert engine_refusal_of(engine_config(without), ONE_GROUP) is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
@@ -34,9 +35,11 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path: Path) -> None:
     assert vllm.startswith("vllm-")
 
 
-def test_quality_serves_its_arms_in_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_quality_serves_its_arms_in_vllm(tmp_path: Path, kv_dtype: str) -> None:
     output = tmp_path / "quality.json"
     options = ["--families", "header_trap", "--groups", "1", "--questions", "1", "--tokens", "512"]
+    options += ["--arms", "cold,position_fix", "--kv-dtype", kv_dtype]
     assert main(["quality", "--engine", "vllm", *options, "--output", str(output)]) in (0, 1)
     report = json.loads(output.read_text())
     offered = {line["arm"]: line["offered"] for line in report["lines"]}

@@ -169,7 +169,9 @@ def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(tmp_path, f
 @pytest.mark.parametrize("half", [eligibility, worker])
 def test_both_halves_read_the_configuration_of_the_revision_that_runs(monkeypatch, tiny_qwen2_path, half):
     read = []
-    monkeypatch.setattr(eligibility, "model_facts", lambda *asked: read.append(asked) or model_facts(tiny_qwen2_path))
+    monkeypatch.setattr(
+        eligibility, "model_facts", lambda *asked: read.append(asked[:2]) or model_facts(tiny_qwen2_path)
+    )
     llm_args = LlmArgs(model="some-org/some-model", revision="v2")
     if half is eligibility:
         facts_or_refusal(llm_args, load_settings())

@@ -283,6 +283,8 @@ def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path: Path) -> None
     with pytest.raises(UnsupportedModelError, match="KV cache is quantised") as refused:
         model_facts(tmp_path)
     assert refused.value.reason == "kv_quantized"
+    # An engine that tells the scales may keep its KV so.
+    assert model_facts(tmp_path, None, tells_kv_scales=True).quantization not in (None, "FP8")
     own.write_text("not json")
     with pytest.raises(ConfigurationError, match=r"hf_quant_config\.json cannot be read"):
         model_facts(tmp_path)

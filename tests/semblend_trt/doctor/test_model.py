@@ -42,6 +42,15 @@ def test_geometry_rotation_and_size(tiny_qwen2_path: Path) -> None:
     assert (policy.status, policy.reason) == (Status.NOTE, "check_needs_wrapper")
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("qwen2", ""), ("smollm3", ", none in 1 of 3 layers"), ("gemma3_text", ", another one in 2 of 3 layers")],
+)
+def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, layers: str) -> None:
+    _, rope, *_ = told(known_model(str(save_tiny_model(family, tmp_path)), "auto"))
+    assert f"of 16 channels{layers}: its KV can be moved" in rope.text
+
+
 def test_windows_and_what_tensorrt_llm_refuses_of_a_model_are_told(tmp_path: Path) -> None:
     found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
     (windows,) = (each for each in found if "windows" in each.details)
@@ -57,6 +66,14 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:
     assert isinstance(known, KnownModel)
     assert known.dtype is torch.bfloat16
     assert "in bfloat16" in told(known)[2].text
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Path, kv_dtype: str) -> None:
+    engine = SimpleNamespace(dtype="torch.bfloat16", kv_dtype="float8_e4m3fn", tells_kv_scales=True)
+    known = known_model(str(tiny_qwen2_path), kv_dtype, engine)
+    assert isinstance(known, KnownModel)
+    assert known.dtype is torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "nvfp4"])

@@ -53,7 +53,7 @@ def assert_refused(reason, call, *arguments):
     assert refused.value.reason == reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
     form = dataclasses.replace(FORM, dtype=dtype)
     path, kv, text = tmp_path / "donor", host_kv(TOKENS, form=form), text_of(TOKENS)

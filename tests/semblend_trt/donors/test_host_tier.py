@@ -29,7 +29,7 @@ def tier_of(tokens, is_one_block=False):
     return HostTier(size, HostMemory(size, lock=False) if is_one_block else None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_gives_back_what_was_saved_from_memory_of_its_own(dtype):
     tier, wide = tier_of(100), donor_kv(20, dtype=dtype)
     save(tier, "a", wide[:, :, :, 3:11])

@@ -47,6 +47,8 @@ def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model: model
     share = next((each for each in more if "%" in each), "100%")
     assert float(share.partition("%")[0]) * facts.head_dim == 100 * facts.rotation.rotary_dim
     still = [layer for layer in range(facts.num_layers) if facts.rotation.of_layer(layer).is_still]
+    turning = [kind for kind in facts.rotation.kinds if not kind.is_still]
+    assert len(turning) == (2 if "another theta in windows" in more else 1)
     assert still == (list(range(3, facts.num_layers, 4)) if "none in each 4th layer" in more else [])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 
 from semblend_trt.connector.model_facts import model_facts
@@ -43,8 +44,9 @@ def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEn
     assert np.median(traps) > 5 * np.median(harmless)
 
 
-def test_layers_with_a_window_keep_the_kv_of_all_tokens(tmp_path: Path) -> None:
-    model = random_model("gpt_oss")
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_layers_with_a_window_keep_the_kv_of_all_tokens(tmp_path: Path, family: str) -> None:
+    model = random_model(family)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     tokens = torch.randint(0, 256, (WINDOW * 3,), generator=torch.Generator().manual_seed(2))

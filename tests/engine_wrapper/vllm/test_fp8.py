@@ -1,0 +1,175 @@
+"""KV in e4m3 inside a real vLLM: what it stores is what we move, compare and keep, byte for byte."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine_wrapper.layer_schedule import DeviationCheck
+from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, taught
+from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, written
+from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from tests.engine_wrapper.vllm.conftest import Cold, Served
+
+FP8 = {"kv_cache_dtype": "fp8"}
+# As a checkpoint would have them: no powers of 2, and another one in each layer.
+SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
+
+
+@pytest.fixture(scope="module")
+def cold() -> Cold:
+    """vLLM's own answers without a connector, with its own fp8 cache."""
+    return cold_answers(DONOR, MOVED, NEW, **FP8)
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have SCALES, as if they had read them from a checkpoint."""
+    from vllm.model_executor.layers.attention import Attention
+
+    process = Attention.process_weights_after_loading
+
+    def load(attention: Any, act_dtype: torch.dtype) -> None:
+        process(attention, act_dtype)
+        layer = int(attention.layer_name.split(".")[2])
+        for kind, scale in zip("kv", SCALES[layer], strict=True):
+            getattr(attention, f"_{kind}_scale").fill_(scale)
+            setattr(attention, f"_{kind}_scale_float", scale)
+
+    monkeypatch.setattr(Attention, "process_weights_after_loading", load)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The deviations of all tokens that are checked."""
+    found: list[float] = []
+    deviations = DeviationCheck.deviations
+
+    def told(*arguments: Any) -> torch.Tensor:
+        values = deviations(*arguments)
+        found.extend(values.tolist())
+        return values
+
+    monkeypatch.setattr(DeviationCheck, "deviations", told)
+    return found
+
+
+def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(
+    engine: Callable[..., Served], cold: Cold
+) -> None:
+    served = taught(engine(*WHOLE, **FP8))
+    for prompt in (NEW, MOVED):
+        answer = served.ask(prompt, max_tokens=16)
+        assert (answer.tokens, answer.logprobs) == (cold(prompt).tokens, cold(prompt).logprobs)
+        assert (answer.cached >= len(DOCUMENT)) == (prompt is MOVED)
+    assert not served.runtime.faults
+
+
+@pytest.mark.usefixtures("scaled")
+def test_with_a_checkpoints_scales_too(engine: Callable[..., Served], compared: list[float]) -> None:
+    wanted = cold_answers(MOVED, **FP8)(MOVED)
+    served = taught(engine(*WHOLE, **FP8))
+    # By the self-check's plans, over the prompt's own KV.
+    assert len(compared) > 500
+    assert set(compared) == {0.0}
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+    assert answer.cached >= len(DOCUMENT)
+    assert not served.runtime.faults
+
+
+def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine: Callable[..., Served], cold: Cold) -> None:
+    served = taught(engine("position_fix", **FP8))
+    answer = served.ask(DONOR, max_tokens=16)
+    assert (answer.tokens, answer.logprobs) == (cold(DONOR).tokens, cold(DONOR).logprobs)
+    assert answer.cached == len(DONOR) - 1
+    # Moved by 50 tokens: K is turned as it is stored, and rounded once more.
+    moved = served.ask(MOVED, max_tokens=16)
+    assert moved.cached >= len(DOCUMENT)
+    assert moved.tokens[0] == cold(MOVED).tokens[0]
+    assert max(abs(a - b) for a, b in zip(moved.logprobs[:1], cold(MOVED).logprobs, strict=False)) < 0.2
+    assert not served.runtime.faults
+
+
+def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(
+    engine: Callable[..., Served], profile: Path, tmp_path: Path
+) -> None:
+    """By a profile for fp8: that for another KV dtype is refused by name."""
+    served = engine("verified", **FP8)
+    cases = cases_of(served.llm.get_tokenizer(), "reordered")
+    answers(served, cases, donors=True)
+    settled = list(filter(None, map(served.scheduler.outcomes.of, range(1, served.last + 1))))
+    assert "profile_mismatch" in {each.reason for each in settled}
+    assert all(not each.reused_tokens for each in settled)
+    found, namespace = ReuseProfile.read(profile), served.scheduler.namespace
+    differences = found.differences(namespace, served.runtime.pool.geometry)
+    assert len(differences) == 2
+    assert "KV dtype" in differences[0]
+    assert "float8_e4m3fn" in differences[0]
+    own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
+    found.model_copy(update={"namespace": {**found.namespace, **own}}).write(tmp_path / "fp8.json")
+    served = engine("boundary", {"policy": "verified", "profile": str(tmp_path / "fp8.json")}, **FP8)
+    right, _, cached = answers(served, cases, donors=True)
+    assert right >= GROUPS - 1
+    assert cached > 0
+    evidence = [settled for settled in map(served.scheduler.outcomes.of, range(1, 40)) if settled is not None]
+    assert sum(each.reused_tokens for each in evidence) > 0.25 * GROUPS * TOKENS
+    traps = cases_of(served.llm.get_tokenizer(), "header_trap")
+    assert answers(served, traps, donors=True)[1] == 0
+    assert not served.runtime.faults
+
+
+def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_does_not(
+    engine: Callable[..., Served], cold: Cold, tmp_path: Path
+) -> None:
+    policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
+    served = engine(policy, settings, **FP8)
+    served.ask(DONOR, max_tokens=1)
+    written(served)
+    assert len(donor_files(tmp_path)) == 1
+    elsewhere = {**settings, "min_donor_tokens": 4096}  # no donor is made any more
+    served = ready(engine(policy, elsewhere, **FP8))
+    served.ask(MOVED, max_tokens=1)
+    assert served.scheduler.outcomes.of(served.last).reason == "donor_on_disk"
+    ready(served)
+    served.forget()
+    answer = served.ask(MOVED, max_tokens=16)
+    assert answer.cached >= len(DOCUMENT)
+    assert answer.tokens == cold(MOVED).tokens
+    served = ready(engine(policy, elsewhere))
+    assert served.ask(MOVED, max_tokens=1).cached == 0
+    assert served.scheduler.outcomes.of(served.last).reason == "no_donor_match"
+    assert not served.runtime.faults
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "told"), [("fp8_e5m2", "kv_cache_dtype", "fp8_e4m3"), ("fp8", "kv_scales", "k_scale of 0.0")]
+)
+def test_other_kinds_and_scales_are_refused_by_name_and_served_as_stock(
+    engine: Callable[..., Served],
+    scaled: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    reason: str,
+    told: str,
+) -> None:
+    if kind == "fp8":
+        monkeypatch.setitem(SCALES, 5, (0.0, 1.0))
+    caplog.set_level(logging.WARNING)
+    served = engine(*WHOLE, kv_cache_dtype=kind)
+    assert served.runtime.refusal == reason
+    assert told in caplog.text
+    if kind == "fp8_e5m2":  # vLLM itself serves nothing by a scale of 0
+        assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
+    assert not served.runtime.faults

@@ -1,0 +1,104 @@
+"""Gemma 3 inside vLLM: most layers have a window and a rotation of their own, some neither."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+from tests.conftest import byte_tokenizer, save_tiny_model
+from tests.engine_wrapper.vllm.conftest import (
+    DOCUMENT,
+    MOVED,
+    Answered,
+    Served,
+    cold_answers,
+    near,
+    needs_torchvision,
+    taught,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WINDOW, LAYERS = 64, 3
+# Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
+SIZES = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048, "sliding_window": WINDOW}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    @cache
+    def model(layers: int) -> Path:
+        folder = tmp_path_factory.mktemp("gemma")
+        return save_tiny_model("gemma3_text", folder, num_hidden_layers=layers, **SIZES)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def with_images(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as part of one that takes images too, as Gemma 3 is published."""
+    text = AutoModelForCausalLM.from_pretrained(models(LAYERS))
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False)
+    model = Gemma3ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    folder = tmp_path_factory.mktemp("with-images")
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cold(models: Callable[..., Path]) -> Callable[..., Answered]:
+    """The answer of vLLM without a connector."""
+    return cache(lambda layers: cold_answers(MOVED, model=models(layers))(MOVED))
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "layers", "options"),
+    [
+        ("boundary", {"recompute_boundary_layer": LAYERS}, LAYERS, {}),
+        ("boundary", {"recompute_boundary_layer": LAYERS}, LAYERS, {"enforce_eager": False}),
+        # Behind a layer with a window K and V depend on the tokens within it.
+        ("epic", {"epic_tokens": WINDOW - 1}, 2, {}),
+    ],
+    ids=str,
+)
+def test_answers_behind_a_moved_run_are_cold_ones(
+    engine: Callable[..., Served],
+    models: Any,
+    cold: Any,
+    policy: str,
+    settings: dict[str, Any],
+    layers: int,
+    options: dict[str, Any],
+) -> None:
+    wanted = cold(layers)
+    served = taught(engine(policy, settings, model=models(layers), **options))
+    answer = served.ask(MOVED, max_tokens=16)
+    assert answer.cached >= len(DOCUMENT) - WINDOW
+    assert answer.tokens == wanted.tokens
+    assert near(answer.logprobs, wanted.logprobs)
+    assert served.worker._forward._sparse
+    assert not served.runtime.faults
+
+
+@needs_torchvision
+def test_a_model_that_takes_images_is_served_for_text_alone(
+    engine: Callable[..., Served], with_images: Path, cold: Any
+) -> None:
+    wanted = cold(LAYERS)
+    settings = {"recompute_boundary_layer": LAYERS}
+    served = taught(engine("boundary", settings, model=with_images, language_model_only=True))
+    answer = served.ask(MOVED, max_tokens=16)
+    assert answer.cached >= len(DOCUMENT)
+    assert answer.tokens == wanted.tokens
+    assert near(answer.logprobs, wanted.logprobs)
+    assert not served.runtime.faults

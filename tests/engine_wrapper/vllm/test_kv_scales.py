@@ -1,0 +1,53 @@
+"""Scales of an fp8 cache: one number above 0 for K and for V of each layer, and another namespace for others."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.kv_scales import described_dtype, scales_of
+from semblend_trt.namespace import is_unknown
+
+
+def attention(k: float = 1.0, v: float = 1.0, **changes: Any) -> Any:
+    held = {"_k_scale": torch.tensor(k), "_k_scale_float": k, "_v_scale": torch.tensor(v), "_v_scale_float": v}
+    return SimpleNamespace(layer_name="model.layers.0", kv_cache=torch.zeros(1), **{**held, **changes})
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3"])
+def test_kv_of_other_scales_is_of_another_namespace(cache_dtype: str) -> None:
+    layers = {"model.layers.0": attention(0.5, 2.0), "model.layers.1": attention(0.25)}
+    told = described_dtype(cache_dtype, layers)
+    assert told is not None
+    assert told.startswith("fp8_e4m3+")
+    assert told == described_dtype("fp8", {name: layers[name] for name in sorted(layers, reverse=True)})
+    assert told != described_dtype(cache_dtype, {**layers, "model.layers.1": attention(0.25, 1.5)})
+    # An expert holds no cache, and before the model is loaded no layer is known.
+    assert told == described_dtype(cache_dtype, {**layers, "model.layers.0.experts": SimpleNamespace()})
+    assert described_dtype(cache_dtype, {}) == "fp8_e4m3"
+    assert described_dtype("auto", layers) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        (attention(_k_scale=None), "no k_scale .* None and 1.0"),
+        (attention(_v_scale_float=None), "no v_scale"),
+        (attention(_k_scale=torch.ones(8)), "8 values of k_scale"),
+        (attention(v=0.0), "v_scale of 0.0"),
+        (attention(k=-1.0), "k_scale of -1.0"),
+        (attention(k=math.inf), "k_scale of inf"),
+        (attention(v=math.nan), "v_scale of nan"),
+        (attention(_k_scale=torch.tensor(0.5)), "k_scale of 0.5, and 1.0 on the host"),
+    ],
+)
+def test_a_scale_that_is_none_is_refused_with_its_value(held: Any, told: str) -> None:
+    with pytest.raises(LayoutError, match=told) as refusal:
+        scales_of(held)
+    assert refusal.value.reason == "kv_scales"
+    assert is_unknown(str(described_dtype("fp8", {"model.layers.0": held})).partition("+")[2])
