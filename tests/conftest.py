@@ -18,7 +18,7 @@ if not torch.cuda.is_available() and find_spec("triton"):
 
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector import model_files
@@ -57,6 +57,20 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any)
     """Writes a random model of `family`, one of FAMILIES, and its tokenizer; `changes` go to config."""
     own = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
     random_model(family, seed=seed, **(own | changes)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_with_images(text_folder: Path, folder: Path) -> Path:
+    """Writes a Gemma 3 that takes images, as it is published, whose text is read by the model in `text_folder`."""
+    text = Gemma3ForCausalLM.from_pretrained(text_folder)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False)
+    model = Gemma3ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

@@ -75,7 +75,10 @@ class VllmEngines:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"language_model_only": True} if self.facts.takes_images else {}
+        if any(self.facts.windows):
+            # As vLLM does with a connector, and the blocks are counted for one group of layers.
+            options["disable_hybrid_kv_cache_manager"] = True
         if arm.chunk_tokens is not None:
             options["max_num_batched_tokens"] = arm.chunk_tokens
         variables = connector_variables(arm, settings, str(audit_path))

@@ -68,7 +68,7 @@ class ModelRunner:
         unless SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does.
         """
         runner, ranks = cls.__new__(cls), ranks or Ranks()
-        runner._own(model, tokenizer, *adopt_model(model, config_path, tokenizer, ranks), ranks)
+        runner._own(*adopt_model(model, config_path, tokenizer, ranks), ranks)
         return runner
 
     def _own(self, model: Any, tokenizer: Any, facts: ModelFacts, source: ModelSource, ranks: Ranks) -> None:

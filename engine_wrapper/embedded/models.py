@@ -88,7 +88,7 @@ def load_model(
     facts = _supported_facts(model, revision)
     files = _states(str(model), revision)
     loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
-    weights = _load_weights(str(model), target_dtype, revision)
+    weights = _text_part(_load_weights(str(model), target_dtype, revision))
     keep_shard(weights, ranks)
     weights.to(target_device).eval().requires_grad_(False)
     files = files or _states(str(model), revision)  # the model was downloaded just now
@@ -96,9 +96,11 @@ def load_model(
     return weights, loaded_tokenizer, facts, source
 
 
-def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks) -> tuple[ModelFacts, ModelSource]:
+def adopt_model(
+    model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks
+) -> tuple[Any, Any, ModelFacts, ModelSource]:
     """Prepares a whole model that is in memory; `config_path` is a folder with its config.json. Each rank keeps its
-    part. Returns the whole model's facts, and its source.
+    part. Returns what `load_model` does.
 
     Raises as `load_model` does, and ConfigurationError when the folder describes another model.
     """
@@ -109,15 +111,18 @@ def adopt_model(model: Any, config_path: str | Path, tokenizer: Any, ranks: Rank
             f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
         )
-    keep_shard(model, ranks)
-    model.eval().requires_grad_(False)
+    text = _text_part(model)
+    keep_shard(text, ranks)
+    text.eval().requires_grad_(False)
     source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
-    return facts, source
+    return text, tokenizer, facts, source
 
 
 def _digest(config: Any) -> str:
-    """Digest of the fields that the model's class computes with; the dtype is that of the weights."""
-    return configuration_digest(config.to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"}))
+    """Digest of the fields that the model's class computes text with; the dtype is that of the weights."""
+    return configuration_digest(
+        config.get_text_config().to_dict(), besides=frozenset({"architectures", "dtype", "torch_dtype"})
+    )
 
 
 def _place(name: str, revision: str | None = None) -> Path | str:
@@ -138,7 +143,7 @@ def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
     if (refusal := embedded_engine_refusal()) is not None:
         raise ConfigurationError(refusal)
     facts = model_facts(model, revision)
-    if facts.model_type not in SUPPORTED_MODEL_TYPES:
+    if facts.model_type not in SUPPORTED_MODEL_TYPES and not facts.takes_images:
         raise UnsupportedModelError(
             "engine_model_type",
             f"model {model} is of type {facts.model_type}; the embedded engine runs {', '.join(SUPPORTED_MODEL_TYPES)}",
@@ -191,6 +196,17 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
                 f"model {name}: {len(names)} weights are {problem}, the first is {names[0]}; they would be random"
             )
     return model
+
+
+def _text_part(model: Any) -> Any:
+    """The model as one of text alone: of one that takes images, what reads and writes text."""
+    if not hasattr(model.model, "language_model"):
+        return model
+    with torch.device("meta"):
+        text: Any = AutoModelForCausalLM.from_config(model.config.text_config)
+    text.model, text.lm_head = model.model.language_model, model.lm_head
+    text.config, text.generation_config = text.model.config, model.generation_config
+    return text
 
 
 def keep_shard(model: Any, ranks: Ranks) -> None:

@@ -106,6 +106,11 @@ class ModelFacts:
         return rotation_of(self.groups)
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model takes more than text; `groups` and sizes are of the part that reads text."""
+        return self.model_type in _WITH_IMAGES
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The tokens that a token of each layer sees, itself included; None for all before it."""
         return windows_of(self.groups)

@@ -78,9 +78,10 @@ def with_table(text: str) -> str:
 def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ...]:
     shown, per_token = _refused(answer), "-"
     if isinstance(answer, KnownModel):
-        without = [] if answer.facts.model_type in SUPPORTED_MODEL_TYPES else ["by the embedded engine"]
+        is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
+        without = [] if is_embedded else ["by the embedded engine"]
         without += ["in TensorRT-LLM"] if trtllm_refusal(answer.facts) else []
-        shown = "served" if answer.facts.model_type == model.text["model_type"] else "served for text"
+        shown = "served for text" if answer.facts.takes_images else "served"
         shown += f", but not {' or '.join(without)}" if without else ""
         if answer.dtype is not None:
             per_token = f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"

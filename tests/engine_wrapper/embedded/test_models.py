@@ -10,11 +10,14 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.llm import LLM
+from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
-from tests.conftest import MIXTURES, save_tiny_model
+from tests.conftest import MIXTURES, save_tiny_model, save_with_images
 from tests.semblend_trt.rank_threads import on_ranks
+from validation.exactness import plain_difference
+from validation.report import MAX_LOGIT_DIFFERENCE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +85,24 @@ def test_a_norm_over_all_heads_is_refused_for_several_ranks_and_kept(tmp_path: P
     with pytest.raises(ConfigurationError, match=r"olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"):
         keep_shard(model, ranks)
     assert {name: each.shape for name, each in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(tmp_path: Path, is_loaded: bool) -> None:
+    text = save_tiny_model("gemma3_text", tmp_path / "text")
+    whole = save_with_images(text, tmp_path / "whole")
+    if is_loaded:
+        runner = ModelRunner(whole, "float32", "cpu")
+    else:
+        runner = ModelRunner.from_model(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32), whole)
+    assert runner.facts.model_type == "gemma3"
+    assert sum(each.numel() for each in runner.model.parameters()) < 2 * sum(
+        each.numel() for each in model_at(text).parameters()
+    )
+    tokens = list(range(100, 190))
+    assert plain_difference(runner, tokens).difference <= MAX_LOGIT_DIFFERENCE
+    expected = model_at(text)(torch.tensor([tokens])).logits
+    torch.testing.assert_close(runner.model(torch.tensor([tokens])).logits, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("version", ["4.53.1", "4.57.1", "4.99.0.dev0"])

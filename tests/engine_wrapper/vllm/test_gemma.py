@@ -6,9 +6,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+import torch
+from transformers import AutoModelForCausalLM
 
-from tests.conftest import byte_tokenizer, save_tiny_model
+from engine_wrapper.embedded.sampling import SamplingParams
+from tests.conftest import save_tiny_model, save_with_images
 from tests.engine_wrapper.vllm.conftest import (
     DOCUMENT,
     MOVED,
@@ -19,6 +21,9 @@ from tests.engine_wrapper.vllm.conftest import (
     needs_torchvision,
     taught,
 )
+from validation.arms import COLD, ArmChoices, arms_of
+from validation.engines import EngineSettings
+from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,17 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def with_images(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model as part of one that takes images too, as Gemma 3 is published."""
-    text = AutoModelForCausalLM.from_pretrained(models(LAYERS))
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False)
-    model = Gemma3ForConditionalGeneration(config)
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.lm_head.load_state_dict(text.lm_head.state_dict())
-    folder = tmp_path_factory.mktemp("with-images")
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_with_images(models(LAYERS), tmp_path_factory.mktemp("with-images"))
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +97,21 @@ def test_a_model_that_takes_images_is_served_for_text_alone(
     assert answer.tokens == wanted.tokens
     assert near(answer.logprobs, wanted.logprobs)
     assert not served.runtime.faults
+
+
+@pytest.mark.parametrize("part", ["text", pytest.param("whole", marks=needs_torchvision)])
+def test_validation_serves_it_without_a_connector_too(
+    models: Any, part: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = models(LAYERS) if part == "text" else request.getfixturevalue("with_images")
+    engines = VllmEngines(str(path), "float32")
+    settings = EngineSettings(str(path), 4096, 1 << 24, 64, 4)
+    (arm,) = arms_of([COLD], ArmChoices(engines.facts.num_layers, boundary=1))
+    engine = engines.open(arm, settings, tmp_path / "cold.jsonl")
+    try:
+        (answer,) = engine.generate([DOCUMENT], SamplingParams(max_tokens=2, return_generation_logits=True))
+    finally:
+        engine.shutdown()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.tensor([DOCUMENT])).logits
+    first = answer.outputs[0].generation_logits[0]
+    torch.testing.assert_close(first[: plain.shape[-1]], plain[0, -1].float(), rtol=1e-3, atol=1e-3)
