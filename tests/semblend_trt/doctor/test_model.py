@@ -14,6 +14,7 @@ from semblend_trt.doctor.finding import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
+from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +41,18 @@ def test_geometry_rotation_and_size(tiny_qwen2_path: Path) -> None:
     assert size.details["bytes_per_token"] == per_token
     assert size.details["tokens"]["host"] == (1 << 20) // per_token
     assert (policy.status, policy.reason) == (Status.NOTE, "check_needs_wrapper")
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"])
+def test_of_latent_attention_a_token_takes_one_row_a_layer(tmp_path: Path, name: str) -> None:
+    (published_model,) = (each for each in published() if each.name == name)
+    published_model.save(tmp_path)
+    geometry, rope, weights, size, *_ = told(known_model(str(tmp_path), "auto"), host_bytes=1 << 30)
+    assert "quantised weights (fp8), KV as it is" in weights.text
+    assert "one latent row of 576 channels" in geometry.text
+    assert "on 64 of 576 channels" in rope.text
+    assert size.details["bytes_per_token"] == 61 * 576 * 2
+    assert size.details["tokens"]["host"] == (1 << 30) // (61 * 576 * 2)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +106,7 @@ def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str) 
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_dynamic"),
         ({"model_type": "mamba"}, "unknown_model_type"),
         ({"kv_lora_rank": 512}, "mla"),
+        ({"model_type": "deepseek_v3", "architectures": None, "index_topk": 64}, "attention_layout"),
     ],
 )
 def test_refusals_have_the_connectors_names(tmp_path: Path, tiny_qwen2_path: Path, changes, reason: str) -> None:
