@@ -326,7 +326,7 @@ class VllmRows:
             raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
         rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
         cache, impl = self._parts.cache(layer), attention.impl
-        window, sinks = attention.sliding_window, getattr(impl, "sinks", None)
+        window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
         output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
 

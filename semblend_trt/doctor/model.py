@@ -143,6 +143,12 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         rotary_dim=rotation.rotary_dim,
         rope_parameters=parameters,
     )
+    if windows := [each for each in facts.windows if each is not None]:
+        yield _model.ok(
+            f"{len(windows)} of {facts.num_layers} layers see {windows[0]} tokens; checks lie in layer "
+            f"{facts.lowest_check_layer} or above",
+            windows=list(facts.windows),
+        )
     if (refusal := trtllm_refusal(facts)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
     if facts.quantization is not None:

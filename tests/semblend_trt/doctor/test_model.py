@@ -64,8 +64,11 @@ def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, laye
     assert f"of 16 channels{layers}: its KV can be moved" in rope.text
 
 
-def test_what_tensorrt_llm_refuses_of_a_model_is_told(tmp_path: Path) -> None:
+def test_windows_and_what_tensorrt_llm_refuses_of_a_model_are_told(tmp_path: Path) -> None:
     found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
+    (windows,) = (each for each in found if "windows" in each.details)
+    assert windows.details["windows"] == [32, None, 32]
+    assert windows.text == "2 of 3 layers see 32 tokens; checks lie in layer 2 or above"
     (note,) = (each for each in found if each.reason == "sliding_window")
     assert note.status is Status.NOTE
     assert note.text.startswith("in TensorRT-LLM it is refused: gpt_oss has layers with a sliding window")
