@@ -110,16 +110,16 @@ class DeviationCheck:
     def deviations(
         self,
         keys: torch.Tensor,
-        values: torch.Tensor,
+        values: torch.Tensor | None,
         pool: torch.Tensor,
         geometry: KvGeometry,
         ranks: Ranks | None = None,
     ) -> torch.Tensor:
         """Deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
 
-        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. If `ranks` share
-        the KV heads, it is the deviation over all heads, with the same bits on each rank, so that all decide alike.
-        Raises ValueError when a position lies beyond its request's blocks.
+        `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Without values
+        `keys` are latent rows (MLA). If `ranks` share the KV heads, it is the deviation over all heads, with the same
+        bits on each rank, so that all decide alike. Raises ValueError when a position lies beyond its request's blocks.
         """
         fresh, moves, first_row = FreshRows(keys, values), [], 0
         for work in self.works:

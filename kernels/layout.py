@@ -21,8 +21,7 @@ MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 class KvGeometry:
     """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block.
 
-    `kv_factor` is 2 (K and V), or 1 if one latent row is both (MLA), as in TensorRT-LLM's pools. The connector refuses
-    MLA today.
+    `kv_factor` is 2 (K and V), or 1 if one latent row is both (MLA), as in TensorRT-LLM's pools.
     """
 
     num_layers: int
@@ -55,10 +54,16 @@ class KvGeometry:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayeredPool:
     """A pool whose layers lie apart, as vLLM's do: K and V of each layer, [blocks, kv_heads, block_size, head_dim] with
-    any strides. It has a tensor's `device`, `dtype` and `shape`, that of the pool in one tensor."""
+    any strides; without values, K is a latent row that is both (MLA). It has a tensor's `device`, `dtype` and `shape`,
+    that of the pool in one tensor."""
 
     keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """K and V, or the latent rows, of all layers each."""
+        return (self.keys, self.values) if self.values else (self.keys,)
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +80,7 @@ class LayeredPool:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         blocks, *row = self.keys[0].shape
-        return blocks, len(self.keys), 2, math.prod(row)
+        return blocks, len(self.keys), len(self.kinds), math.prod(row)
 
     def layers(self, first: int, end: int) -> LayeredPool:
         """Layers `first .. end - 1`, without a copy."""
@@ -86,7 +91,7 @@ Pool = torch.Tensor | LayeredPool
 
 
 class PoolLayer(NamedTuple):
-    """One layer of a pool: [blocks, layers, 2, kv_heads * block_size * head_dim], or a LayeredPool."""
+    """One layer of a pool: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], or a LayeredPool."""
 
     pool: Pool
     layer: int
@@ -149,9 +154,10 @@ def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
 
 
 def layer_view(pool: Pool, geometry: KvGeometry, layer: int, kind: int) -> torch.Tensor:
-    """Views K (kind 0) or V (kind 1) of one layer as [blocks, kv_heads, block_size, head_dim], without a copy."""
+    """Views K, or the latent, (kind 0) or V (kind 1) of one layer as [blocks, kv_heads, block_size, head_dim], without
+    a copy."""
     if isinstance(pool, LayeredPool):
-        return (pool.values if kind else pool.keys)[layer]
+        return pool.kinds[kind][layer]
     return pool_view(pool, geometry)[:, layer, kind]
 
 
@@ -179,12 +185,12 @@ def _check_layers(pool: LayeredPool, geometry: KvGeometry, name: str, dtypes: tu
     check_dtype(pool.dtype, name, dtypes)
     blocks = pool.shape[0]
     row = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_dim)
-    found = {(tuple(each.shape), each.dtype, each.device) for each in (*pool.keys, *pool.values)}
-    counts = {len(pool.keys), len(pool.values)}
-    if found != {(row, pool.dtype, pool.device)} or counts != {geometry.num_layers} or geometry.kv_factor != 2:
+    found = {(tuple(each.shape), each.dtype, each.device) for kind in pool.kinds for each in kind}
+    counts = [len(kind) for kind in pool.kinds]
+    if found != {(row, pool.dtype, pool.device)} or counts != [geometry.num_layers] * geometry.kv_factor:
         raise ValueError(
-            f"{name} has {sorted(counts)} layers of {sorted(map(str, found))}; {geometry.num_layers} of {list(row)}, "
-            f"all of one dtype on one device, are needed for {geometry}"
+            f"{name} has {counts} layers of {sorted(map(str, found))}; {geometry.num_layers} of {list(row)} in each of "
+            f"{geometry.kv_factor} kinds, all of one dtype on one device, are needed for {geometry}"
         )
 
 

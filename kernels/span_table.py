@@ -56,8 +56,8 @@ _VECTOR_BYTES = 16
 class Memory:
     """Rows addressed by layer, kind, head and position; all in bytes.
 
-    `address`: of layer 0's K; `strides`: of block, layer, kind, head and token. `planes`, int64 [layers, 2]: where each
-    layer's K and V begin, if layers lie apart.
+    `address`: of layer 0's K; `strides`: of block, layer, kind, head and token. `planes`, int64 [layers, kv_factor]:
+    where each layer's kinds begin, if layers lie apart.
     """
 
     address: int
@@ -92,8 +92,8 @@ def memory_of(kv: PagedKv | ContiguousKv) -> Memory:
     else:
         geometry, block_size, block_ids = kv.geometry, kv.geometry.block_size, kv.block_ids.cpu().numpy()
         if isinstance(kv.pool, LayeredPool):
-            tensor, pairs = kv.pool.keys[0], zip(kv.pool.keys, kv.pool.values, strict=True)
-            planes = np.array([[each.data_ptr() for each in pair] for pair in pairs], np.int64)
+            tensor = kv.pool.keys[0]
+            planes = np.array([[each.data_ptr() for each in kind] for kind in kv.pool.kinds], np.int64).T
             block, head, token, _ = tensor.stride()
             strides = (block, 0, 0, head, token)
         else:
@@ -246,7 +246,6 @@ class Tiling:
 
 def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rotation) -> dict[str, Any]:
     """The compile-time arguments that the kernels share: they follow from the model, not from a plan."""
-    # No model that the connector serves today rotates interleaved pairs or from a later channel than 0 (MLA).
     half = rotation.rotary_dim // 2
     after = head_dim - rotation.end_channel
     return {

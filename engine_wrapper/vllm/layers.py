@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 # K and V.
-Views = tuple[torch.Tensor, torch.Tensor]
+# K and V, or the latent rows alone.
+Views = tuple[torch.Tensor, ...]
 
 # Over the layers of Transformers vLLM names an attention by its number alone.
 _INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.|^(\d+)\.attn$")
@@ -62,7 +63,7 @@ class CacheLayout:
         read = self.views(small)
         assert read is not None
         found = [_bytes(each).transpose(1, 2).flatten(0, 1)[slots].view(self.dtype) for each in read]
-        return found[0], found[1]
+        return tuple(found)
 
 
 def layout_of(
@@ -77,6 +78,9 @@ def layout_of(
     With `scales` of K and V the backend stores rows of dtype `rows` in e4m3. Writes into no cache: it probes one like
     it.
     """
+    if hasattr(attention, "kv_lora_rank"):
+        latent = CacheLayout(_latent, shape, cache.dtype)
+        return latent if scales is None and _latent_reads_back(latent, cache, attention) else None
     for view in _LAYOUTS:
         layout = CacheLayout(view, shape, cache.dtype if scales is None else torch.float8_e4m3fn)
         if _reads_back(layout, cache, attention, rows or cache.dtype, scales or (1.0, 1.0)):
@@ -89,8 +93,7 @@ def layered_pool(caches: Mapping[str, torch.Tensor], layout: CacheLayout) -> Lay
     pairs = [layout.views(caches[name]) for name in in_order(caches) or ()]
     if not pairs or None in pairs:
         return None
-    keys, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
-    return LayeredPool(keys, values)
+    return LayeredPool(*zip(*(pair for pair in pairs if pair is not None), strict=True))
 
 
 def _reads_back(
@@ -114,6 +117,28 @@ def _reads_back(
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     """`values`, as bytes where torch cannot index their dtype."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
+
+def _latent(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """[blocks, 1, block_size, head_dim], one row that is K and V (MLA); before vLLM 0.32 it is without the 1."""
+    rows = cache.unsqueeze(1) if cache.ndim == 3 else cache
+    return (rows,) if rows.shape[1:] == (kv_heads, block_size, head_dim) else None
+
+
+def _latent_reads_back(layout: CacheLayout, cache: torch.Tensor, attention: Any) -> bool:
+    """Whether what the backend of a latent attention writes into a small cache of the same kind lies there as one row a
+    slot: channels free of position first, those that turn behind them."""
+    views = layout.views(cache)
+    if views is None or not callable(getattr(attention.impl, "do_kv_cache_update", None)):
+        return False
+    small = torch.zeros_like(views[0][:_PROBE_BLOCKS, 0], memory_format=torch.preserve_format)
+    generator, tokens = torch.Generator().manual_seed(0), small.shape[0] * small.shape[1]
+    rows = torch.randn(tokens, small.shape[2], generator=generator).to(cache.device, cache.dtype)
+    slots = torch.randperm(tokens, generator=generator).to(cache.device)
+    latent, turning = rows.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=1)
+    written = latent.contiguous(), turning.contiguous().unsqueeze(1)
+    attention.impl.do_kv_cache_update(*written, small, slots, attention.kv_cache_dtype, attention._k_scale)
+    return torch.equal(small.flatten(0, 1)[slots], rows)
 
 
 def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:

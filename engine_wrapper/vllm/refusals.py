@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 OLDEST = (0, 25)
 # Backends whose metadata takes any number of sequences, and stays as it is when the next stage's is built. FLASHINFER
 # copies from pinned memory that it writes again, and sizes tables, as FLEX_ATTENTION does, by sequences times blocks.
-BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+# Those of latent attention come last; TRITON_MLA reserves memory for sequences times splits of their keys.
+LATENT_BACKENDS = ("FLASH_ATTN_MLA", "CPU_MLA")
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
+# What computes the longer runs of a latent attention's rows: on a card, and on a CPU from vLLM 0.32 on.
+PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 # A sentence for each reason that counts, which says what to change.
 REASONS = {
     "settings_invalid": "Correct the setting that the log names at the engine's start.",
@@ -40,8 +44,8 @@ REASONS = {
     "hybrid_model": "Serve a model all of whose layers are attention; states of other layers cannot be moved.",
     "diffusion": "Serve a model that generates from left to right.",
     "non_causal": "Set use_non_causal of the attention config to false.",
-    "attention_backend": "Set --attention-backend to FLASH_ATTN or TRITON_ATTN; other backends were not tried.",
-    "mla": "Serve a model without multi-head latent attention, whose cache is of another form.",
+    "attention_backend": "Set --attention-backend to FLASH_ATTN, TRITON_ATTN or, for latent attention, FLASH_ATTN_MLA, "
+    "and leave its mla_prefill_backend unset or at FLASH_ATTN; other backends were not tried.",
     "sliding_window": "Serve a model with full attention in some layers at least, without --disable-sliding-window.",
     "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
     "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
@@ -55,7 +59,7 @@ REASONS = {
     "kv_scales": "Serve fp8 with one static scale above 0 for K and one for V in each layer, and all layers alike.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
-    "cache_spec": "Serve a model with plain full attention; another form of cache cannot be moved.",
+    "cache_spec": "Serve a model with plain full or latent attention; another form of cache cannot be moved.",
     "model_runner": "Serve with vLLM's V1 or V2 model runner; another one's forward is not known.",
     "layer_call": "Serve a model whose layers vLLM calls as Llama's, Granite's or those of Transformers.",
     "recovery": "Serve with vLLM's own scheduler; another one may not compute again what could not be loaded.",
@@ -65,6 +69,7 @@ REASONS = {
     "resumed_with_output": "Give the cache more room: a request preempted while it decoded is computed again.",
     "prompt_ids_missing": "Send a prompt with at least one token.",
 }
+_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
 _UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
@@ -90,7 +95,6 @@ _ENGINE: _Rules = {
     "diffusion": (_OFF, "model_config.is_diffusion"),
     "non_causal": (_OFF, "attention_config.use_non_causal"),
     "attention_backend": ((*_OFF, *BACKENDS), "attention_config.backend"),
-    "mla": (_OFF, "model_config.use_mla"),
     "sliding_window": (
         _OFF,
         # The window of all layers; one of some layers is their own, and their cache holds all tokens.
@@ -156,6 +160,8 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
 def sample_refusal(attention: Any) -> str | None:
     """The reason for which checks of this vLLM Attention's layer have no sample, None when there is none. Raises
     nothing."""
+    if hasattr(attention, "kv_lora_rank"):
+        return "latent_attention"
     return _first(attention, _SAMPLE) or (None if type(attention).__name__ == "Attention" else "attention")
 
 
@@ -195,7 +201,7 @@ def _cache_refusal(kv_cache_config: Any) -> str | None:
     spec = _value(groups[0], "kv_cache_spec")
     if type(spec).__name__ == "SlidingWindowSpec":
         return "sliding_window"
-    return _first(spec, _CACHE) or (None if type(spec).__name__ == "FullAttentionSpec" else "cache_spec")
+    return _first(spec, _CACHE) or (None if type(spec).__name__ in _SPECS else "cache_spec")
 
 
 def callers() -> Iterator[Any]:

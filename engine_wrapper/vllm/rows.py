@@ -31,7 +31,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.refusals import BACKENDS
+from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from engine_wrapper.vllm.layer_calls import LayerCalls
-    from engine_wrapper.vllm.layers import CacheLayout, Views
+    from engine_wrapper.vllm.layers import CacheLayout
     from kernels.layout import KvGeometry, LayeredPool
     from semblend_trt.ranks import Ranks
 
@@ -74,18 +74,21 @@ class Decoder:
         """The cache of one layer."""
         return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
 
-    def stored(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Views:
+    def stored(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of K and V, [rows, kv_heads, head_dim], as the cache would hold them: in e4m3 the backend itself has
         rounded them, so that the same row of a donor does not deviate at all."""
-        if keys.dtype == self.pool.dtype:
+        if keys.dtype == self.pool.dtype or values is None:
             return keys, values
-        return self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
+        found = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
+        return found[0], found[1]
 
     def write(
         self,
         layer: int,
         keys: torch.Tensor,
-        values: torch.Tensor,
+        values: torch.Tensor | None,
         sequences: tuple[SequenceRows, ...],
         slots: torch.Tensor,
     ) -> None:
@@ -112,12 +115,23 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
     theirs = group.get_metadata_builder(0)
+    if name in LATENT_BACKENDS and (prefill := _prefill_backend(theirs)) not in PREFILL_BACKENDS:
+        raise LayoutError(
+            "attention_backend",
+            f"{name} computes its prompts by {prefill}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}",
+        )
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     config.scheduler_config.max_num_seqs = max_rows
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     with set_current_vllm_config(config):
-        return type(theirs)(theirs.kv_cache_spec, theirs.layer_names, config, theirs.device)
+        return type(theirs)(theirs.kv_cache_spec, group.layer_names, config, theirs.device)
+
+
+def _prefill_backend(builder: Any) -> str | None:
+    """By which backend a latent attention computes long runs; None where this version does not tell."""
+    backend = getattr(builder, "_prefill_backend", None)
+    return None if backend is None else str(backend.get_name())
 
 
 class StepGraphs:
@@ -248,8 +262,8 @@ class VllmRows:
         parts, geometry, layer = self._parts, self._parts.geometry, check.layer
         found = list[torch.Tensor]()
 
-        def leave(_: torch.Tensor, *kv: torch.Tensor) -> None:
-            keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
+        def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
+            keys, values = _fresh_rows(kv, geometry)
             stored = parts.stored(layer, keys, values)
             found.append(check.deviations(*stored, parts.pool, geometry, ranks))  # type: ignore[arg-type]
             parts.write(layer, keys, values, self._sequences, self._row_slots)
@@ -312,7 +326,7 @@ class VllmRows:
             raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
         rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
         cache, impl = self._parts.cache(layer), attention.impl
-        window, sinks = attention.sliding_window, getattr(impl, "sinks", None)
+        window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
         output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
 
@@ -355,6 +369,16 @@ class VllmRows:
             positions=self._positions,
         )
         return self._parts.builder.build(0, common)
+
+
+def _fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with behind the queries; a latent
+    attention gets the two parts of its row first, which come back as K."""
+    if geometry.kv_factor == 2:
+        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
+        return keys, values
+    latent, turning, *_ = kv
+    return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
 
 
 def _ir_ops() -> list[Any]:

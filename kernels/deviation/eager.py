@@ -70,8 +70,8 @@ def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
     pool's device. `positions`: int64 [tokens], on the host, which does not wait for the device."""
     blocks, slots = _places(kv, positions)
     if isinstance(kv.pool, LayeredPool):
-        pairs = zip(kv.pool.keys, kv.pool.values, strict=True)
-        return torch.stack([torch.stack([each[blocks, :, slots] for each in pair]) for pair in pairs])
+        layers = zip(*kv.pool.kinds, strict=True)
+        return torch.stack([torch.stack([each[blocks, :, slots] for each in kinds]) for kinds in layers])
     return pool_view(kv.pool, kv.geometry)[blocks, :, :, :, slots].permute(1, 2, 0, 3, 4)
 
 

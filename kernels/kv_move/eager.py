@@ -52,9 +52,9 @@ def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Te
 def _gather_blocks(source: PagedKv, blocks: torch.Tensor) -> torch.Tensor:
     pool, geometry = source.pool, source.geometry
     if isinstance(pool, LayeredPool):
-        kinds = [layer_view(pool, geometry, layer, kind) for layer in range(geometry.num_layers) for kind in (0, 1)]
-        found = torch.stack([_indexable(each).index_select(0, blocks).transpose(0, 1) for each in kinds])
-        rows: torch.Tensor = found.view(pool.dtype).unflatten(0, (geometry.num_layers, 2))
+        planes = [each for layer in zip(*pool.kinds, strict=True) for each in layer]
+        found = torch.stack([_indexable(each).index_select(0, blocks).transpose(0, 1) for each in planes])
+        rows: torch.Tensor = found.view(pool.dtype).unflatten(0, (geometry.num_layers, geometry.kv_factor))
         return rows
     paged = _indexable(pool_view(pool, geometry)).permute(1, 2, 3, 0, 4, 5)
     return paged.index_select(3, blocks).view(pool.dtype)

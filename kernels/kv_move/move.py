@@ -88,9 +88,10 @@ def tensor_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
 
 
 def planes_of(kv: PagedKv | ContiguousKv) -> tuple[torch.Tensor, ...]:
-    """All the memory behind `kv`: K of each layer and V of each where the layers lie apart, else one tensor."""
+    """All the memory behind `kv`: K (or the latent) of each layer and V of each where the layers lie apart, else one
+    tensor."""
     if isinstance(kv, PagedKv) and isinstance(kv.pool, LayeredPool):
-        return *kv.pool.keys, *kv.pool.values
+        return tuple(plane for kind in kv.pool.kinds for plane in kind)
     return (tensor_of(kv),)
 
 

@@ -42,7 +42,7 @@ def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, positio
         return kv.tensor[layer, kind, head, position]
     block, slot = int(kv.block_ids[position // kv.geometry.block_size]), position % kv.geometry.block_size
     if isinstance(kv.pool, LayeredPool):
-        return (kv.pool.keys, kv.pool.values)[kind][layer][block, head, slot]
+        return kv.pool.kinds[kind][layer][block, head, slot]
     start = (head * kv.geometry.block_size + slot) * kv.geometry.head_dim
     return kv.pool[block, layer, kind, start : start + kv.geometry.head_dim]
 

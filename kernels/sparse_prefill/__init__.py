@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kernels.dispatch import triton_serves
 from kernels.layout import LayeredPool
 from kernels.sparse_prefill import eager
-from kernels.sparse_prefill.rows import SequenceRows, check_rows
+from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["SequenceRows", "sparse_prefill", "write_rows"]
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
-    The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before anything is
-    written. Without sequences it does nothing.
+    With kv_factor 1 (MLA) `k` is the latent, and `v` is None. The sequences cover the rows in order. Raises ValueError,
+    naming the tensor and its bound, before anything is written. Without sequences it does nothing.
     """
     if not sequences:
         return
-    check_rows({"k": k, "v": v}, kv.geometry.kv_heads, kv, sequences)
+    check_written(k, v, kv, sequences)
     if _triton_serves(kv):
         from kernels.sparse_prefill import triton_attention
 
@@ -52,11 +52,11 @@ def sparse_prefill(
     """Attends each query to positions 0..p of its own sequence, p being its position, or to the last `window` of them.
 
     `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
-    K and V of every position that a query sees must be in the pool. `scale`, above 0, multiplies the scores. `window`:
-    tokens, the query's own among them (Transformers, `masking_utils.py`, sliding_window_overlay). `sinks`: a logit for
-    each head, [heads], of any float dtype, which takes part in the softmax's denominator only (Transformers,
-    `modeling_gpt_oss.py`, eager_attention_forward). Returns [rows, heads, head_dim] in q's dtype. Raises ValueError,
-    naming the tensor and its bound.
+    K and V of every position that a query sees must be in the pool; latent rows are none. `scale`, above 0, multiplies
+    the scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`,
+    sliding_window_overlay). `sinks`: a logit for each head, [heads], of any float dtype, which takes part in the
+    softmax's denominator only (Transformers, `modeling_gpt_oss.py`, eager_attention_forward). Returns [rows, heads,
+    head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
     """
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
@@ -66,6 +66,8 @@ def sparse_prefill(
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be finite and above 0")
+    if geometry.kv_factor != 2:
+        raise ValueError(f"KvGeometry.kv_factor is {geometry.kv_factor}; rows attend to K and V, 2")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1 token, or None for all")
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
@@ -84,5 +86,5 @@ def sparse_prefill(
 def _triton_serves(kv: PoolLayer) -> bool:
     if not isinstance(kv.pool, LayeredPool):
         return triton_serves(kv.pool, ())
-    keys, values = kv.pool.keys[kv.layer], kv.pool.values[kv.layer]
-    return keys.stride() == values.stride() and triton_serves(keys, (values,))
+    keys, *values = (kind[kv.layer] for kind in kv.pool.kinds)
+    return all(each.stride() == keys.stride() for each in values) and triton_serves(keys, values)

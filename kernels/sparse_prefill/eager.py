@@ -21,7 +21,7 @@ SINK_SCORES = 1 << 26
 LEAST_ROWS_PER_PADDING = 4
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`; the arguments were checked."""
     pool, layer, geometry = kv
     for sequence in sequences:
@@ -29,7 +29,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
         positions, block_ids = sequence.positions.to(pool.device), sequence.block_ids.to(pool.device)
         blocks = block_ids[positions // geometry.block_size]
         slots = positions % geometry.block_size
-        for kind, values in enumerate((k, v)):
+        for kind, values in enumerate((k,) if v is None else (k, v)):
             layer_view(pool, geometry, layer, kind)[blocks, :, slots] = values[rows]
 
 

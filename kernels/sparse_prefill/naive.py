@@ -8,7 +8,7 @@ import torch
 
 from kernels.kv_move.naive import row_of
 from kernels.layout import PagedKv
-from kernels.sparse_prefill.rows import SequenceRows, check_rows
+from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from kernels.layout import PoolLayer
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`."""
     pool, layer, geometry = kv
-    check_rows({"k": k, "v": v}, geometry.kv_heads, kv, sequences)
+    check_written(k, v, kv, sequences)
     for sequence in sequences:
         held = PagedKv(pool, sequence.block_ids, geometry)
         for row, position in enumerate(sequence.positions.tolist(), sequence.first_row):
             for head in range(geometry.kv_heads):
                 row_of(held, 0, layer, head, position).copy_(k[row, head])
-                row_of(held, 1, layer, head, position).copy_(v[row, head])
+                if v is not None:
+                    row_of(held, 1, layer, head, position).copy_(v[row, head])
 
 
 def read_pinned(source: torch.Tensor, target: torch.Tensor) -> None:

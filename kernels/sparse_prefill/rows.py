@@ -101,8 +101,6 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
     """
     pool, layer, geometry = kv
     check_pool(pool, geometry)
-    if geometry.kv_factor != 2:
-        raise ValueError(f"KvGeometry.kv_factor is {geometry.kv_factor}; rows are written and attended as K and V, 2")
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
     rows = _covered_rows(tuple(sequences), pool.shape[0], geometry)
@@ -114,6 +112,14 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
             )
         if tensor.dtype != pool.dtype or tensor.device != pool.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; the pool is {pool.dtype} on {pool.device}")
+
+
+def check_written(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+    """Raises ValueError unless K and V, or the latent alone, fit the pool and the sequences as `check_rows` has it."""
+    given = {"k": k} if v is None else {"k": k, "v": v}
+    if len(given) != kv.geometry.kv_factor:
+        raise ValueError(f"{' and '.join(given)} given; KvGeometry.kv_factor is {kv.geometry.kv_factor}")
+    check_rows(given, kv.geometry.kv_heads, kv, sequences)
 
 
 def _covered_rows(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:

@@ -160,12 +160,12 @@ def attend(
     return output
 
 
-def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
+def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """As `kernels.sparse_prefill.write_rows`; the arguments were checked. One launch writes all rows of a batch."""
     geometry, sequences = kv.geometry, tuple(sequences)
     memory, layer, strides, constants = _memory_of(kv)
     tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
-    k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, v))
+    k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (k, k if v is None else v))
     launch(
         write_kernel,
         (tiles.shape[0], geometry.kv_heads),
@@ -184,6 +184,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor, kv: PoolLayer, sequences: Seque
         HEAD_DIM=geometry.head_dim,
         BLOCK_D=triton.next_power_of_2(geometry.head_dim),
         BLOCK_SIZE=geometry.block_size,
+        KINDS=geometry.kv_factor,
         ROWS=ROWS_PER_TILE,
         num_warps=4,
     )
@@ -197,9 +198,9 @@ def _memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], 
         block, apart, kinds, _ = pool.stride()
         head, slot = geometry.block_size * geometry.head_dim, geometry.head_dim
         return pool, layer, (block, apart, kinds), {"HEAD_STRIDE": head, "SLOT_STRIDE": slot}
-    keys, values = pool.keys[layer], pool.values[layer]
+    keys, last = pool.keys[layer], pool.kinds[-1][layer]
     block, head, slot, _ = keys.stride()
-    kinds = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+    kinds = (last.data_ptr() - keys.data_ptr()) // keys.element_size()
     return keys, 0, (block, 0, kinds), {"HEAD_STRIDE": head, "SLOT_STRIDE": slot}
 
 
@@ -544,9 +545,10 @@ def write_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KINDS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """K and V of one tile of rows and one KV head."""
+    """K and V, or the latent, of one tile of rows and one KV head."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     first_row = tl.load(tiles_ptr + tile * 4)
@@ -560,9 +562,10 @@ def write_kernel(
     channels = tl.arange(0, BLOCK_D)
     mask = (own < end)[:, None] & (channels[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + (rows * k_row_stride + head * k_head_stride)[:, None] + channels[None, :], mask=mask)
-    v = tl.load(v_ptr + (rows * v_row_stride + head * v_head_stride)[:, None] + channels[None, :], mask=mask)
     slots = blocks * pool_block_stride + positions % BLOCK_SIZE * SLOT_STRIDE
     offset = tl.cast(layer, tl.int64) * pool_layer_stride + head * HEAD_STRIDE
     pointers = pool_ptr + offset + slots[:, None] + channels[None, :]
     tl.store(pointers, k, mask=mask)
-    tl.store(pointers + pool_kind_stride, v, mask=mask)
+    if KINDS == 2:
+        v = tl.load(v_ptr + (rows * v_row_stride + head * v_head_stride)[:, None] + channels[None, :], mask=mask)
+        tl.store(pointers + pool_kind_stride, v, mask=mask)

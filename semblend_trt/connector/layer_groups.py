@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 class LayerGroup:
     """`layers` with one attention and one rotation.
 
-    `window`: the tokens that a token sees, itself included, if `attention` is "window"; else None. A rotation that
-    `is_still` is that of layers without RoPE.
+    `window`: the tokens that a token sees, itself included, if `attention` is "window"; else None. "latent" is full
+    attention whose KV is one row a token (`latent_attention.py`). A rotation that `is_still` is that of layers without
+    RoPE.
     """
 
     layers: tuple[int, ...]
-    attention: Literal["full", "window"]
+    attention: Literal["full", "window", "latent"]
     window: int | None
     rotation: RopeRotation
 
 
-def layer_groups(config: Any, rotations: Sequence[RopeRotation]) -> tuple[LayerGroup, ...]:
+def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: bool = False) -> tuple[LayerGroup, ...]:
     """The groups of the model of `config`, a configuration as Transformers understands it, in the order of their first
     layers. `rotations`: of each layer.
 
@@ -40,8 +41,9 @@ def layer_groups(config: Any, rotations: Sequence[RopeRotation]) -> tuple[LayerG
     found: dict[tuple[int | None, RopeRotation], list[int]] = {}
     for layer, pair in enumerate(zip(_windows(config), rotations, strict=True)):
         found.setdefault(pair, []).append(layer)
+    whole: Literal["full", "latent"] = "latent" if is_latent else "full"
     return tuple(
-        LayerGroup(tuple(layers), "full" if window is None else "window", window, rotation)
+        LayerGroup(tuple(layers), whole if window is None else "window", window, rotation)
         for (window, rotation), layers in found.items()
     )
 

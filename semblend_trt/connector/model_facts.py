@@ -1,4 +1,4 @@
-"""What must be known of a model before its KV may be moved: geometry, rotation, and the pool that holds its KV.
+"""What must be known of a model before its KV may be moved: its sizes, and how its layers attend and rotate.
 
 Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
 safe is refused by name: a wrong rotation is worse than none.
@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
 from kernels.rope import RopeRotation, Rotation, still
+from semblend_trt.connector.latent_attention import (
+    PUBLISHED_CODE,
+    READ_AS,
+    check_latent,
+    latent_rotation,
+    latent_row,
+)
 from semblend_trt.connector.layer_groups import (
     LayerGroup,
     check_groups,
@@ -39,12 +45,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# Model types whose attention is known. All rotate half-split (NeoX) pairs and cache K after the rotation.
+# Model types whose attention is known. All cache K after the rotation, and all but latent attention rotate half-split
+# (NeoX) pairs.
 _ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -106,6 +115,11 @@ class ModelFacts:
         return rotation_of(self.groups)
 
     @property
+    def kv_factor(self) -> int:
+        """2 (K and V), or 1 where a layer's KV is one latent row of `head_dim` channels a token (MLA)."""
+        return 1 if all(group.attention == "latent" for group in self.groups) else 2
+
+    @property
     def takes_images(self) -> bool:
         """Whether the model takes more than text; `groups` and sizes are of the part that reads text."""
         return self.model_type in _WITH_IMAGES
@@ -134,17 +148,17 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
         raw, config = whole["text_config"], config.text_config
     model_type = raw["model_type"]
     ropes = _ropes(raw, config)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    layers = config.num_hidden_layers
-    if min(layers, heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
-        raise UnsupportedModelError(
-            "geometry",
-            f"{layers} layers of {heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped "
-            "attention that can be moved",
-        )
+    heads, layers, is_latent = config.num_attention_heads, config.num_hidden_layers, model_type in READ_AS
+    if is_latent:
+        latent, rotary = latent_row(config)
+        kv_heads, head_dim = 1, latent + rotary
+        turning = _rotations(model_type, config, ropes, rotary)
+        rotations = [latent_rotation(each, ropes[""]["rope_type"], latent) for each in turning]
+    else:
+        kv_heads, head_dim = config.num_key_value_heads, _head_dim(config)
+        rotations = _rotations(model_type, config, ropes, head_dim)
     directory = snapshot(model, revision)
-    groups = layer_groups(config, _rotations(model_type, config, ropes, head_dim))
+    groups = layer_groups(config, rotations, is_latent=is_latent)
     _refuse_windows(model_type, groups, config)
     if model_type == "gpt_oss":
         _refuse_other_gpt_oss(windows_of(groups), ropes[""])
@@ -160,6 +174,18 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
         quantization=_quantization({**raw, **whole}, directory, tells_kv_scales),
         configuration=_configuration(whole, directory),
     )
+
+
+def _head_dim(config: Any) -> int:
+    layers, heads, kv_heads = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    if min(layers, heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
+        raise UnsupportedModelError(
+            "geometry",
+            f"{layers} layers of {heads} query heads over {kv_heads} KV heads of {head_dim} channels are not a grouped "
+            "attention that can be moved",
+        )
+    return head_dim
 
 
 def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
@@ -178,6 +204,9 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
         raw, _ = config_class.get_config_dict(str(model), **options)
         if raw:
             _refuse_type(raw)
+            known = READ_AS.get(raw["model_type"], raw["model_type"])
+            if known != raw["model_type"]:
+                return raw, type(auto_config.for_model(known)).from_dict({**raw, "model_type": known})
             return raw, auto_config.from_pretrained(str(model), trust_remote_code=False, **options)
     except UnsupportedModelError:
         raise
@@ -198,8 +227,10 @@ def _refuse_type(raw: dict[str, Any]) -> None:
         _refuse_architecture(raw, _WITH_IMAGES[model_type])
         _refuse_type(raw["text_config"])
         return
-    if raw.get("kv_lora_rank"):
-        raise UnsupportedModelError("mla", f"model type {model_type!r} caches latent attention (MLA), not K and V")
+    if raw.get("kv_lora_rank") and model_type not in READ_AS:
+        raise UnsupportedModelError(
+            "mla", f"model type {model_type!r} caches latent attention (MLA) of a form not known"
+        )
     if raw.get("dual_chunk_attention_config"):
         raise UnsupportedModelError(
             "attention_layout",
@@ -230,11 +261,14 @@ def _refuse_architecture(raw: dict[str, Any], expected: str) -> None:
         raise UnsupportedModelError(
             "unknown_architecture", f"architecture {architectures} of model type {model_type!r} is not {expected}"
         )
-    if own := (raw.get("auto_map") or {}).get("AutoModelForCausalLM"):
+    own = (raw.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if own and not (model_type in READ_AS and own == PUBLISHED_CODE):
         raise UnsupportedModelError(
             "unknown_architecture",
             f"model type {model_type!r} brings code of its own, {own}, which may compute otherwise than {expected}",
         )
+    if model_type in READ_AS:
+        check_latent(raw)
 
 
 def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
@@ -509,6 +543,11 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     if not isinstance(truncate, bool):
         raise UnsupportedModelError("rope_unknown", f"truncate of RoPE is {truncate!r}; it must be true or false")
     theta, factor = _number(parameters, "rope_theta"), _number(parameters, "factor")
+    if parameters.get("extrapolation_factor", 1) != 1:
+        raise UnsupportedModelError(
+            "rope_unknown",
+            f"extrapolation_factor of yarn is {parameters['extrapolation_factor']!r}; only vLLM reads it",
+        )
     if theta <= 1:
         raise UnsupportedModelError("rope_unknown", f"rope_theta is {theta:g}; yarn needs one above 1")
     original = _number(parameters, "original_max_position_embeddings")
@@ -529,42 +568,3 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-
-
-def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
-    """The geometry for which `pool` is the model's KV pool, [blocks, layers, 2, kv_heads * block_size * head_dim] or a
-    LayeredPool, which may be fp8; None when there is none, or when its strides are not those of a pool."""
-    kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
-    if isinstance(pool, LayeredPool):
-        geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.keys[0].shape[2])
-        try:
-            check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
-        except ValueError:
-            return None
-        return geometry
-    row = kv_heads * facts.head_dim
-    if not isinstance(pool, torch.Tensor) or pool.is_meta or pool.ndim != 4 or not pool.numel():
-        return None
-    if tuple(pool.shape[1:3]) != (facts.num_layers, 2) or pool.shape[3] % row or pool.dtype not in SUPPORTED_DTYPES:
-        return None
-    if pool.stride(3) != 1 or _has_overlaps(pool):
-        return None
-    # The engine may override tokens_per_block (FlashMLA does), so the pool is believed rather than the arguments.
-    return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row)
-
-
-def described(pool: Any) -> str:
-    """The pool in words, for the log."""
-    if not isinstance(pool, torch.Tensor):
-        return f"a pool of type {type(pool).__name__}"
-    return f"a pool of shape {list(pool.shape)}, strides {list(pool.stride())} and dtype {pool.dtype}"
-
-
-def _has_overlaps(pool: torch.Tensor) -> bool:
-    """Whether two places of `pool` may be the same memory, by its strides."""
-    reach = 1
-    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach = max(reach, stride * size)
-    return False

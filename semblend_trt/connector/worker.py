@@ -17,7 +17,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
 from semblend_trt.connector.eligibility import served_facts
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.model_facts import described, geometry_of
+from semblend_trt.connector.pool_geometry import described, geometry_of
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.disk_tier import DiskTier

@@ -46,7 +46,7 @@ class KnownModel:
     def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
         """One rank's sizes, in blocks of one token."""
         kv_heads = max(1, self.facts.kv_heads // tensor_parallel_size)
-        return KvGeometry(self.facts.num_layers, kv_heads, self.facts.head_dim, 1)
+        return KvGeometry(self.facts.num_layers, kv_heads, self.facts.head_dim, 1, self.facts.kv_factor)
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
         """The namespace of an engine that serves the model with these `arguments`; the others count as unknown."""
@@ -125,9 +125,10 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
 
 
 def _described(facts: ModelFacts) -> Iterator[Finding]:
+    kept = "one latent row" if facts.kv_factor == 1 else f"{facts.kv_heads} KV heads"
     yield _model.ok(
-        f"{facts.model_type}: {facts.num_layers} layers, {facts.num_heads} query and {facts.kv_heads} KV heads of "
-        f"{facts.head_dim} channels, {facts.max_positions} positions",
+        f"{facts.model_type}: {facts.num_layers} layers, {facts.num_heads} query heads and {kept} of {facts.head_dim} "
+        f"channels, {facts.max_positions} positions",
         num_layers=facts.num_layers,
         num_heads=facts.num_heads,
         kv_heads=facts.kv_heads,
@@ -142,6 +143,12 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         rotary_dim=rotation.rotary_dim,
         rope_parameters=parameters,
     )
+    if windows := [each for each in facts.windows if each is not None]:
+        yield _model.ok(
+            f"{len(windows)} of {facts.num_layers} layers see {windows[0]} tokens; checks lie in layer "
+            f"{facts.lowest_check_layer} or above",
+            windows=list(facts.windows),
+        )
     if (refusal := trtllm_refusal(facts)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
     if facts.quantization is not None:
@@ -206,10 +213,9 @@ def _identity(known: KnownModel, settings: Settings) -> Iterator[Finding]:
 
 
 def _own_dtype(name: str) -> torch.dtype | None:
-    config = imported("AutoConfig").from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
-    # Transformers 4.53 knows it as `torch_dtype`, and leaves what a later version has written as text.
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    config, _ = imported("PretrainedConfig").get_config_dict(name, local_files_only=is_local(name))
+    # Transformers 5 writes it as `dtype`, older ones as `torch_dtype`.
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

@@ -56,6 +56,32 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
     # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    # The row of a token is as wide as vLLM's attention on a CPU needs it, and its RoPE is that of the published model.
+    "deepseek_v3": {
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     # Every other layer has a window, from the lowest on, and a theta of its own.
     "gemma3_text": {
         "head_dim": 16,

@@ -149,3 +149,50 @@ def test_layers_come_in_order_and_without_a_gap() -> None:
     assert in_order({"1.attn": None, "0.attn": None}) == ["0.attn", "1.attn"]
     caches = {name_of(layer): torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM) for layer in (0, 2)}
     assert pool_of(caches, backend(kinds_inside)) is None
+
+
+LATENT, TURNING = 12, 4
+
+
+def latent_backend(*, turning_first: bool = False, updates: bool = True) -> Any:
+    """The module of a latent attention, which writes both parts of a row into its slot."""
+
+    def update(
+        latent: torch.Tensor, turning: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *scale: Any
+    ) -> None:
+        parts = (turning.squeeze(1), latent) if turning_first else (latent, turning.squeeze(1))
+        cache.view(-1, LATENT + TURNING)[slots] = torch.cat(parts, dim=1)
+
+    impl = SimpleNamespace(do_kv_cache_update=update) if updates else SimpleNamespace()
+    sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": TURNING}
+    return SimpleNamespace(impl=impl, kv_cache_dtype="auto", _k_scale=torch.ones(1), **sizes)
+
+
+@pytest.mark.parametrize("heads", [(), (1,)], ids=["before vLLM 0.32", "with one head"])
+def test_a_latent_row_is_known_by_what_its_backend_writes(heads: tuple[int, ...]) -> None:
+    caches = {name_of(layer): torch.full((BLOCKS, *heads, SIZE, 16), float("nan")) for layer in (1, 0)}
+    layout = layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16))
+    assert layout is not None
+    pool = layered_pool(caches, layout)
+    assert pool is not None
+    assert (pool.shape, pool.values) == ((BLOCKS, 2, 1, SIZE * 16), ())
+    assert all(cache.isnan().all() for cache in caches.values())
+    pool.keys[1][3, 0, 2] = torch.arange(16)
+    assert torch.equal(caches[name_of(1)][3].view(SIZE, 16)[2], torch.arange(16).float())
+
+
+@pytest.mark.parametrize(
+    ("attention", "shapes"),
+    [
+        (latent_backend(turning_first=True), [(BLOCKS, SIZE, 16)] * 2),
+        (latent_backend(updates=False), [(BLOCKS, SIZE, 16)] * 2),
+        (latent_backend(), [(BLOCKS, SIZE, 16), (BLOCKS, SIZE, 20)]),
+        (latent_backend(), [(BLOCKS, 2, SIZE, 16)] * 2),
+    ],
+    ids=["another order of channels", "no way to write", "another row in a layer", "two heads"],
+)
+def test_latent_rows_that_are_not_known_are_refused(attention: Any, shapes: list[tuple[int, ...]]) -> None:
+    caches = {name_of(layer): torch.zeros(shape) for layer, shape in enumerate(shapes)}
+    layout = layout_of(caches[name_of(0)], attention, (1, SIZE, 16))
+    assert layout is None or layered_pool(caches, layout) is None
+    assert layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16), torch.float32, (1.0, 1.0)) is None

@@ -19,7 +19,13 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import refusals
@@ -58,7 +64,6 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("multimodal", "model_config.multimodal_config", (object(),)),
     ("encoder_decoder", "model_config.is_encoder_decoder", (True,)),
     ("diffusion", "model_config.is_diffusion", (True,)),
-    ("mla", "model_config.model_arch_config.is_deepseek_mla", (True,)),
     ("sliding_window", "cache_config.sliding_window", (128,)),
     ("sliding_window", "model_config.attention_chunk_size", (128,)),
     ("sliding_window", "model_config.model_arch_config.rswa_window", (128,)),
@@ -67,6 +72,11 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
         "attention_backend",
         "attention_config.backend",
         (AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.FLEX_ATTENTION, "AUTO"),
+    ),
+    (
+        "attention_backend",
+        "attention_config.backend",
+        (AttentionBackendEnum.FLASHMLA, AttentionBackendEnum.TRITON_MLA, AttentionBackendEnum.CUTLASS_MLA),
     ),
     ("prompt_embeds", "model_config.enable_prompt_embeds", (True,)),
     ("routed_experts", "model_config.enable_return_routed_experts", (True,)),
@@ -96,6 +106,12 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
     assert engine_refusal_of(config, ONE_GROUP) is None
     assert engine_refusal_of(config, WINDOWED) is None
     assert engine_refusal_of(config, None) is None
+
+
+def test_a_cache_of_latent_rows_is_not_refused() -> None:
+    latent = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576})
+    for backend in (None, AttentionBackendEnum.FLASH_ATTN_MLA, AttentionBackendEnum.CPU_MLA):
+        assert engine_refusal_of(engine_config({"attention_config.backend": backend}), caches(latent)) is None
 
 
 @pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_torchvision)])
@@ -161,8 +177,8 @@ def test_a_field_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatc
         raise error("not this way")
 
     config = engine_config()
-    monkeypatch.setattr(type(config.model_config), "use_mla", property(fail))
-    assert engine_refusal_of(config, ONE_GROUP) == "mla"
+    monkeypatch.setattr(type(config.model_config), "is_diffusion", property(fail))
+    assert engine_refusal_of(config, ONE_GROUP) == "diffusion"
 
 
 @pytest.mark.parametrize("config", [None, object(), SimpleNamespace(model_config=None)])

@@ -48,8 +48,6 @@ from semblend_trt.connector.layer_groups import lowest_check_layer
 from semblend_trt.connector.model_facts import (
     HARMLESS_FIELDS,
     ModelFacts,
-    described,
-    geometry_of,
     model_facts,
     rope_parameters,
     rope_rotation,
@@ -198,7 +196,7 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("unknown_model_type", LLAMA, {"model_type": None}),
     ("unknown_architecture", LLAMA, {"architectures": ["OtherForCausalLM"]}),
     ("unknown_architecture", LLAMA, {"auto_map": OWN_CODE}),
-    ("mla", LLAMA, {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
+    ("mla", LLAMA, {"model_type": "deepseek_v2", "kv_lora_rank": 512}),
     ("multimodal", QWEN2, {"model_type": "qwen2_vl", "vision_config": {}}),
     ("sliding_window", MISTRAL, {"sliding_window": 1024}),
     ("sliding_window", QWEN2, WINDOW),
@@ -471,48 +469,3 @@ def test_a_value_that_is_no_number_never_makes_a_rotation(kind: str, values: dic
         assert all(0 <= each < float("inf") for each in frequencies)
         assert isinstance(values["rope_theta"], (int, float))
     assert reason == "rope_unknown"
-
-
-LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
-ROW = KV_HEADS * HEAD_DIM * BLOCK
-FACTS = SimpleNamespace(num_layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-
-
-def test_a_pool_and_a_part_of_a_larger_one():
-    whole = torch.zeros(4, LAYERS + 2, 2, ROW)
-    for pool in (torch.zeros(4, LAYERS, 2, ROW), whole[:, 1 : 1 + LAYERS], whole[::2, :LAYERS]):
-        geometry = geometry_of(pool, FACTS, 1)
-        assert (geometry.num_layers, geometry.kv_heads, geometry.head_dim, geometry.block_size) == (3, 2, 16, 8)
-    assert geometry_of(torch.zeros(4, LAYERS, 2, ROW), FACTS, 2).block_size == 2 * BLOCK
-
-
-@pytest.mark.parametrize(
-    "pool",
-    [
-        None,
-        "pool",
-        [[[[0.0]]]],
-        torch.zeros(0, LAYERS, 2, ROW),
-        torch.zeros(4, LAYERS, 2, 0),
-        torch.zeros(4, LAYERS, 2, ROW, device="meta"),
-        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float64),
-        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float8_e4m3fn),
-        torch.zeros(1, LAYERS, 2, ROW).expand(4, LAYERS, 2, ROW),
-        torch.zeros(4, 1, 2, ROW).expand(4, LAYERS, 2, ROW),
-        torch.zeros(8 * ROW).as_strided((4, LAYERS, 2, ROW), (ROW, ROW, ROW, 1)),
-        torch.zeros(ROW, LAYERS, 2, 4).permute(3, 1, 2, 0),
-        torch.zeros(4, LAYERS, 2, 2 * ROW)[..., ::2],
-    ],
-    ids=lambda pool: described(pool),
-)
-def test_what_is_no_pool(pool):
-    assert geometry_of(pool, FACTS, 1) is None
-
-
-@given(st.lists(st.integers(0, 3 * ROW), min_size=3, max_size=3), st.integers(1, 2))
-def test_strides_that_are_taken_name_no_place_twice(strides, row_stride):
-    shape, strides = (3, LAYERS, 2, ROW), (*strides, row_stride)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    pool = torch.arange(reach, dtype=torch.float32).as_strided(shape, strides)
-    if geometry_of(pool, FACTS, 1) is not None:
-        assert pool.unique().numel() == pool.numel()

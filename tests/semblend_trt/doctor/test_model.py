@@ -14,6 +14,7 @@ from semblend_trt.doctor.finding import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
+from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +43,18 @@ def test_geometry_rotation_and_size(tiny_qwen2_path: Path) -> None:
     assert (policy.status, policy.reason) == (Status.NOTE, "check_needs_wrapper")
 
 
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"])
+def test_of_latent_attention_a_token_takes_one_row_a_layer(tmp_path: Path, name: str) -> None:
+    (published_model,) = (each for each in published() if each.name == name)
+    published_model.save(tmp_path)
+    geometry, rope, weights, size, *_ = told(known_model(str(tmp_path), "auto"), host_bytes=1 << 30)
+    assert "quantised weights (fp8), KV as it is" in weights.text
+    assert "one latent row of 576 channels" in geometry.text
+    assert "on 64 of 576 channels" in rope.text
+    assert size.details["bytes_per_token"] == 61 * 576 * 2
+    assert size.details["tokens"]["host"] == (1 << 30) // (61 * 576 * 2)
+
+
 @pytest.mark.parametrize(
     ("family", "layers"),
     [("qwen2", ""), ("smollm3", ", none in 1 of 3 layers"), ("gemma3_text", ", another one in 2 of 3 layers")],
@@ -51,8 +64,11 @@ def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, laye
     assert f"of 16 channels{layers}: its KV can be moved" in rope.text
 
 
-def test_what_tensorrt_llm_refuses_of_a_model_is_told(tmp_path: Path) -> None:
+def test_windows_and_what_tensorrt_llm_refuses_of_a_model_are_told(tmp_path: Path) -> None:
     found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
+    (windows,) = (each for each in found if "windows" in each.details)
+    assert windows.details["windows"] == [32, None, 32]
+    assert windows.text == "2 of 3 layers see 32 tokens; checks lie in layer 2 or above"
     (note,) = (each for each in found if each.reason == "sliding_window")
     assert note.status is Status.NOTE
     assert note.text.startswith("in TensorRT-LLM it is refused: gpt_oss has layers with a sliding window")
@@ -90,6 +106,7 @@ def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str) 
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_dynamic"),
         ({"model_type": "mamba"}, "unknown_model_type"),
         ({"kv_lora_rank": 512}, "mla"),
+        ({"model_type": "deepseek_v3", "architectures": None, "index_topk": 64}, "attention_layout"),
     ],
 )
 def test_refusals_have_the_connectors_names(tmp_path: Path, tiny_qwen2_path: Path, changes, reason: str) -> None:

@@ -38,6 +38,13 @@ def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model: model
         assert answer.reason, answer.text
         return
     facts = answer.facts
+    if facts.kv_factor == 1:
+        latent, turning = facts.rotation.first_channel, facts.rotation.rotary_dim
+        kind = facts.rope_parameters["rope_type"]
+        assert models._attention(model.text) == "latent (MLA)"
+        assert models._kv(model.text) == f"{latent} + {turning} values"
+        assert models._rope(model.text) == f"{kind}, {turning} channels"
+        return
     windows = [each for each in facts.windows if each is not None]
     told = f"window of {windows[0]:,} in {len(windows)} of {facts.num_layers} layers" if windows else "full"
     assert models._attention(model.text) == told

@@ -1,0 +1,118 @@
+"""What vLLM's build for a CPU lacked of latent attention before 0.32, in plain torch: how long runs are computed.
+
+From 0.32 on nothing is put in anywhere. Facts: vLLM 0.28, `model_executor/layers/attention/mla_attention.py`: which
+attends to a run's own rows and to those before it apart, and joins the two by the logarithms of their sums.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+_HERE = "vllm.v1.attention.backends.mla.prefill"
+
+
+def complete(patch: pytest.MonkeyPatch) -> None:
+    """Puts in what is missing."""
+    if find_spec(f"{_HERE}.cpu_sdpa") is not None:
+        return
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.attention import mla_attention
+
+    patch.setattr(mla_attention, "get_mla_prefill_backend", lambda _: _prefill_backend())
+    patch.setattr(mla_attention, "merge_attn_states", _join)
+    patch.setattr(_custom_ops, "gather_and_maybe_dequant_cache", _gather)
+    # The weights of one projection are read once more after vLLM has packed them.
+    keep: Callable[..., None] = partial(_keep_weights, utils.dispatch_cpu_unquantized_gemm)
+    patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
+
+
+def _keep_weights(stock: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+    stock(layer, remove_weight=False)
+
+
+def _prefill_backend() -> type:
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+    class TorchPrefill(MLAPrefillBackend):  # type: ignore[misc]
+        """In the place of the one that a card has."""
+
+        @staticmethod
+        def get_name() -> str:
+            return "FLASH_ATTN"
+
+        def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **_: Any) -> Any:
+            starts = self._prefill_metadata.query_start_loc
+            output, sums = _attend(q, k, v, starts, starts, self.scale, causal=True)
+            return (output, sums) if return_softmax_lse else output
+
+        def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, **_: Any) -> Any:
+            return _attend(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, self.scale, causal=False)
+
+    return TorchPrefill
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [rows, heads, channels] of sequences that begin at `queries` and `keys`; the output, and the logarithm of
+    the sum of each softmax, [heads, rows]."""
+    outputs, sums = [], []
+    pairs = (zip(each[:-1].tolist(), each[1:].tolist(), strict=True) for each in (queries, keys))
+    for (begin, end), (first, last) in zip(*pairs, strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[first:last]) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        sums.append(scores.logsumexp(-1))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[first:last]))
+    return torch.cat(outputs), torch.cat(sums, 1)
+
+
+def _gather(
+    *,
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    seq_starts: torch.Tensor,
+    **_: Any,
+) -> None:
+    sequences = token_to_seq[:num_tokens].long()
+    positions = torch.arange(num_tokens) - cu_seq_lens[sequences] + seq_starts[sequences]
+    size = src_cache.shape[1]
+    dst[:num_tokens] = src_cache[block_table[sequences, positions // size].long(), positions % size]
+
+
+def _join(
+    *,
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    **_: Any,
+) -> None:
+    both = torch.stack([prefix_lse, suffix_lse])
+    share = both.softmax(0)[0].T[..., None]
+    joined = prefix_output * share + suffix_output * (1 - share)
+    if output_lse is not None:
+        output_lse.copy_(both.logsumexp(0))
+    output.copy_(joined)

@@ -1,0 +1,254 @@
+"""Latent attention (MLA) inside vLLM: rows of plans go through its own layers, and what is moved is one row a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DeepseekV3Config
+from vllm import SamplingParams
+
+from engine_wrapper import sequence_work
+from engine_wrapper.sequence_work import choose
+from engine_wrapper.vllm import rows
+from engine_wrapper.vllm.planned_forward import PlannedForward
+from engine_wrapper.vllm.rows import VllmRows
+from kernels.deviation import token_rows
+from kernels.layout import PagedKv
+from semblend_trt.plan import SpanCheck
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.conftest import save_tiny_model
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, LONG, MOVED, NEW, Answered, Served, near, taught
+from tests.engine_wrapper.vllm.conftest import cold_answers as answered
+from tests.engine_wrapper.vllm.latent_on_cpu import complete
+
+Engine = Callable[..., Served]
+Models = Callable[..., Path]
+Cold = Callable[..., Answered]
+
+LAYERS, CHANNELS = 3, 576
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
+SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048}
+FORMS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "kimi_k2": {},
+    "no rank of queries": {"q_lora_rank": None},
+    "one layer": {"num_hidden_layers": 1, "first_k_dense_replace": 1},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _latent_on_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            complete(patch)
+        patch.setattr(DeepseekV3Config, "model_type", "deepseek_v3")
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Saved before vLLM reads a Kimi, from when on Transformers' class is one of that."""
+    made = {
+        form: save_tiny_model("deepseek_v3", tmp_path_factory.mktemp("latent"), **SIZES, **own)
+        for form, own in FORMS.items()
+    }
+    file = made["kimi_k2"] / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "kimi_k2"}))
+    return lambda form="deepseek_v3": made[form]
+
+
+@pytest.fixture(scope="module")
+def cold(models: Models) -> Cold:
+    """Answers of vLLM without a connector."""
+
+    @cache
+    def asked(form: str) -> Cold:
+        return answered(DONOR, MOVED, NEW, LONG, model=models(form))
+
+    return lambda prompt, form="deepseek_v3": asked(form)(prompt)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those of the request whose rows we computed last, alone."""
+    last: list[int] = []
+    stock = PlannedForward._blocks
+
+    def told(forward: PlannedForward) -> list[list[int]]:
+        found = stock(forward)
+        last[:] = found[0]
+        return found
+
+    monkeypatch.setattr(PlannedForward, "_blocks", told)
+    return last
+
+
+def assert_cold(answer: Answered, expected: Answered, cached: int = len(DOCUMENT)) -> None:
+    assert answer.cached >= cached
+    assert answer.tokens == expected.tokens
+    assert near(answer.logprobs, expected.logprobs)
+
+
+def latents(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
+    """What lies in the pool of a request, [layers, tokens, channels]."""
+    parts = served.worker._forward._parts
+    kv = PagedKv(parts.pool, torch.tensor(blocks), parts.geometry)
+    return token_rows(kv, torch.tensor(positions))[:, 0, :, 0].clone()
+
+
+@pytest.mark.every_version
+def test_without_a_plan_answers_are_those_of_an_engine_without_us(engine: Engine, models: Models, cold: Cold) -> None:
+    expected = [cold(prompt) for prompt in (DONOR, NEW)]
+    served = engine("position_fix", model=models())
+    assert [served.ask(prompt, max_tokens=16) for prompt in (DONOR, NEW)] == expected
+    assert served.runtime.mode.value == "wrapper"
+    assert served.worker._forward._parts.geometry.bytes_per_token(torch.bfloat16) == LAYERS * CHANNELS * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.every_version),
+        ("kimi_k2", {}),
+        ("no rank of queries", {}),
+    ],
+    ids=str,
+)
+def test_with_all_layers_computed_again_answers_are_cold_ones(
+    engine: Engine, models: Models, cold: Cold, form: str, options: dict[str, Any]
+) -> None:
+    expected = cold(MOVED, form)
+    served = taught(engine(*WHOLE, model=models(form), **options))
+    assert_cold(served.ask(MOVED, max_tokens=16), expected)
+    assert not served.runtime.faults
+
+
+@pytest.mark.every_version
+def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(engine: Engine, models: Models, cold: Cold) -> None:
+    expected = cold(MOVED, "one layer")
+    served = taught(engine("position_fix", model=models("one layer")))
+    assert_cold(served.ask(MOVED, max_tokens=16), expected)
+    assert not served.runtime.faults
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of all metadata that we had built, the sequences that count as decodes, and those that count as prompts."""
+    found: list[tuple[int, int]] = []
+    stock = VllmRows._metadata
+
+    def told(own: VllmRows, slots: Any) -> Any:
+        metadata = stock(own, slots)
+        found.append((metadata.num_decodes, metadata.num_prefills))
+        return metadata
+
+    monkeypatch.setattr(VllmRows, "_metadata", told)
+    return found
+
+
+def test_neighbours_of_a_plan_are_answered_as_alone(
+    engine: Engine, models: Models, cold: Cold, built: list[tuple[int, int]]
+) -> None:
+    expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
+    served = taught(engine(*WHOLE, model=models()))
+    found = served.ask(NEW, MOVED, LONG, max_tokens=16)
+    for answer, alone, cached in zip(found, expected, (0, len(DOCUMENT), 0), strict=True):
+        assert_cold(answer, alone, cached)
+    # And while another one decodes.
+    served.forget()
+    built.clear()
+    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), dict[str, list[int]]()
+    for name, prompt in (("new", NEW), ("moved", MOVED)):
+        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(3):
+            served.llm.llm_engine.step()
+    while served.llm.llm_engine.has_unfinished_requests():
+        tokens |= {each.request_id: list(each.outputs[0].token_ids) for each in served.llm.llm_engine.step()}
+    assert tokens == {"new": expected[0].tokens, "moved": expected[1].tokens}
+    assert (1, 1) in built
+    assert not served.runtime.faults
+
+
+def test_runs_of_every_length_give_the_engines_own_rows(
+    engine: Engine, models: Models, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the self-check, whose plans are over the engine's own KV."""
+
+    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
+        places = np.arange(len(deviations))
+        deviating = (places % 9 == 0) | (places // 20 % 3 == 1)
+        return choose(SpanCheck(check.layer, 0.5), deviating.astype(np.float32), *rest)
+
+    monkeypatch.setattr(sequence_work, "choose", chosen)
+    served = engine("position_fix", model=models())
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
+    assert max(prompts for _, prompts in built) > 15
+    assert not served.runtime.faults
+
+
+def test_moved_rows_are_those_of_the_text_at_its_new_place(engine: Engine, models: Models, blocks: list[int]) -> None:
+    """In the lowest layer, where they depend on token and position alone; and their deviation in the next is found."""
+    own = range(70, 70 + len(DOCUMENT))
+    served = engine("exact", model=models())
+    served.ask(MOVED, max_tokens=1)
+    fresh = latents(served, blocks, own)
+    served.ask(DONOR, max_tokens=1)
+    served = taught(engine("position_fix", model=models()))
+    before = latents(served, blocks, range(20, 20 + len(DOCUMENT)))
+    assert served.ask(MOVED, max_tokens=1).cached >= len(DOCUMENT)
+    assert served.scheduler.outcomes.of(served.last).reused_tokens == len(DOCUMENT)
+    moved = latents(served, blocks, own)
+    torch.testing.assert_close(moved[0], fresh[0], rtol=1e-4, atol=1e-3)
+    assert torch.equal(moved[..., :512], before[..., :512])
+    assert float((moved[0, :, 512:] - before[0, :, 512:]).abs().max()) > 1.0
+    # The check compares whole rows of the layer above.
+    deviations = (fresh[1] - moved[1]).norm(dim=1) / moved[1].norm(dim=1)
+    namespace, geometry = served.scheduler.namespace, served.worker._forward._parts.geometry
+    profile = models() / "profile.json"
+    for threshold in (0.2, 0.9):
+        check = ProfileCheck(layer=1, threshold=threshold)
+        ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(profile)
+        served = taught(engine("boundary", {"policy": "verified", "profile": str(profile)}, model=models()))
+        served.ask(MOVED, max_tokens=1)
+        found = served.scheduler.outcomes.of(served.last)
+        kept = deviations[deviations <= threshold]
+        assert found.figures["largest_kept"] == pytest.approx(float(kept.max()), rel=1e-3)
+        assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), len(kept))
+        assert not served.runtime.faults
+
+
+def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(
+    engine: Engine, models: Models, cold: Cold, tmp_path: Path
+) -> None:
+    expected = cold(MOVED)
+    served = engine("position_fix", model=models())
+    namespace, geometry = served.scheduler.namespace, served.worker._forward._parts.geometry
+    check = ProfileCheck(layer=1, threshold=1e-6)
+    ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(tmp_path / "profile.json")
+    settings = {"policy": "verified", "profile": str(tmp_path / "profile.json")}
+    served = taught(engine("boundary", settings, model=models()))
+    assert_cold(served.ask(MOVED, max_tokens=16), expected)
+    found = served.scheduler.outcomes.of(served.last)
+    assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), 0)
+    assert not served.runtime.faults
+
+
+def test_another_way_to_compute_prompts_is_refused_by_name(
+    engine: Engine, models: Models, cold: Cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold(MOVED)
+    monkeypatch.setattr(rows, "PREFILL_BACKENDS", ("ANOTHER",))
+    served = engine("position_fix", model=models())
+    served.ask(DONOR, max_tokens=1)
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.cached, answer.tokens) == (0, expected.tokens)
+    assert served.runtime.refusal == "attention_backend"
