@@ -25,8 +25,8 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     """Relative deviation ||fresh - donor|| / ||donor|| of each token of each span, over heads and channels.
 
     `spans`: a donor's positions (`source_start`) and the positions of `fresh` (`target_start`) that they are compared
-    with. The donor's K is rotated by the difference, in float32 and without rounding. float32, bfloat16, float16 and
-    float8_e4m3fn, whose one scale for fresh and donor cancels.
+    with. The donor's K is rotated by the difference, in float32 and without rounding; `rotation` is that of `layer`.
+    float32, bfloat16, float16 and float8_e4m3fn, whose one scale for fresh and donor cancels.
 
     Returns float32 [kv_factor, tokens] on `fresh`'s device: K, then V (kv_factor 1: the latent row only), the spans'
     tokens one after another. 0 where both are zero, infinite where only the donor is. Allocates nothing of the size of

@@ -38,6 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "old": {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
     "as published": {"rope_scaling": LINEAR, "sliding_window_pattern": 6},
+    "as published of 1b": {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
     "new": {"rope_parameters": NESTED},
     "both": {"rope_parameters": NESTED, "rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
     "another pattern": {"sliding_window_pattern": 3, "rope_local_base_freq": 1e5},

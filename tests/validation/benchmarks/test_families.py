@@ -37,12 +37,18 @@ def test_a_window_reaches_as_far_into_a_moved_run(monkeypatch: pytest.MonkeyPatc
     assert families.largest_difference("gpt_oss") > 100 * MAX_LOGIT_DIFFERENCE
 
 
-def test_a_wrong_rotation_shows_behind_a_moved_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "layer"), [("glm4_moe", 0), ("gemma3_text", 0), ("gemma3_text", 1)])
+def test_a_wrong_rotation_of_one_layer_shows_behind_a_moved_run(
+    monkeypatch: pytest.MonkeyPatch, family: str, layer: int
+) -> None:
     def slower(*arguments: object) -> ModelFacts:
         facts = model_facts(*arguments)  # type: ignore[arg-type]
-        frequencies = tuple(each * 0.99 for each in facts.rotation.inverse_frequencies)
-        rotation = replace(facts.rotation, inverse_frequencies=frequencies)
-        return replace(facts, groups=(replace(facts.groups[0], rotation=rotation),))
+        groups = list(facts.groups)
+        index = next(index for index, group in enumerate(groups) if layer in group.layers)
+        own = groups[index].rotation
+        wrong = replace(own, inverse_frequencies=tuple(each * 0.99 for each in own.inverse_frequencies))
+        groups[index] = replace(groups[index], rotation=wrong)
+        return replace(facts, groups=tuple(groups))
 
     monkeypatch.setattr("semblend_trt.connector.eligibility.model_facts", slower)
-    assert families.largest_difference("glm4_moe") > 100 * MAX_LOGIT_DIFFERENCE
+    assert families.largest_difference(family) > 100 * MAX_LOGIT_DIFFERENCE
