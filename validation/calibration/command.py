@@ -183,7 +183,8 @@ class _Prepared:
     def _collector(self) -> DeviationCollector:
         options = self._options
         model = models.transformers_model(self.engines, options.model, options.device, self._dtype)
-        return DeviationCollector(model, self.engines.facts, self.settings.min_span)
+        kv_dtype = torch.float8_e4m3fn if "float8" in self.namespace.kv_dtype else None
+        return DeviationCollector(model, self.engines.facts, self.settings.min_span, kv_dtype)
 
 
 def _bound_families(asked: FamilyRequest) -> FamilyRequest:

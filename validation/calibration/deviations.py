@@ -18,7 +18,9 @@ from transformers import DynamicCache
 
 from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of, windows_of
 from kernels.deviation import Move, deviation
+from kernels.kv_move import kv_move
 from kernels.layout import KvGeometry, PagedKv
+from kernels.rope import saturated
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
@@ -115,12 +117,14 @@ class PromptDeviations:
 
 
 class DeviationCollector:
-    """Collects the deviations of prompts in `model`, a Transformers model of either version."""
+    """Collects the deviations of prompts in `model`, a Transformers model of either version, as an engine has them that
+    keeps KV in `kv_dtype`: None is the model's own; fp8 is stored by a scale of 1, as engines do without another."""
 
-    def __init__(self, model: Any, facts: ModelFacts, min_span: int) -> None:
+    def __init__(self, model: Any, facts: ModelFacts, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
         self._rotation = facts.rotation
         self._model = model
+        self._kv_dtype = kv_dtype
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
@@ -146,6 +150,8 @@ class DeviationCollector:
     ) -> PromptDeviations:
         checked = [span for span in plan.spans if not span.exact]
         moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
+        if self._kv_dtype is not None:
+            moves = self._placed(moves, fresh)
         # [layers, kv_factor, tokens]; the larger of K and V decides
         layers = [
             deviation(moves, fresh, layer, self._rotation.of_layer(layer)) for layer in range(self._geometry.num_layers)
@@ -153,6 +159,14 @@ class DeviationCollector:
         values = torch.stack(layers).amax(dim=1).cpu().numpy().astype(np.float32)
         lengths = tuple(span.length for span in checked)
         return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)
+
+    def _placed(self, moves: Sequence[Move], like: PagedKv) -> list[Move]:
+        """The moves from memory into which they were made before, which rounds K once more."""
+        blocks = torch.arange(len(like.block_ids))
+        pool = torch.empty(len(blocks), *like.pool.shape[1:], dtype=like.pool.dtype, device=like.pool.device)
+        placed = PagedKv(pool, blocks, self._geometry)
+        kv_move(moves, placed, self._rotation)
+        return [Move(placed, move.target_start, move.target_start, move.length) for move in moves]
 
     def _plan(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
         """The prompt's plan; None where there is nothing to check."""
@@ -204,7 +218,7 @@ class DeviationCollector:
         # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
         rows = torch.stack([torch.stack(pair if self._geometry.kv_factor == 2 else [_latent(*pair)]) for pair in found])
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
-        return blocks
+        return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
 
 
 def _latent(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from validation.embedded_engine import EmbeddedEngines
 
 
-def collected(shipped: EmbeddedEngines, family: str) -> list[PromptDeviations]:
+def collected(shipped: EmbeddedEngines, family: str, kv_dtype: torch.dtype | None = None) -> list[PromptDeviations]:
     cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
-    collector = DeviationCollector(shipped.runner.model, shipped.facts, min_span=64)
+    collector = DeviationCollector(shipped.runner.model, shipped.facts, 64, kv_dtype)
     return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
 
 
@@ -36,6 +36,18 @@ def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEn
         assert prompt.exact_tokens + sum(prompt.lengths) <= prompt.promised < 640
         # The lowest layer sees the token alone: only the rotation's rounding is left.
         assert prompt.values[0].max() < 1e-4
+
+
+def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped: EmbeddedEngines) -> None:
+    """A half of 2^-3 at most for each of three roundings, to the nearest of 8 steps between powers of 2."""
+    for prompt, own in zip(
+        collected(shipped, "reordered", torch.float8_e4m3fn), collected(shipped, "reordered"), strict=True
+    ):
+        assert (prompt.lengths, prompt.values.shape) == (own.lengths, own.values.shape)
+        assert 0.01 < prompt.values[0].min() <= prompt.values[0].max() < 3 * 2**-4
+        # It shows in tokens that hardly deviate, and is little beside what another place does.
+        assert own.values[2].min() < 0.02 < prompt.values[2].min()
+        assert 1 < np.median(prompt.values[2]) / np.median(own.values[2]) < 1.5
 
 
 def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEngines) -> None:
