@@ -320,6 +320,7 @@ def test_plain_causal_attention_has_a_sample(known: Any) -> None:
         ("kv_cache_update", attention(updates=True)),
         ("attention", attention(SimpleNamespace)),
         ("non_causal", object()),
+        ("latent_attention", SimpleNamespace(kv_lora_rank=512)),
     ],
 )
 def test_attention_that_our_kernel_does_not_know_has_no_sample(reason: str, unknown: Any) -> None:
