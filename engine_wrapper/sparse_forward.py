@@ -106,7 +106,9 @@ class PlainRows:
         self._pool = pool
         self._geometry = geometry
         # Granite's decoder multiplies its embeddings; others have no factor.
-        self._hidden = decoder.embed_tokens(schedule.token_ids[None]) * getattr(decoder, "embedding_multiplier", 1.0)
+        self._hidden = decoder.embed_tokens(schedule.token_ids[None])
+        if (factor := getattr(decoder, "embedding_multiplier", None)) is not None:
+            self._hidden = self._hidden * factor
         self._positions = schedule.positions[None]
         # Gemma's full attention and windows rotate in two ways. cos, sin of each: [1, rows, rotary_dim]
         self._kinds = decoder.config.layer_types if hasattr(decoder.rotary_emb, "layer_types") else None
@@ -235,7 +237,9 @@ class SparseForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [rows, hidden] as returned by the call; returns float32 [rows, vocabulary]."""
         logits: torch.Tensor = self._model.lm_head(hidden)
-        logits = logits.float() / getattr(self._model.config, "logits_scaling", 1.0)
+        logits = logits.float()
+        if (scaling := getattr(self._model.config, "logits_scaling", None)) is not None:
+            logits = logits / scaling
         cap = getattr(self._model.config, "final_logit_softcapping", None)
         return logits if cap is None else (logits / cap).tanh() * cap
 

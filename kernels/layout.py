@@ -161,6 +161,11 @@ def layer_view(pool: Pool, geometry: KvGeometry, layer: int, kind: int) -> torch
     return pool_view(pool, geometry)[:, layer, kind]
 
 
+def indexable(values: torch.Tensor) -> torch.Tensor:
+    """`values`, as bytes where torch cannot index their dtype."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
+
 def check_pool(
     pool: Pool,
     geometry: KvGeometry,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import LayeredPool
+from kernels.layout import LayeredPool, indexable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ class CacheLayout:
         attention.impl.do_kv_cache_update(attention, keys, values, small, slots)
         read = self.views(small)
         assert read is not None
-        found = [_bytes(each).transpose(1, 2).flatten(0, 1)[slots].view(self.dtype) for each in read]
+        found = [indexable(each).transpose(1, 2).flatten(0, 1)[slots].view(self.dtype) for each in read]
         return tuple(found)
 
 
@@ -112,11 +112,6 @@ def _reads_back(
     slots = torch.randperm(tokens, generator=generator).to(cache.device)
     found = layout.stored(attention, cache, given[0], given[1], slots)
     return all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True))
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """`values`, as bytes where torch cannot index their dtype."""
-    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _latent(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:

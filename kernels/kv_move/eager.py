@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.kv_move.move import Move, tensor_of
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv, layer_view, pool_view
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, indexable, layer_view, pool_view
 from kernels.rope import RopeRotation, Rotation, rotate_keys
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def _gather_blocks(source: PagedKv, blocks: torch.Tensor) -> torch.Tensor:
     pool, geometry = source.pool, source.geometry
     if isinstance(pool, LayeredPool):
         planes = [each for layer in zip(*pool.kinds, strict=True) for each in layer]
-        found = torch.stack([_indexable(each).index_select(0, blocks).transpose(0, 1) for each in planes])
+        found = torch.stack([indexable(each).index_select(0, blocks).transpose(0, 1) for each in planes])
         rows: torch.Tensor = found.view(pool.dtype).unflatten(0, (geometry.num_layers, geometry.kv_factor))
         return rows
-    paged = _indexable(pool_view(pool, geometry)).permute(1, 2, 3, 0, 4, 5)
+    paged = indexable(pool_view(pool, geometry)).permute(1, 2, 3, 0, 4, 5)
     return paged.index_select(3, blocks).view(pool.dtype)
 
 
@@ -69,14 +69,9 @@ def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.
     blocks, slots = target.places(start, length)
     if isinstance(target.pool, LayeredPool):
         for layer in range(target.geometry.num_layers):
-            one = _indexable(layer_view(target.pool, target.geometry, layer, kind)).transpose(0, 1)
-            one[:, blocks, slots] = _indexable(rows[layer])
+            one = indexable(layer_view(target.pool, target.geometry, layer, kind)).transpose(0, 1)
+            one[:, blocks, slots] = indexable(rows[layer])
         return
     # paged has shape [layers, kv_heads, blocks, block_size, head_dim]
-    paged = _indexable(pool_view(target.pool, target.geometry))[:, :, kind].permute(1, 2, 0, 3, 4)
-    paged[:, :, blocks, slots] = _indexable(rows)
-
-
-def _indexable(values: torch.Tensor) -> torch.Tensor:
-    """`values`, as bytes where torch cannot index their dtype."""
-    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+    paged = indexable(pool_view(target.pool, target.geometry))[:, :, kind].permute(1, 2, 0, 3, 4)
+    paged[:, :, blocks, slots] = indexable(rows)

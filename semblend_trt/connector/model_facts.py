@@ -91,8 +91,7 @@ class ModelFacts:
     """Sizes of the whole model (not of one rank's shard), its layers, and the quantisation of its weights.
 
     `groups` hold every layer once. `rope_parameters` are those of the layers that rotate, of full attention where a
-    window has others. `configuration` is a digest
-    of everything in its configuration that can change what it computes.
+    window has others. `configuration` is a digest of everything in its configuration that can change what it computes.
     """
 
     model_type: str
