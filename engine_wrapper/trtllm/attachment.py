@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal
+from semblend_trt.connector.pool_geometry import needs_scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,8 +114,9 @@ def attach_to_executor(
         assert parts is not None
         assert facts is not None
         refusal = execution_refusal(parts, llm_args, facts)
-        if refusal is not None:
-            return refusal
+        # Rows would have to be rounded, and attended to, as the engine's own kernels do.
+        if refusal is not None or needs_scales(pool):
+            return refusal or "kv_cache_dtype"
         max_rows = getattr(llm_args, "max_num_tokens", None)
         return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, max_rows)
 

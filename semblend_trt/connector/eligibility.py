@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Where the connector is that also attaches to its engine.
+WRAPPER_MODULE = "engine_wrapper.connector"
 _MISSING = object()
 # A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
 _SALTS = {"cache_salt": str, "cache_salt_id": int}
@@ -158,8 +160,11 @@ def decoder_refusal(llm_args: Any) -> str | None:
 
 
 def tells_kv_scales(llm_args: Any) -> bool:
-    """Whether the engine tells the scales of an fp8 cache: vLLM's arguments do, TensorRT-LLM's do not."""
-    return bool(getattr(llm_args, "tells_kv_scales", False))
+    """Whether the scales of an fp8 cache can be known: vLLM's arguments tell them, and the wrapper reads TensorRT-LLM's
+    once the caches are registered."""
+    config = getattr(llm_args, "kv_connector_config", None)
+    has_wrapper = getattr(config, "connector_module", None) == WRAPPER_MODULE
+    return bool(getattr(llm_args, "tells_kv_scales", has_wrapper))
 
 
 def served_facts(llm_args: Any) -> ModelFacts:

@@ -97,11 +97,13 @@ def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Pat
     assert known.dtype is torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "nvfp4"])
-def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "reason"), [("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout")]
+)
+def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str, reason: str) -> None:
     refused = known_model(str(tiny_qwen2_path), kv_dtype)
     assert isinstance(refused, Finding)
-    assert (refused.status, refused.reason) == (Status.REFUSED, "pool_layout")
+    assert (refused.status, refused.reason) == (Status.REFUSED, reason)
 
 
 @pytest.mark.parametrize(
