@@ -19,7 +19,6 @@ from engine_wrapper import sequence_work
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import rows
-from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.rows import VllmRows
 from engine_wrapper.vllm.worker import VllmWorker
 from kernels.deviation import token_rows
@@ -77,21 +76,6 @@ def cold(models: Models) -> Cold:
         return answered(DONOR, MOVED, NEW, LONG, model=models(form))
 
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Those of the request whose rows we computed last, alone."""
-    last: list[int] = []
-    stock = PlannedForward._blocks
-
-    def told(forward: PlannedForward) -> list[list[int]]:
-        found = stock(forward)
-        last[:] = found[0]
-        return found
-
-    monkeypatch.setattr(PlannedForward, "_blocks", told)
-    return last
 
 
 def assert_cold(answer: Answered, expected: Answered, cached: int = len(DOCUMENT)) -> None:
