@@ -27,7 +27,7 @@ def scale_of(held: Any, owner: str, name: str) -> float:
         raise LayoutError("kv_scales", f"{owner} has no {name} for its fp8 cache, but {held!r}")
     if held.numel() != 1:
         raise LayoutError("kv_scales", f"{owner} has {held.numel()} values of {name}, where one is needed")
-    value = float(held)
+    value = float(held.item())
     if not (math.isfinite(value) and value > 0):
         raise LayoutError("kv_scales", f"{owner} has a {name} of {value!r}; one above 0 is needed")
     return value
