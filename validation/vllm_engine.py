@@ -33,6 +33,8 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+# Of a card's memory so much has to be free when an engine starts.
+_LEAST_FREE = 0.1
 # A save begins in one step and is told of in a later one.
 _SETTLING_STEPS = 1_000
 
@@ -79,6 +81,11 @@ class VllmEngines:
         if any(self.facts.windows):
             # As vLLM does with a connector, and the blocks are counted for one group of layers.
             options["disable_hybrid_kv_cache_manager"] = True
+        blocks = max(settings.pool_tokens, self.facts.max_positions) // _BLOCK_SIZE + 2
+        if torch.cuda.is_available():
+            # Or vLLM asks for nearly all of the card, which others may use as well.
+            options["kv_cache_memory_bytes"] = blocks * _BLOCK_SIZE * self.token_bytes
+            options["gpu_memory_utilization"] = _LEAST_FREE
         if arm.chunk_tokens is not None:
             options["max_num_batched_tokens"] = arm.chunk_tokens
         variables = connector_variables(arm, settings, str(audit_path))
@@ -94,7 +101,7 @@ class VllmEngines:
                     async_scheduling=False,
                     block_size=_BLOCK_SIZE,
                     max_num_seqs=settings.batch_size,
-                    num_gpu_blocks_override=max(settings.pool_tokens, self.facts.max_positions) // _BLOCK_SIZE + 2,
+                    num_gpu_blocks_override=blocks,
                     **options,
                 )
         except (RuntimeError, ValueError, TypeError, OSError) as error:

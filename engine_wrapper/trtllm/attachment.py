@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -115,7 +116,7 @@ def attach_to_executor(
         if refusal is not None:
             return refusal
         max_rows = getattr(llm_args, "max_num_tokens", None)
-        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts.rotation, max_rows)
+        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, max_rows)
 
     guarded, reason = _installed(guard, runtime)
     if guarded is None:
@@ -237,8 +238,13 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
         return "quantized_attention"
     if getattr(attention, "attention_chunk_size", None) is not None:
         return "attention_chunks"
-    if getattr(attention, "attn_output_gate", None) or getattr(attention, "q_scaling", None) not in (None, 1, 1.0):
+    if getattr(attention, "attn_output_gate", None) or not _scales(getattr(attention, "q_scaling", None)):
         return "attention_scaling"
     # Other types also scale cos and sin, which the kernel here does not know.
     rope = facts.rope_parameters.get("rope_type", "default")
     return "rope_fused" if attention.rope_fusion and rope not in _NORMAL_ROPE else None
+
+
+def _scales(q_scaling: Any) -> bool:
+    """Whether scores can be divided by it; None is 1."""
+    return q_scaling is None or (isinstance(q_scaling, (int, float)) and 0 < q_scaling < math.inf)

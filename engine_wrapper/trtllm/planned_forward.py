@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
+    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.ranks import Ranks
     from semblend_trt.runtime import Runtime
@@ -67,12 +68,14 @@ def batch_of_call(options: Mapping[str, Any]) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDecoder:
-    """`forward` is the decoder's own, hooked; its KV goes into `pool`. `ranks` run it together."""
+    """`forward` is the decoder's own, hooked; its KV goes into `pool`. `windows`: as in PlannedRows. `ranks` run it
+    together."""
 
     forward: Callable[..., torch.Tensor]
     pool: torch.Tensor
     geometry: KvGeometry
     rotation: Rotation
+    windows: tuple[int | None, ...]
     ranks: Ranks
 
     def run(
@@ -92,7 +95,8 @@ class PlannedDecoder:
         """
 
         def rows_of(schedule: LayerSchedule, sink: EvidenceSink | None, lowest: bool) -> PlannedRows:
-            return PlannedRows(schedule, self.pool, self.geometry, self.rotation, self.ranks, sink, lowest)
+            layers = self.rotation, self.windows
+            return PlannedRows(schedule, self.pool, self.geometry, *layers, self.ranks, sink, lowest)
 
         def call(schedule: LayerSchedule, rows: PlannedRows) -> torch.Tensor:
             token_ids = schedule.token_ids.to(options["input_ids"].dtype)
@@ -159,7 +163,7 @@ class PlannedForward:
         manager: Any,
         runtime: Runtime,
         pool: torch.Tensor,
-        rotation: Rotation,
+        facts: ModelFacts,
         max_rows: int | None,
     ) -> None:
         """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""
@@ -168,7 +172,9 @@ class PlannedForward:
         self._runtime = runtime
         self._max_rows = max_rows
         self._hooks = DecoderHooks(decoder, self._forward)
-        self._decoder = PlannedDecoder(self._hooks.stock, pool, runtime.pool.geometry, rotation, runtime.ranks)
+        self._decoder = PlannedDecoder(
+            self._hooks.stock, pool, runtime.pool.geometry, facts.rotation, facts.windows, runtime.ranks
+        )
         self._is_judged = False
 
     def install(self) -> None:

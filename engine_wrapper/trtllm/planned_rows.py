@@ -7,7 +7,9 @@ their K and V are written to the pool and the queries attend to their whole sequ
 Facts: NVIDIA/TensorRT-LLM, `Attention.forward` and `Attention._attn_impl` of `_torch/modules/attention.py` (1.1 to 1.3)
 and `_torch/attention/attention.py` (main); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
 `modeling_llama.py`: a decoder calls its layers with `position_ids`, `hidden_states`, `attn_metadata` and `residual` by
-name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)` (1.1 to main).
+name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)` (1.1 to main);
+`modeling_gemma3.py` asks it for an `attention_window_size`, which counts the token itself
+(`attention_backend/vanilla.py`); `cpp/tensorrt_llm/common/attentionOp.cpp` divides scores by `q_scaling` too.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 _UNKNOWN_OPTIONS = (
     "attention_mask_data",
     "attention_sinks",
-    "attention_window_size",
     "mrope_config",
     "mrope_position_deltas",
     "mrope_rotary_cos_sin",
@@ -53,9 +54,10 @@ class CheckReached(Exception):  # noqa: N818 - an end, not an error
 class PlannedRows:
     """Rows on their way through the layers: they leave where their stage ends, and checks compare them.
 
-    `schedule` has its tensors on the pool's device. `ranks` run the same schedule, each with its heads. `evidence_sink`
-    gets what each check found; the host waits for the device at checks only. With `lowest` the forward ends at the
-    check, once the rows' K and V are written there; `found` are the check's deviations.
+    `schedule` has its tensors on the pool's device. `windows` are those of the layers, in tokens, None for full
+    attention. `ranks` run the same schedule, each with its heads. `evidence_sink` gets what each check found; the host
+    waits for the device at checks only. With `lowest` the forward ends at the check, once the rows' K and V are written
+    there; `found` are the check's deviations.
     """
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
@@ -69,11 +71,13 @@ class PlannedRows:
         pool: torch.Tensor,
         geometry: KvGeometry,
         rotation: Rotation,
+        windows: tuple[int | None, ...],
         ranks: Ranks,
         evidence_sink: EvidenceSink | None = None,
         lowest: bool = False,
     ) -> None:
         self._schedule = schedule
+        self._windows = windows
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks
@@ -122,6 +126,7 @@ class PlannedRows:
         and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unsupported options.
         """
         _check_options(options)
+        self._check_window(layer, options)
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
@@ -135,9 +140,18 @@ class PlannedRows:
         write_rows(keys, values.contiguous(), kv, sequences)
         if self._lowest and self.found is not None:
             raise CheckReached
-        scale = self._geometry.head_dim**-0.5
-        attended = sparse_prefill(queries.contiguous(), kv, sequences, scale)
+        scale = self._geometry.head_dim**-0.5 / (getattr(attention, "q_scaling", None) or 1.0)
+        attended = sparse_prefill(queries.contiguous(), kv, sequences, scale, self._windows[layer])
         return attended.flatten(1)
+
+    def _check_window(self, layer: int, options: dict[str, Any]) -> None:
+        asked, window = _asked(options, "attention_window_size"), self._windows[layer]
+        if asked != window:
+            raise LayoutError(
+                "attention_call",
+                f"layer {layer} was called with attention_window_size {asked}; by the model's configuration it is "
+                f"{window}",
+            )
 
     def _decide(self) -> None:
         assert self._schedule.check is not None
@@ -158,16 +172,19 @@ class PlannedRows:
         return [None if each is None else each.index_select(0, keep) for each in rows]
 
 
+def _asked(options: dict[str, Any], name: str) -> Any:
+    """An option of an attention call, given alone or in `forward_args`; None where it is not asked for."""
+    alone = options.get(name)
+    return getattr(options.get("forward_args"), name, None) if alone is None else alone
+
+
 def _check_options(options: dict[str, Any]) -> None:
-    asked = options.get("forward_args")
     for name in _UNKNOWN_OPTIONS:
-        if options.get(name) is not None or getattr(asked, name, None) is not None:
+        if _asked(options, name) is not None:
             raise LayoutError("attention_call", f"the attention was called with {name}, which is not supported here")
-    for mask in (options.get("attention_mask"), getattr(asked, "attention_mask", None)):
-        if mask is not None and str(getattr(mask, "value", mask)) != "causal":
-            raise LayoutError(
-                "attention_call", f"the attention was called with mask {mask!r}; only causal is supported"
-            )
+    mask = _asked(options, "attention_mask")
+    if mask is not None and str(getattr(mask, "value", mask)) != "causal":
+        raise LayoutError("attention_call", f"the attention was called with mask {mask!r}; only causal is supported")
 
 
 class DecoderHooks:

@@ -41,10 +41,10 @@ def _scale(attention: Any, kind: str, name: str) -> float:
         raise LayoutError("kv_scales", f"{name} has no {kind}_scale for its fp8 cache, but {held!r} and {value!r}")
     if held.numel() != 1:
         raise LayoutError("kv_scales", f"{name} has {held.numel()} values of {kind}_scale, where one is needed")
-    if not (math.isfinite(value) and value > 0) or not math.isclose(float(held), value, rel_tol=1e-6):
+    if not (math.isfinite(value) and value > 0) or not math.isclose(held.item(), value, rel_tol=1e-6):
         raise LayoutError(
             "kv_scales",
-            f"{name} has a {kind}_scale of {float(held)!r}, and {value!r} on the host; one above 0 is needed",
+            f"{name} has a {kind}_scale of {held.item()!r}, and {value!r} on the host; one above 0 is needed",
         )
     return value
 

@@ -122,6 +122,8 @@ class ContractVersion:
     - `pins_with_transceiver`: saved requests are pinned in a disaggregated set-up, too.
     - `unpins_every_save`: all requests that one `get_finished` names are unpinned; otherwise the first one is, and the
       others' blocks are lost.
+    - `keeps_windowed_kv`: a layer with a window writes each token's KV to a place of its own, as other layers do, where
+      `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
     - `asks_without_reuse`: with block reuse off, V1 asks for tokens all the same, and applies none of the offer.
     - `flashinfer_layout`: the order of heads and tokens in a block of the attention backend FLASHINFER.
     - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
@@ -142,6 +144,7 @@ class ContractVersion:
     holds_saved_blocks: bool
     pins_with_transceiver: bool
     unpins_every_save: bool
+    keeps_windowed_kv: bool
     asks_without_reuse: bool
     flashinfer_layout: str
     allows_cuda_graphs: bool
@@ -168,6 +171,7 @@ V11 = ContractVersion(
     holds_saved_blocks=False,
     pins_with_transceiver=False,
     unpins_every_save=False,
+    keeps_windowed_kv=False,
     asks_without_reuse=False,
     flashinfer_layout="NHD",
     allows_cuda_graphs=False,
@@ -180,6 +184,7 @@ V12 = replace(
     tells_cut_short=False,
     pins_with_transceiver=True,
     unpins_every_save=True,
+    keeps_windowed_kv=True,
     allows_cuda_graphs=True,
 )
 V13 = replace(

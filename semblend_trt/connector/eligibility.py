@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract import flashinfer_layout
+from semblend_trt.connector.contract import MAIN, flashinfer_layout, version_of
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.policy import allows_reuse, terms_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from semblend_trt.config import Settings
+    from semblend_trt.connector.contract import ContractVersion
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ def engine_refusal(llm_args: Any) -> str | None:
     # After a swap to host memory a block id is no longer its row in the pool.
     if getattr(cache, "host_cache_size", None):
         return "host_offload"
-    if getattr(cache, "max_attention_window", None):
+    if cuts_kv(llm_args, getattr(cache, "max_attention_window", None) or ()):
         return "attention_window"
     if getattr(llm_args, "speculative_config", None) is not None:
         return "speculative_decoding"
@@ -64,6 +67,17 @@ def engine_refusal(llm_args: Any) -> str | None:
     if getattr(llm_args, "cache_transceiver_config", None) is not None:
         return "disaggregated"
     return None if _orders_blocks_by_head(llm_args) else "attention_backend"
+
+
+def cuts_kv(llm_args: Any, windows: Iterable[int | None]) -> bool:
+    """Whether the engine drops KV outside of one of `windows`, in tokens, None for none: one that is shorter than its
+    longest sequence, or may be.
+
+    Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it, and have a
+    pool, or a layer group, for each window that is shorter than `max_seq_len`.
+    """
+    longest = getattr(llm_args, "max_seq_len", None)
+    return any(window is not None and (longest is None or window < longest) for window in windows)
 
 
 def _parallel_refusal(llm_args: Any) -> str | None:
@@ -152,22 +166,24 @@ def served_facts(llm_args: Any) -> ModelFacts:
     """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
     be moved, or that this engine computes otherwise than Transformers."""
     facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
-    if not getattr(llm_args, "follows_transformers", False) and (refusal := trtllm_refusal(facts)) is not None:
+    if getattr(llm_args, "follows_transformers", False):
+        return facts
+    if (refusal := trtllm_refusal(facts, version_of(llm_args))) is not None:
         raise refusal
     return facts
 
 
-def trtllm_refusal(facts: ModelFacts) -> UnsupportedModelError | None:
-    """Why TensorRT-LLM does not serve a model that vLLM and the embedded engine do; None when it does.
+def trtllm_refusal(facts: ModelFacts, version: ContractVersion = MAIN) -> UnsupportedModelError | None:
+    """Why TensorRT-LLM of a contract's version does not serve a model that vLLM and the embedded engine do; None when
+    it does.
 
-    Facts: its `resource_manager.py` (a pool for each window) and `functional.py` (create_sinusoidal_positions_yarn
-    knows no truncate).
+    Facts: pull request 6768 (windows) and `functional.py` (create_sinusoidal_positions_yarn knows no truncate).
     """
-    if any(facts.windows):
+    if any(facts.windows) and not version.keeps_windowed_kv:
         return UnsupportedModelError(
             "sliding_window",
-            f"{facts.model_type} has layers with a sliding window, and TensorRT-LLM keeps their KV in a pool of its "
-            "own; serve it with vLLM",
+            f"{facts.model_type} has layers with a sliding window, and TensorRT-LLM {version.name} writes new KV over "
+            "what lies outside of it; use TensorRT-LLM 1.2 or later, or vLLM",
         )
     if facts.rope_parameters.get("truncate", True) is not True:
         return UnsupportedModelError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
-from semblend_trt.connector.eligibility import served_facts
+from semblend_trt.connector.eligibility import cuts_kv, served_facts
 from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.pool_geometry import described, geometry_of
 from semblend_trt.connector.saver import DonorSaver
@@ -111,18 +111,17 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._register(kv_cache_tensor)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups by name."""
+        """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups, or whose KV is
+        dropped outside of a window, by name."""
+        pool = None
         try:
-            pool = layout.as_single_pool_tensor() if len(layout.groups) == 1 else None
+            refusal = _layout_refusal(layout, self._llm_args)
+            if refusal is None:
+                pool = layout.as_single_pool_tensor()
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
-            self._register(None, "pool_layout")
-            return
-        if pool is None:
-            logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
-            self._register(None, "layer_groups")
-            return
-        self.register_kv_caches(pool)
+            refusal = "pool_layout"
+        self._register(pool, refusal)
 
     def _register(self, pool: torch.Tensor | None, refusal: str | None = None) -> None:
         runtime, failure = self._runtime, None
@@ -378,6 +377,20 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 return min(tokens, index * self._pool_facts.geometry.block_size)
             known.add(block)
         return tokens
+
+
+def _layout_refusal(layout: Any, llm_args: Any) -> str | None:
+    """Why KV cannot be kept for a cache of this layout; upstream has a layer group for each window, and one without."""
+    cut = sorted({each.window_size for each in layout.groups if cuts_kv(llm_args, [each.window_size])})
+    if cut:
+        logger.warning(
+            "KV reuse is off: the engine drops KV outside of windows of %s tokens; leave max_attention_window out", cut
+        )
+        return "attention_window"
+    if len(layout.groups) != 1:
+        logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
+        return "layer_groups"
+    return None
 
 
 def _check_single_rank(llm_args: Any) -> None:

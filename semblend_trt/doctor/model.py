@@ -151,6 +151,8 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
         )
     if (refusal := trtllm_refusal(facts)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
+    elif windows:
+        yield _model.note("in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out")
     if facts.quantization is not None:
         yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
 

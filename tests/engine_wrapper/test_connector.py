@@ -71,6 +71,12 @@ class Service:
         self.bind(new_requests=[], cached_requests=[])
         return logits
 
+    def cold(self, request: LlmRequest) -> torch.Tensor:
+        """The logits of the same prompt without the connector."""
+        again = LlmRequest(99, list(request.tokens))
+        self.manager.add_sequence(again)
+        return self.executor.prefill(again)
+
     def bind(self, **scheduled: Any) -> None:
         metadata = self.asked(lambda scheduler: scheduler.build_connector_meta(SimpleNamespace(**scheduled)))
         assert isinstance(metadata, SemBlendConnectorMetadata)
@@ -98,9 +104,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
 
 
-@pytest.fixture
-def service(tiny_qwen2_path: Path) -> Iterator[Service]:
-    service = Service(tiny_qwen2_path)
+@pytest.fixture(params=[("qwen2", "1.1"), ("gemma3_text", "1.2")], ids=lambda each: each[0])
+def service(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Iterator[Service]:
+    family, contract = request.param
+    service = Service(tiny_model_paths[family], contract=contract)
     yield service
     service.close()
 
@@ -118,10 +125,22 @@ def test_documents_at_other_places_are_reused_and_never_published(service: Servi
     assert service.manager.impl.tree == published
     assert sorted(service.manager.impl.free) == list(range(96))
     # With the boundary above the last layer everything is computed again: the very logits of a cold run.
-    again = LlmRequest(3, list(shuffled.tokens))
-    service.manager.add_sequence(again)
-    cold = service.executor.prefill(again)
-    torch.testing.assert_close(logits, cold, atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
+    tiny_model_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "exact")
+    service = Service(tiny_model_paths[family], contract="main", cuda_graph_config=object())
+    document = text(1, 90)  # several windows
+    service.serve(LlmRequest(1, [*document, *text(4, 5)]))
+    request = LlmRequest(2, [*document, *text(7, 9)])
+    logits = service.serve(request)
+    assert service.report(2).reused_tokens == 90
+    torch.testing.assert_close(logits, service.cold(request), atol=1e-3, rtol=0)
+    service.close()
 
 
 def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config
 
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
@@ -45,6 +45,27 @@ _QWEN_7B: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "use_sliding_window": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# deepseek-ai/DeepSeek-V3, config.json: its attention in as many of its layers without experts as one card holds twice.
+_DEEPSEEK_V3: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "first_k_dense_replace": 12,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -94,6 +115,14 @@ def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2C
     """Writes the model's config.json to `folder`, for an engine that makes the weights itself; `small` changes it."""
     config = Qwen2Config(**_QWEN_7B | dict(small or {}))
     config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    return config
+
+
+def write_latent_config(folder: Path, small: Mapping[str, Any] | None = None) -> DeepseekV3Config:
+    """As `write_config`, for a model with latent attention (MLA)."""
+    config = DeepseekV3Config(**_DEEPSEEK_V3 | dict(small or {}))
+    config.architectures = ["DeepseekV3ForCausalLM"]
     config.save_pretrained(folder)
     return config
 

@@ -4,8 +4,9 @@
 and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
 writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of what is there. So a
 run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
-VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--small` is a dry run, for which no
-card is needed.
+VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--kv fp8` has the KV cache in e4m3,
+and `--kv mla` another model, whose attention is latent: of both the single prompts are measured, with position_fix.
+`--small` is a dry run, for which no card is needed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from validation.benchmarks.bench_model import label
 from validation.benchmarks.vllm_arm import (
     ARMS,
     IN_TURNS,
+    KV_FORMS,
     LOAD,
     PARTS,
+    PLAIN,
     POSITION_FIX,
     SMALL,
     STOCK,
@@ -55,12 +58,14 @@ VLLM_MISS_OVERHEAD_PERCENT = 1.0
 VLLM_DECODE_SLOWDOWN = 1.0
 VLLM_RAG_GAIN = {"position_fix": 4.0, "verified": 3.0}
 VLLM_RAG_P95_RATIO = 0.25
+# With a cache in fp8, and with latent attention.
+VLLM_OTHER_KV_OVER_COLD = 0.05
 
 # The arena of donors on the card lies beside what vLLM takes.
 _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
-_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
+_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True, "gpu_memory_utilization": 0.1}
 # Behind the names of rows of the second model runner, by the module that vLLM has it in.
 _RUNNERS = {"vllm.v1.worker.gpu.model_runner": "_v2_runner"}
 
@@ -109,7 +114,7 @@ def measure_arm(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         sizes, check = SMALL if options.small else Sizes(), _settings(options.check_option)
-        arm = VllmArm(name, Path(folder), sizes, own, turn, check, small=options.small)
+        arm = VllmArm(name, Path(folder), sizes, own, turn, check, kv=options.kv, small=options.small)
         told = {
             "arm": name,
             "engine": arm.facts,
@@ -152,8 +157,9 @@ def _measure_parts(arm: VllmArm, told: dict[str, Any], options: argparse.Namespa
             raise SystemExit(f"{arm.name}: nothing is reused in this engine any more")
 
 
-def add_rows(arms: dict[str, Any], rows: Results) -> list[str]:
-    """Adds the rows of the arms that were measured; returns what was not served as its row says, which gives none."""
+def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
+    """Adds the rows of the arms that were measured with a cache of the form `kv`; returns what was not served as its
+    row says, which gives none."""
     problems: list[str] = []
 
     def part(arm: str, name: str) -> dict[str, Any] | None:
@@ -164,6 +170,10 @@ def add_rows(arms: dict[str, Any], rows: Results) -> list[str]:
         return found
 
     stock = {name: part(STOCK, name) for name in PARTS}
+    if kv != PLAIN:
+        if stock["ttft"] is not None and (found := part(POSITION_FIX, "ttft")) is not None:
+            _other_kv_rows(kv, found, stock["ttft"], rows)
+        return problems
     for arm in (POSITION_FIX, VERIFIED):
         for name in PARTS:
             found, beside = part(arm, name), stock[name]
@@ -200,6 +210,15 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
         row = f"vllm_verified_ttft_{size}_over_exact_hit"
         rows.add(row, _median(sampled) / hit, "x", baseline, VLLM_VERIFIED_OVER_EXACT_HIT)
         rows.add(f"vllm_verified_sampled_ttft_{size}_ms", _median(sampled), "ms", f"every token checked {ttft:,.1f} ms")
+
+
+def _other_kv_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
+    size, times = label(ours["tokens"]), ours["shifted_ms"]
+    told = f"{_reused(ours)}; {_spread(times)}"
+    for name, of, goal in (("cold", "cold_ms", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", "exact_hit_ms", None)):
+        ttft, theirs = _median(times), _median(stock[of])
+        baseline = f"{ttft:,.1f} ms over stock vLLM's {of.removesuffix('_ms')} {theirs:,.1f} ms; {told}"
+        rows.add(f"vllm_{kv}_shifted_over_{name}_{size}", ttft / theirs, "x", baseline, goal)
 
 
 def _miss_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
@@ -308,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where <arm>.json and the rows go")
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between them (default: all)")
+    parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
     parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     for name, told in (
@@ -329,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [] if options.arms == "none" else options.arms.split(",")
     if unknown := set(chosen) - set(ARMS):
         parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
+    if options.kv != PLAIN:
+        chosen, options.parts = [each for each in chosen if each != VERIFIED], ["ttft"]
     options.out.mkdir(parents=True, exist_ok=True)
     arms = [arm for arm in ARMS if arm in chosen]
     failed = _run_in_turns(arms, options, command(arguments)) + _run_alone(arms, options, command(arguments))
@@ -363,7 +385,8 @@ def _run_in_turns(arms: Sequence[str], options: argparse.Namespace, whole: str) 
 def _command(arm: str, parts: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
     """The command of an arm's own process."""
     given = [sys.executable, "-m", "validation.benchmarks.vllm", "--out", str(options.out), "--arm", arm]
-    given += ["--parts", ",".join(parts), "--command", whole, *(["--small"] if options.small else [])]
+    given += ["--parts", ",".join(parts), "--kv", options.kv, "--command", whole]
+    given += ["--small"] if options.small else []
     given += [f"--engine-option={each}" for each in options.engine_option]
     given += [f"--check-option={each}" for each in options.check_option]
     return given + [f"--our-option={each}" for each in options.our_option]
@@ -384,10 +407,10 @@ def _record(options: argparse.Namespace) -> list[str]:
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
     rows = Results(measured=measured, dry=options.small, is_shown=False)  # shown when they are written, by their names
-    problems = add_rows(arms, rows)
-    runner = _RUNNERS.get(first["engine"]["runner"], "")
+    kv, runner = first["engine"]["kv"], _RUNNERS.get(first["engine"]["runner"], "")
+    problems = add_rows(arms, kv, rows)
     rows.rows = [replace(each, name=each.name + runner) for each in rows.rows]
-    name = f"vllm{runner}"
+    name = f"vllm{'' if kv == PLAIN else '_' + kv}{runner}"
     rows.write(options.out / "rows", name)
     if options.json is not None:
         write_rows(options.json / f"{name}.json", rows.rows)

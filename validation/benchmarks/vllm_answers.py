@@ -3,6 +3,7 @@
 `python -m validation.benchmarks.vllm_answers --model DIR --out DIR` calibrates each model in vLLM, in float32, and
 serves prompts there that it was not calibrated with; each of the two in a process of its own. With `--kv-dtype fp8`
 the KV cache, cold as well, is in e4m3. A profile that lies in --out as <model>.profile.json already is used as it is.
+What stands behind `--` goes to every calibration, as `--sample-tries 0`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
     shared += ["--kv-dtype", options.kv_dtype]
     shared += ["--groups", str(options.groups), "--questions", str(options.questions), "--tokens", str(options.tokens)]
     if not profile.is_file():
-        _run("calibrate", [*shared, "--output", str(profile)], allowed=(0, 1))
+        _run("calibrate", [*shared, *options.given, "--output", str(profile)], allowed=(0, 1))
     with tempfile.TemporaryDirectory() as folder:
         document, record = options.out / f"{model.name}.json", Path(folder) / "rows"
         given = [*shared, "--seed", str(_FRESH), "--profile", str(profile), "--output", str(document)]
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=4, help="questions in each group")
     parser.add_argument("--tokens", type=int, default=1_024, help="longest prompt, in tokens")
     parser.add_argument("--kv-dtype", choices=models.KV_DTYPES, default=models.AUTO, help="vLLM's KV cache")
+    parser.add_argument("given", nargs="*", metavar="OPTION", help="options of every calibration")
     options = parser.parse_args(arguments)
     options.command = command(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,14 @@ import torch
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileMatcher, ReuseProfile
-from validation.benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from validation.benchmarks.bench_model import (
+    INSTRUCTION,
+    NEW_TOKENS,
+    QUESTION,
+    Prompts,
+    write_config,
+    write_latent_config,
+)
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
@@ -37,6 +44,13 @@ PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
 IN_TURNS = ("ttft", "miss")
 # Of what stands in donors, so much has to be served from them, or a figure says nothing about reuse.
 SERVED_SHARE = 0.9
+# What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA).
+PLAIN, FP8, MLA = KV_FORMS = ("plain", "fp8", "mla")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    FP8: {"kv_cache_dtype": "fp8"},
+    MLA: {"attention_backend": "FLASH_ATTN_MLA"} if torch.cuda.is_available() else {},
+}
 # Requests at 80 % of what stock vLLM sustains.
 LOAD = 0.8
 _SMALL_MODEL = {
@@ -48,6 +62,8 @@ _SMALL_MODEL = {
     "vocab_size": 2048,
     "max_position_embeddings": 4096,
 }
+
+_SHAPES = dict.fromkeys(KV_FORMS, "Qwen2.5-7B's shape") | {MLA: "twelve dense layers of DeepSeek-V3's shape"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +158,7 @@ class Served:
 
 class VllmArm:
     """The arm's engine, started with vLLM's defaults and `options`. `turn` is entered for all that is measured in
-    turns. `check` changes the check of sampled_ms."""
+    turns. `check` changes the check of sampled_ms; `kv` is one of KV_FORMS."""
 
     def __init__(
         self,
@@ -153,6 +169,7 @@ class VllmArm:
         turn: Callable[[], AbstractContextManager[None]],
         check: Mapping[str, Any],
         *,
+        kv: str,
         small: bool,
     ) -> None:
         """Makes the model in `folder`. Raises what vLLM raises when it does not start."""
@@ -160,8 +177,9 @@ class VllmArm:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.name, self.sizes, self._turn = name, sizes, turn
-        config = write_config(folder, _SMALL_MODEL if small else None)
+        self.name, self.sizes, self._turn, self._kv = name, sizes, turn, kv
+        write = write_latent_config if kv == MLA else write_config
+        config = write(folder, _SMALL_MODEL if small else None)
         given: dict[str, Any] = {
             "model": str(folder),
             "load_format": "dummy",
@@ -170,6 +188,7 @@ class VllmArm:
             "max_model_len": sizes.longest,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            **_OPTIONS[kv],
         }
         # There is no tokenizer, without which an embedder has no text.
         self._settings = {
@@ -207,7 +226,9 @@ class VllmArm:
         graphs = config.compilation_config.cudagraph_mode
         told: dict[str, Any] = {
             "vllm": vllm.__version__,
-            "model": "Qwen2.5-7B's shape, dummy weights" if self.sizes != SMALL else "a small dry run",
+            "model": f"{_SHAPES[self._kv]}, dummy weights" if self.sizes != SMALL else "a small dry run",
+            "kv": self._kv,
+            "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "runner": type(runner).__module__,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),

@@ -6,7 +6,9 @@ The decoder's numbers are real: the weights are a tiny model's, and the attentio
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -236,8 +238,8 @@ class TrtllmAttention:
     """`_torch/attention_backend/trtllm.py`, TrtllmAttention (1.2; main moves the options into `forward_args`). Queries
     are the last tokens of each sequence, and are rotated here where RoPE is fused."""
 
-    def __init__(self, layer_idx: int, rotate: Callable[..., Any] | None) -> None:
-        self.layer_idx, self._rotate = layer_idx, rotate
+    def __init__(self, layer_idx: int, rotate: Callable[..., Any] | None, q_scaling: float = 1.0) -> None:
+        self.layer_idx, self._rotate, self._q_scaling = layer_idx, rotate, q_scaling
 
     def forward(self, q: Any, k: Any, v: Any, metadata: AttentionMetadata, **options: Any) -> torch.Tensor:
         manager = metadata.kv_cache_manager
@@ -246,6 +248,8 @@ class TrtllmAttention:
         if k is None:
             kv_size = geometry.kv_heads * geometry.head_dim
             q, k, v = q.split([q.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
+        asked = options.get("forward_args") or SimpleNamespace(**options)
+        window, scale = asked.attention_window_size or math.inf, geometry.head_dim**-0.5 / self._q_scaling
         outputs, row = [], 0
         for index, blocks in enumerate(manager.get_batch_cache_indices(metadata.request_ids)):
             begin, length = metadata.kv_cache_params.num_cached_tokens_per_seq[index], int(metadata.seq_lens[index])
@@ -257,19 +261,20 @@ class TrtllmAttention:
             for kind in (0, 1):
                 view[places[0], kind, :, places[1]] = part[1 + kind]
             stored = view[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : begin + length]
-            mask = torch.arange(begin + length)[None] <= positions[:, None]
-            outputs.append(
-                nn.functional.scaled_dot_product_attention(
-                    part[0].transpose(0, 1)[None], stored[0][None], stored[1][None], attn_mask=mask, enable_gqa=True
-                )[0].transpose(0, 1)
+            back = positions[:, None] - torch.arange(begin + length)
+            mask = (back >= 0) & (back < window)
+            query, key, value = part[0].transpose(0, 1)[None], stored[0][None], stored[1][None]
+            attended = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
             )
+            outputs.append(attended[0].transpose(0, 1))
             row += length
         return torch.cat(outputs).flatten(1)
 
 
 class Attention(nn.Module):
-    """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25). TRTLLM's attention is
-    always given q, k and v in one tensor."""
+    """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25), and the norms of
+    `qk_norm_attention.py`. TRTLLM's attention is always given q, k and v in one tensor."""
 
     def __init__(self, source: Any, layer_idx: int, rotate: Callable[..., Any], *, fused: bool, style: str) -> None:
         super().__init__()
@@ -277,8 +282,10 @@ class Attention(nn.Module):
         self.projections = nn.ModuleList([source.q_proj, source.k_proj, source.v_proj])
         self.q_size, self.kv_size = source.q_proj.out_features, source.k_proj.out_features
         self.o_proj, self.rotate = source.o_proj, rotate
-        self.q_scaling, self.attn_output_gate, self.has_quant_scale = 1.0, None, False
-        self.attn = TrtllmAttention(layer_idx, rotate if fused else None)
+        self.norms = nn.ModuleList([source.q_norm, source.k_norm] if hasattr(source, "q_norm") else [])
+        self.q_scaling, self.attn_output_gate = source.head_dim**-0.5 / source.scaling, None
+        self.has_quant_scale, self.attention_window_size = False, getattr(source, "sliding_window", None)
+        self.attn = TrtllmAttention(layer_idx, rotate if fused else None, self.q_scaling)
         self.asks: dict[str, Any] = {}
 
     def do_not_rotate(self) -> None:
@@ -287,12 +294,14 @@ class Attention(nn.Module):
 
     def forward(self, position_ids: torch.Tensor, hidden_states: Any, attn_metadata: Any, **kwargs: Any) -> Any:
         parts = [each(hidden_states) for each in self.projections]
+        for index, norm in enumerate(self.norms):
+            parts[index] = norm(parts[index].unflatten(-1, (-1, self.head_dim))).flatten(1)
         if not self.rope_fusion:
             heads = [each.unflatten(-1, (-1, self.head_dim)) for each in parts[:2]]
             parts[:2] = (each.flatten(1) for each in self.rotate(position_ids[0], *heads))
         qkv = torch.cat(parts, dim=-1)[: attn_metadata.num_tokens]
-        options: dict[str, Any] = {"attention_mask": "causal", "out_scale": None, "attention_window_size": None}
-        options |= self.asks
+        options: dict[str, Any] = {"attention_mask": "causal", "out_scale": None}
+        options |= {"attention_window_size": self.attention_window_size} | self.asks
         if self.style == "main":
             options = {"forward_args": SimpleNamespace(**options, output=None)}
         return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))
@@ -359,15 +368,38 @@ class FusedNormLayer(DecoderLayer):
         return self.next_layer_layernorm(self.mlp(hidden_states), residual)
 
 
+class Gemma3Layer(DecoderLayer):
+    """`_torch/models/modeling_gemma3.py`, Gemma3DecoderLayer (main @00e7d103): adds its own residuals, and returns rows
+    alone."""
+
+    def __init__(self, source: Any, attention: Attention) -> None:
+        super().__init__(source, attention)
+        self.before, self.behind = source.pre_feedforward_layernorm, source.post_feedforward_layernorm
+
+    def forward(
+        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any = None, **kwargs: Any
+    ) -> Any:
+        residual = hidden_states
+        hidden_states = self.self_attn(
+            position_ids=position_ids, hidden_states=self.input_layernorm(hidden_states), attn_metadata=attn_metadata
+        )
+        residual = residual + self.post_attention_layernorm(hidden_states)
+        return residual + self.behind(self.mlp(self.before(residual)))
+
+
+LAYERS = {"llama": FusedNormLayer, "gemma3_text": Gemma3Layer}
+
+
 class DecoderModel(nn.Module):
-    """`_torch/models/modeling_qwen.py`, QwenModel, and `modeling_llama.py`, LlamaModel (1.2 @3277953)."""
+    """`_torch/models/modeling_qwen.py`, QwenModel, and `modeling_llama.py`, LlamaModel (1.2 @3277953);
+    `modeling_gemma3.py`, Gemma3TextModel (main @00e7d103)."""
 
     def __init__(self, source: Any, *, fused: bool, style: str) -> None:
         super().__init__()
         rotary = source.rotary_emb
 
-        def rotate(positions: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
-            cos, sin = (each[0][:, None] for each in rotary(parts[0], positions[None]))
+        def rotate(kinds: tuple[str, ...], positions: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
+            cos, sin = (each[0][:, None] for each in rotary(parts[0], positions[None], *kinds))
             half, turning = cos.shape[-1] // 2, cos.shape[-1]
             turned = [torch.cat((-each[..., half:turning], each[..., :half]), dim=-1) * sin for each in parts]
             return [
@@ -376,10 +408,12 @@ class DecoderModel(nn.Module):
             ]
 
         self.embed_tokens, self.norm = source.embed_tokens, RMSNorm(source.norm)
-        self.has_fused_norms = source.config.model_type == "llama"
-        kind = FusedNormLayer if self.has_fused_norms else DecoderLayer
+        self.model_type = source.config.model_type
+        kind, own = LAYERS.get(self.model_type, DecoderLayer), [partial(rotate, ())] * len(source.layers)
+        if self.model_type == "gemma3_text":
+            own = [partial(rotate, (each,)) for each in source.config.layer_types]
         self.layers = nn.ModuleList(
-            kind(each, Attention(each.self_attn, index, rotate, fused=fused, style=style))
+            kind(each, Attention(each.self_attn, index, own[index], fused=fused, style=style))
             for index, each in enumerate(source.layers)
         )
         for layer, each in zip(self.layers, source.layers, strict=True):
@@ -394,11 +428,14 @@ class DecoderModel(nn.Module):
         spec_metadata: Any = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         hidden_states, residual = self.embed_tokens(input_ids), None
+        rows = {"position_ids": position_ids, "attn_metadata": attn_metadata}
+        if self.model_type == "gemma3_text":
+            for layer in self.layers:
+                hidden_states = layer(hidden_states=hidden_states, attention_mask_data=None, **rows)
+            return self.norm(hidden_states)
         for layer in self.layers:
-            hidden_states, residual = layer(
-                position_ids=position_ids, hidden_states=hidden_states, attn_metadata=attn_metadata, residual=residual
-            )
-        return hidden_states if self.has_fused_norms else self.norm(hidden_states, residual)[0]
+            hidden_states, residual = layer(hidden_states=hidden_states, residual=residual, **rows)
+        return hidden_states if self.model_type == "llama" else self.norm(hidden_states, residual)[0]
 
 
 class CausalModel(nn.Module):

@@ -35,8 +35,14 @@ if TYPE_CHECKING:
 class Site:
     """An executor, a worker that registers with it, and every attribute of what could be attached to."""
 
-    def __init__(self, path: Path, change: Callable[[PyExecutor, LlmArgs], None] | None = None, **options: Any) -> None:
-        self.args = LlmArgs(path)
+    def __init__(
+        self,
+        path: Path,
+        change: Callable[[PyExecutor, LlmArgs], None] | None = None,
+        contract: str = "1.2",
+        **options: Any,
+    ) -> None:
+        self.args = LlmArgs(path, contract=contract)
         self.worker = SemBlendKvConnectorWorker(self.args)
         self.executor = executor_of(path, self.worker, **options)
         if change is not None:
@@ -68,8 +74,11 @@ def site(tiny_qwen2_path: Path) -> Iterator[Site]:
 
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize("style", ["1.2", "main"])
-def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_qwen2_path: Path, style: str) -> None:
-    site = Site(tiny_qwen2_path, style=style)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_both_known_layouts_are_attached_to_and_left_as_they_were(
+    tiny_model_paths: dict[str, Path], family: str, style: str
+) -> None:
+    site = Site(tiny_model_paths[family], contract=style, style=style)
     attachment = site.attach()
     assert (attachment.guard_refusal, attachment.execution_refusal) == (None, None)
     assert site.runtime.publication_guard
@@ -120,6 +129,8 @@ NO_EXECUTION = {
     "another attention": (set_on(lambda e, _: attention(e).attn, forward=print), "model_patched"),
     "MLA": (set_on(lambda e, _: attention(e), kv_lora_rank=512), "mla"),
     "gated attention": (set_on(lambda e, _: attention(e), attn_output_gate=True), "attention_scaling"),
+    "scaled attention": (set_on(lambda e, _: attention(e), q_scaling=0.0), "attention_scaling"),
+    "attention scaled by layer": (set_on(lambda e, _: attention(e), q_scaling=[1.0, 2.0]), "attention_scaling"),
     "chunked attention": (set_on(lambda e, _: attention(e), attention_chunk_size=8192), "attention_chunks"),
     "quantised output": (set_on(lambda e, _: attention(e), has_quant_scale=True), "quantized_attention"),
     "other heads": (set_on(lambda e, _: attention(e), head_dim=32), "model_layout"),

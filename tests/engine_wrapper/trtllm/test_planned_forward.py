@@ -49,7 +49,7 @@ class Bench:
         manager = self.executor.kv_cache_manager
         self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
         self.decoder: Any = self.executor.model_engine.model.model
-        self.forward = PlannedForward(self.decoder, manager, self.runtime, manager.pool, facts.rotation, None)
+        self.forward = PlannedForward(self.decoder, manager, self.runtime, manager.pool, facts, None)
         self.forward.install()
 
     def request(self, request_id: int, length: int) -> LlmRequest:
@@ -92,8 +92,15 @@ class Bench:
 
 
 @pytest.fixture(
-    params=[("qwen2", True, "1.2"), ("llama", False, "main"), ("glm4_moe", True, "1.2"), ("smollm3", True, "main")],
-    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2", "smollm3-main"],
+    params=[
+        ("qwen2", True, "1.2"),
+        ("llama", False, "main"),
+        ("glm4_moe", True, "1.2"),
+        ("smollm3", True, "main"),
+        ("gemma3_text", True, "main"),
+        ("gemma3_text", False, "1.2"),
+    ],
+    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2", "smollm3-main", "gemma3-main", "gemma3-1.2"],
 )
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
     family, fused, style = request.param

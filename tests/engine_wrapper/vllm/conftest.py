@@ -275,6 +275,23 @@ def engine(profile: Path) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those of the request whose rows we computed last, alone."""
+    from engine_wrapper.vllm.planned_forward import PlannedForward
+
+    last: list[int] = []
+    stock = PlannedForward._blocks
+
+    def told(forward: Any) -> list[list[int]]:
+        found = stock(forward)
+        last[:] = found[0]
+        return found
+
+    monkeypatch.setattr(PlannedForward, "_blocks", told)
+    return last
+
+
+@pytest.fixture
 def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
     turns that off."""

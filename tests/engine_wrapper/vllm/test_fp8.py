@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine_wrapper.layer_schedule import DeviationCheck
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, taught
 from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, written
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    import torch
 
     from tests.engine_wrapper.vllm.conftest import Cold, Served
 
@@ -99,6 +101,80 @@ def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine: Callable[..., Se
     assert moved.tokens[0] == cold(MOVED).tokens[0]
     assert max(abs(a - b) for a, b in zip(moved.logprobs[:1], cold(MOVED).logprobs, strict=False)) < 0.2
     assert not served.runtime.faults
+
+
+def held(served: Served, blocks: list[int], positions: range) -> tuple[torch.Tensor, ...]:
+    """K and V in the pool of a request, each uint8 [layers, kv_heads, positions, head_dim]."""
+    kinds = served.worker._forward._parts.pool.kinds
+    both = [
+        torch.stack([each.view(torch.uint8)[blocks].transpose(0, 1).flatten(1, 2) for each in kind]) for kind in kinds
+    ]
+    return tuple(each[:, :, positions.start : positions.stop].clone() for each in both)
+
+
+def turned(codes: torch.Tensor, shift: int, frequencies: Sequence[float]) -> torch.Tensor:
+    """Bytes of K, turned by complex numbers and rounded once."""
+    values = codes.view(torch.float8_e4m3fn).double()
+    angles = shift * torch.tensor(frequencies, dtype=torch.float64)
+    planes = torch.complex(*values.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([planes.real, planes.imag], -1).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def with_scales(folder: Path, strategy: str, heads: int) -> Path:
+    """A checkpoint that asks for KV in fp8 and holds its scales, as compressed-tensors writes them."""
+    scales = 1 + torch.arange(heads).view(-1, 1, 1) if strategy == "attn_head" else torch.ones(1)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        for kind, scale in zip("kv", SCALES[layer], strict=True):
+            weights[f"model.layers.{layer}.self_attn.{kind}_scale"] = scale * scales
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    told = {"quant_method": "compressed-tensors", "format": "naive-quantized", "config_groups": {}, "ignore": []}
+    config = folder / "config.json"
+    quantized = told | {"quantization_status": "compressed", "kv_cache_scheme": scheme}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantized}))
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_a_checkpoint_that_brings_its_scales_is_served_and_one_with_a_scale_for_each_head_is_not(
+    engine: Callable[..., Served], strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without --kv-cache-dtype."""
+    sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
+    model = with_scales(save_tiny_model("qwen3", tmp_path, **sizes), strategy, heads=2)
+    wanted = cold_answers(MOVED, model=model)(MOVED)
+    served = engine("boundary", {"recompute_boundary_layer": 3}, model=model)
+    if strategy == "tensor":
+        taught(served)
+        assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
+    else:
+        assert served.runtime.refusal == "kv_scales"
+        assert "2 values of k_scale, where one is needed" in caplog.text
+    answer = served.ask(MOVED, max_tokens=16)
+    assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+    assert (answer.cached >= len(DOCUMENT)) == (strategy == "tensor")
+    assert not served.runtime.faults
+
+
+@pytest.mark.usefixtures("scaled")
+def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(
+    engine: Callable[..., Served], blocks: list[int]
+) -> None:
+    """A donor holds the bytes of the cache, so that more bits in its tier would hold nothing more."""
+    served = engine("position_fix", **FP8)
+    served.ask(DONOR, max_tokens=1)  # computed a second time, by the self-check
+    keys, values = held(served, blocks, range(20, 20 + len(DOCUMENT)))
+    served = taught(served)
+    assert served.ask(MOVED, max_tokens=1).cached >= len(DOCUMENT)
+    moved_keys, moved_values = held(served, blocks, range(70, 70 + len(DOCUMENT)))
+    assert torch.equal(moved_values, values)
+    frequencies = served.worker._worker.facts.rotation.inverse_frequencies
+    once = turned(keys, 50, frequencies)
+    twice = turned(turned(keys, 20, frequencies), 30, frequencies)
+    same, same_twice, unturned = (float((each == moved_keys).float().mean()) for each in (once, twice, keys))
+    assert same > 0.999  # float32 and float64 part where a value lies between two
+    assert unturned < same_twice < 0.8
 
 
 def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(

@@ -94,6 +94,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
         (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2),
     ),
     ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8_e5m2", "fp8_per_token_head", "nvfp4", "bfloat16", None)),
+    ("kv_cache_dtype", "cache_config.cache_dtype", ("fp8_ds_mla",)),  # latent rows with scales among their channels
     ("kv_scales", "cache_config.calculate_kv_scales", (True,)),
     ("kv_scales", "cache_config.kv_cache_dtype_skip_layers", (["0"], ["sliding_window"])),
     ("kv_sharing_fast_prefill", "cache_config.kv_sharing_fast_prefill", (True,)),

@@ -1,4 +1,4 @@
-"""A fleet as users run it: two `vllm serve` on the CPU, a NATS server and the router, asked with the openai client."""
+"""A fleet as users run it: two `vllm serve`, a NATS server and the router, asked with the openai client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.router.tenants import Tenants
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
+from tests.engine_wrapper.vllm.conftest import PLACE, SHORT, TRANSFER
 from tests.semblend_trt.conftest import NatsServer
 from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
 from validation.benchmarks.server_process import MODEL, ServerProcess, router
@@ -34,6 +34,7 @@ SECRET = {"ROUTER_SECRET": "a secret of the router"}
 # A session of its own: the engine is a process beside the server, and outlives it when that is killed.
 SERVE = "import os, sys; os.setsid(); from vllm.entrypoints.cli.main import main; sys.exit(main())"
 OPTIONS = "--dtype float32 --max-model-len 2048 --block-size 32 --enforce-eager --enable-prompt-tokens-details"
+ON_CARD = [word for name, value in PLACE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 # The address is told in the log.
 VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
 CONFIG = f"""
@@ -57,7 +58,7 @@ class VllmServer(ServerProcess):
         self.url, self.audit = f"http://127.0.0.1:{port}", audit
         settings = {"worker_id": number, "nats_url": nats, "heartbeat_seconds": 0.5, "audit_path": str(audit)}
         transfer = {**TRANSFER, "kv_connector_extra_config": {**SHORT, "policy": "position_fix", **settings}}
-        options = [*OPTIONS.split(), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+        options = [*OPTIONS.split(), *ON_CARD, "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
         command = ("serve", str(MODEL), *options, "--kv-transfer-config", json.dumps(transfer))
         # The engine's own series are counted in its process, and shown by the server's.
         shared = audit.with_suffix(".metrics")

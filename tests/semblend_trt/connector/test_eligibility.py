@@ -20,7 +20,6 @@ from semblend_trt.connector.eligibility import (
 )
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
-from tests.conftest import save_tiny_model
 
 
 def request(**attributes):
@@ -73,6 +72,11 @@ def test_engine_without_salt_attribute_is_refused():
         ({"kv_cache_config": SimpleNamespace(host_cache_size=0, max_attention_window=None)}, None),
         ({"kv_cache_config": SimpleNamespace(host_cache_size=1 << 30)}, "host_offload"),
         ({"kv_cache_config": SimpleNamespace(max_attention_window=[4096])}, "attention_window"),
+        ({"kv_cache_config": SimpleNamespace(max_attention_window=[4096, 8192]), "max_seq_len": 4096}, None),
+        (
+            {"kv_cache_config": SimpleNamespace(max_attention_window=[8192, 4096]), "max_seq_len": 4097},
+            "attention_window",
+        ),
         ({"speculative_config": object()}, "speculative_decoding"),
         ({"enable_attention_dp": True}, "attention_dp"),
         ({"model_kwargs": {"rms_norm_eps": 0.05}}, "model_kwargs"),
@@ -150,18 +154,24 @@ class Arguments(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "reason", "told"),
+    ("family", "contract", "reason", "told"),
     [
-        ("gpt_oss", {}, "sliding_window", "gpt_oss has layers with a sliding window, and TensorRT-LLM keeps"),
-        ("gpt_oss", {"sliding_window": None}, "rope_unknown", "yarn with truncate off is computed otherwise"),
+        ("gpt_oss", "1.1", "sliding_window", "gpt_oss has layers with a sliding window, and TensorRT-LLM 1.1 writes"),
+        ("gpt_oss", "1.2", "rope_unknown", "yarn with truncate off is computed otherwise"),
+        ("gemma3_text", "1.1", "sliding_window", "gemma3_text has layers with a sliding window"),
+        ("gemma3_text", "1.2", None, ""),
+        ("gemma3_text", "main", None, ""),
     ],
 )
-def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(tmp_path, family, changes, reason, told, caplog):
-    path = str(save_tiny_model(family, tmp_path, **changes))
-    assert facts_or_refusal(LlmArgs(model=path), load_settings()) == (model_facts(path), None)
-    assert facts_or_refusal(SimpleNamespace(model=path), load_settings()) == (None, reason)
+def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(
+    tiny_model_paths, family, contract, reason, told, caplog
+):
+    path = str(tiny_model_paths[family])
+    served = model_facts(path), None
+    assert facts_or_refusal(LlmArgs(model=path), load_settings()) == served
+    args = Arguments(model=path, contract=contract)
+    assert facts_or_refusal(args, load_settings()) == (served if reason is None else (None, reason))
     assert told in caplog.text
-    args = Arguments(model=path)
     worker.SemBlendKvConnectorWorker(args)
     assert runtime_for(args).refusal == reason
 

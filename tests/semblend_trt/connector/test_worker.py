@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine_wrapper.embedded.llm_args import LlmArgs
+from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.donors.donor_table import Tier
@@ -99,6 +101,35 @@ def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
     worker.register_kv_caches(torch.zeros(4, 3, 2, 2 * block * 16))
     runtime = runtime_for(args)
     assert (runtime.pool is None, runtime.refusal) == (refusal is not None, refusal)
+
+
+@pytest.mark.parametrize(
+    ("groups", "windows", "max_seq_len", "refusal"),
+    [
+        (None, [None], None, None),
+        (None, [64], 64, None),
+        (None, [64], 65, "attention_window"),
+        (None, [64], None, "attention_window"),
+        ([(0, 2), (1,)], [64, None], 128, "attention_window"),
+        ([(0, 2), (1,)], [None, None], 128, "layer_groups"),
+    ],
+)
+def test_a_layout_whose_kv_is_not_kept_in_one_pool_is_refused(
+    tiny_qwen2_path, groups, windows, max_seq_len, refusal, caplog
+):
+    args = LlmArgs(model=str(tiny_qwen2_path), contract="main", max_seq_len=max_seq_len)
+    layout = cache_layout(pool(), BLOCK, groups)
+    told = zip(layout.groups, windows, strict=True)
+    worker = SemBlendKvConnectorWorker(args)
+    worker.register_kv_cache_layout(replace(layout, groups=tuple(replace(g, window_size=w) for g, w in told)))
+    runtime = runtime_for(args)
+    assert (runtime.pool is None, runtime.refusal) == (refusal is not None, refusal)
+    assert ("windows of [64] tokens" in caplog.text) == (refusal == "attention_window")
+
+
+def test_a_layout_that_cannot_be_read_is_refused(args):
+    SemBlendKvConnectorWorker(args).register_kv_cache_layout(None)
+    assert runtime_for(args).refusal == "pool_layout"
 
 
 def blocks_of(whole):

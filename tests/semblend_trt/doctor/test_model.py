@@ -64,14 +64,22 @@ def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, laye
     assert f"of 16 channels{layers}: its KV can be moved" in rope.text
 
 
-def test_windows_and_what_tensorrt_llm_refuses_of_a_model_are_told(tmp_path: Path) -> None:
-    found = told(known_model(str(save_tiny_model("gpt_oss", tmp_path)), "auto"))
+@pytest.mark.parametrize(
+    ("family", "reason", "said"),
+    [
+        ("gpt_oss", "rope_unknown", "in TensorRT-LLM it is refused: yarn with truncate off"),
+        ("gemma3_text", None, "in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out"),
+    ],
+)
+def test_windows_and_what_tensorrt_llm_does_with_them_are_told(
+    tiny_model_paths: dict[str, Path], family: str, reason: str | None, said: str
+) -> None:
+    found = told(known_model(str(tiny_model_paths[family]), "auto"))
     (windows,) = (each for each in found if "windows" in each.details)
     assert windows.details["windows"] == [32, None, 32]
     assert windows.text == "2 of 3 layers see 32 tokens; checks lie in layer 2 or above"
-    (note,) = (each for each in found if each.reason == "sliding_window")
-    assert note.status is Status.NOTE
-    assert note.text.startswith("in TensorRT-LLM it is refused: gpt_oss has layers with a sliding window")
+    (note,) = (each for each in found if each.text.startswith(said))
+    assert (note.status, note.reason) == (Status.NOTE, reason)
 
 
 def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from validation.benchmarks import vllm
 from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE
-from validation.benchmarks.vllm_arm import ARMS, POSITION_FIX, STOCK, VERIFIED, Served, Sizes
+from validation.benchmarks.vllm_arm import ARMS, MLA, PLAIN, POSITION_FIX, STOCK, VERIFIED, Served, Sizes
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
@@ -29,14 +29,16 @@ TOLD = {
 RAG = {"requests": 4, "prompt_tokens": 8_000, "cached_tokens": 800, "ttft_ms": [10.0, 20.0, 30.0], "served": TOLD}
 
 
-def arm(name: str, parts: dict[str, Any], runner: str) -> dict[str, Any]:
+def arm(name: str, parts: dict[str, Any], runner: str, kv: str) -> dict[str, Any]:
     measured = {"machine": {"name": "card"}, "versions": {}, "date": "2026-01-01", "command": f"measure {name}"}
-    return {"arm": name, "engine": {"runner": runner}, "parts": parts, **measured}
+    return {"arm": name, "engine": {"runner": runner, "kv": kv}, "parts": parts, **measured}
 
 
-def written(folder: Path, arms: dict[str, dict[str, Any]], runner: str = "vllm.v1.worker.gpu_model_runner") -> None:
+def written(
+    folder: Path, arms: dict[str, dict[str, Any]], runner: str = "vllm.v1.worker.gpu_model_runner", kv: str = PLAIN
+) -> None:
     for name, parts in arms.items():
-        (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner)))
+        (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner, kv)))
 
 
 STOCK_PARTS: dict[str, Any] = {
@@ -116,6 +118,17 @@ def test_the_sizes_are_those_of_the_rows() -> None:
     sizes = Sizes()
     assert (sizes.long, sizes.miss) == (GOAL_SIZE, MISS_SIZE)
     assert sizes.documents % sizes.per_prompt == 0
+
+
+def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path: Path) -> None:
+    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=MLA)
+    vllm.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
+    [(file, rows)] = read_rows(tmp_path / "json").items()
+    assert file == "vllm_mla"
+    assert [(row.name, row.value, row.goal) for row in rows] == [
+        ("vllm_mla_shifted_over_cold_24k", 15 / 700, vllm.VLLM_OTHER_KV_OVER_COLD),
+        ("vllm_mla_shifted_over_exact_hit_24k", 15 / 20, None),
+    ]
 
 
 def test_rows_of_the_second_model_runner_are_named_so(tmp_path: Path) -> None:

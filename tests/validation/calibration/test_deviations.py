@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.rope import rotate_keys
+from kernels.deviation import Move, deviation
+from kernels.rope import rotate_keys, saturated
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError
 from validation.benchmarks.families import WINDOW, random_model
@@ -17,8 +19,10 @@ from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from kernels.layout import PagedKv
     from validation.embedded_engine import EmbeddedEngines
 
 
@@ -48,6 +52,61 @@ def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped: EmbeddedEngi
         # It shows in tokens that hardly deviate, and is little beside what another place does.
         assert own.values[2].min() < 0.02 < prompt.values[2].min()
         assert 1 < np.median(prompt.values[2]) / np.median(own.values[2]) < 1.5
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def as_dtype(kv: PagedKv, dtype: torch.dtype) -> PagedKv:
+    return replace(kv, pool=saturated(kv.pool.float(), dtype))
+
+
+def medians(collector: DeviationCollector, moves: Sequence[Move], fresh: PagedKv) -> np.ndarray:
+    """The median deviation of K, and of the larger of K and V, [2, layers]; all as an fp8 cache holds it."""
+    moves = [replace(move, source=as_dtype(move.source, FP8)) for move in moves]
+    of_layer = collector._rotation.of_layer
+    found = torch.stack([deviation(moves, as_dtype(fresh, FP8), layer, of_layer(layer)) for layer in range(8)])
+    return torch.stack([found[:, 0], found.amax(1)]).median(-1).values.numpy()
+
+
+def test_keys_that_donors_held_in_16_bits_would_pass_the_same_checks(shipped: EmbeddedEngines) -> None:
+    """One rounding fewer shows in the lowest layer and hardly where checks look; and a copy in more bits of what an fp8
+    cache holds has none fewer."""
+    case = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=640))[0]
+    collector, tokens = (
+        DeviationCollector(shipped.runner.model, shipped.facts, 64),
+        Tokeniser(shipped, 8).tokenise(case),
+    )
+    plan = collector._plan(tokens)
+    assert plan is not None
+    spans = [span for span in plan.spans if not span.exact]
+    *donors, fresh = collector._prefill(tokens.texts)
+
+    def placed(donor_of: Callable[[PagedKv], PagedKv], dtype: torch.dtype, detour: int | None = None) -> list[Move]:
+        moves = [
+            Move(donor_of(donors[int(span.donor_id)]), span.donor_start, span.target_start, span.length, detour)
+            for span in spans
+        ]
+        return collector._placed(moves, as_dtype(fresh, dtype))
+
+    once = placed(lambda donor: as_dtype(donor, FP8), FP8)
+    wide = placed(lambda donor: as_dtype(as_dtype(donor, FP8), torch.float32), torch.float32)
+    in_16_bits = placed(lambda donor: as_dtype(donor, torch.bfloat16), torch.bfloat16)
+    there = placed(lambda donor: as_dtype(donor, FP8), FP8, 997)
+    on = [
+        replace(move, turn=span.target_start - span.donor_start - 997) for move, span in zip(there, spans, strict=True)
+    ]
+    twice = collector._placed(on, as_dtype(fresh, FP8))
+    (keys, both), (keys_16, both_16), (keys_2, both_2) = (
+        medians(collector, moves, fresh) for moves in (once, in_16_bits, twice)
+    )
+    assert np.array_equal(medians(collector, wide, fresh), [keys, both])
+    assert keys_16[0] < 0.02 < 0.03 < keys[0] < 0.045 < keys_2[0] < 0.055
+    # In layers that a check may look at a token's deviation is the same, though its key's is not.
+    assert np.all(keys_16[2:] < keys[2:])
+    assert np.all(keys[2:] < keys_2[2:])
+    np.testing.assert_allclose(both_16[2:], both[2:], rtol=0.05)
+    np.testing.assert_allclose(both_2[2:], both[2:], rtol=0.05)
 
 
 def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEngines) -> None:
