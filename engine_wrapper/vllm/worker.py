@@ -175,7 +175,8 @@ class VllmWorker:
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
             assert self._layout is not None
-            self._compare_windows([modules[name] for name in names])
+            attention = tuple(modules[name] for name in names)
+            self._compare_windows(attention)
             # The part that reads text of a model that takes images too.
             model = getattr(model, "get_language_model", lambda: model)()
             decoder = model.model
@@ -185,8 +186,8 @@ class VllmWorker:
             parts = Decoder(
                 calls=layer_calls_of(model),
                 names=tuple(names),
-                attention=tuple(modules[name] for name in names),
-                builder=own_builder(runner.attn_groups[0][0], int(scheduling.max_num_batched_tokens)),
+                attention=attention,
+                builder=own_builder(_plain_group(runner, modules), int(scheduling.max_num_batched_tokens)),
                 caches=tuple(caches[name] for name in names),
                 layout=self._layout,
                 pool=pool,
@@ -207,10 +208,19 @@ class VllmWorker:
         """Raises LayoutError for layers that see other tokens than the model's configuration says."""
         facts = self._worker.facts
         assert facts is not None
-        found = [getattr(each, "sliding_window", None) for each in attention]
-        shown = [None if each is None or each >= facts.max_positions else each for each in found]
-        if shown != list(facts.windows):
-            raise LayoutError("sliding_window", f"layers have windows {shown}, and the model {list(facts.windows)}")
+        told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
+        for what, (name, wanted) in told.items():
+            found = [getattr(each, name, None) for each in attention]
+            shown = [None if each is None or each >= facts.max_positions else each for each in found]
+            if shown != list(wanted):
+                raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")
+
+
+def _plain_group(runner: Any, modules: Mapping[str, Any]) -> Any:
+    """The first attention group without chunks, whose builder takes sequences as they are."""
+    groups = runner.attn_groups[0]
+    plain = (each for each in groups if getattr(modules[each.layer_names[0]], "attention_chunk_size", None) is None)
+    return next(plain, groups[0])
 
 
 def _what_is_on(settings: Settings) -> str:

@@ -104,7 +104,7 @@ def _attention(text: dict[str, Any]) -> str:
     if interval := text.get("full_attention_interval"):
         return f"full in {layers // interval} of {layers} layers, recurrent in the others"
     if chunk := text.get("attention_chunk_size"):
-        return f"chunks of {chunk:,}"
+        return f"chunks of {chunk:,} in {layers - layers // text['no_rope_layer_interval']} of {layers} layers"
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     if window is None or window >= text.get("max_position_embeddings", window + 1):
         return "full"
