@@ -1,8 +1,5 @@
 """The scales by which vLLM stores K and V in e4m3: of each layer one for K and one for V, known from its start on.
 
-A rotation keeps a tensor's scale, so that K is turned as it is stored. A scale for each head, or one that is computed
-while prompts are served, would be none of the tensor's.
-
 Facts: vLLM, `model_executor/layers/attention/attention.py` (the scales on the device, and beside them on the host),
 `model_executor/layers/quantization/kv_cache.py` (from the checkpoint, or 1) and `compressed_tensors` beside it (one for
 each head), 0.25.1 to 0.32.
@@ -10,12 +7,10 @@ each head), 0.25.1 to 0.32.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from engine_wrapper.kv_scales import digest_of, scale_of
 from engine_wrapper.self_check import LayoutError
 from semblend_trt.namespace import unknown_value
 
@@ -37,15 +32,9 @@ def scales_of(attention: Any) -> tuple[float, float]:
 
 def _scale(attention: Any, kind: str, name: str) -> float:
     held, value = (getattr(attention, f"_{kind}_scale{each}", None) for each in ("", "_float"))
-    if not isinstance(held, torch.Tensor) or not isinstance(value, float):
-        raise LayoutError("kv_scales", f"{name} has no {kind}_scale for its fp8 cache, but {held!r} and {value!r}")
-    if held.numel() != 1:
-        raise LayoutError("kv_scales", f"{name} has {held.numel()} values of {kind}_scale, where one is needed")
-    if not (math.isfinite(value) and value > 0) or not math.isclose(held.item(), value, rel_tol=1e-6):
-        raise LayoutError(
-            "kv_scales",
-            f"{name} has a {kind}_scale of {held.item()!r}, and {value!r} on the host; one above 0 is needed",
-        )
+    found = scale_of(held, name, f"{kind}_scale")
+    if not isinstance(value, float) or not math.isclose(found, value, rel_tol=1e-6):
+        raise LayoutError("kv_scales", f"{name} has a {kind}_scale of {found!r}, and {value!r} on the host")
     return value
 
 
@@ -63,4 +52,4 @@ def _digest(held: Iterable[Any]) -> str:
         scales = [scales_of(each) for each in held]
     except LayoutError:
         return unknown_value()
-    return hashlib.sha256(repr(scales).encode()).hexdigest()[:16]
+    return digest_of(scales)
