@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
-from semblend_trt.connector.eligibility import decoder_refusal
+from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.connector.pool_geometry import needs_scales
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
 def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
     """Why plans cannot be executed in the engine's decoder, None when they can, as far as is known. Changes nothing."""
     return (
-        decoder_refusal(llm_args)
+        ("rope_unknown" if rotates_otherwise(facts) else None)
+        or decoder_refusal(llm_args)
         or _refused_executor(parts)
         or _refused_engine(parts.model_engine)
         or _refused_model(parts, facts, int(getattr(llm_args, "tensor_parallel_size", None) or 1))

@@ -90,7 +90,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = served_facts(llm_args)
+            self._facts = served_facts(llm_args, self._settings.policy)
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:

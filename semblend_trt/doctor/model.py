@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, tells_kv_scales, trtllm_refusal
+from semblend_trt.connector.chunked_attention import LLAMA4
+from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, rotates_otherwise, tells_kv_scales
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
@@ -153,16 +154,20 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
             f"{facts.lowest_check_layer} or above",
             windows=list(facts.windows),
         )
+        yield _model.note("in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out")
     if facts.chunk is not None:
         yield _model.ok(
             f"{facts.num_layers - facts.chunks.count(None)} of {facts.num_layers} layers see a chunk of {facts.chunk} "
             f"tokens; a run is moved where it lies in one, and checks lie in layer {facts.lowest_check_layer} or above",
             chunks=list(facts.chunks),
         )
-    if (refusal := trtllm_refusal(facts)) is not None:
-        yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
-    elif windows:
-        yield _model.note("in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out")
+    if facts.model_type in LLAMA4:
+        yield _model.note("in TensorRT-LLM it is refused: no plan was tried over its chunks there", "attention_layout")
+    if rotates_otherwise(facts):
+        yield _model.note(
+            "in TensorRT-LLM, which truncates yarn, only text that is identical from position 0 is reused",
+            "rope_unknown",
+        )
     if facts.quantization is not None:
         yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
 

@@ -20,6 +20,7 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
+from tests.conftest import save_tiny_model
 from tests.engine_wrapper.serving import text
 from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.held_donors import held_in
@@ -160,12 +161,24 @@ def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(
         each.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+REFUSED = {
+    "qwen2": ({}, {"cuda_graph_config": object()}, "cuda_graphs"),
+    "gemma3_text": ({}, {"cuda_graph_config": object()}, "cuda_graphs"),
+    "yarn": ({"rope_parameters": {**YARN, "truncate": False}}, {}, "rope_unknown"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
 def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
-    tiny_model_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
-    service = Service(tiny_model_paths[family], contract="main", cuda_graph_config=object())
+    changes, settings, reason = REFUSED[family]
+    save_tiny_model("qwen2" if family == "yarn" else family, tmp_path, **changes)
+    service = Service(tmp_path, contract="main", **settings)
+    assert service.worker.attachment is not None
+    assert service.worker.attachment.execution_refusal == reason
     document = text(1, 90)  # several windows
     service.serve(LlmRequest(1, [*document, *text(4, 5)]))
     service.manager.pool.copy_(torch.full((), math.nan))

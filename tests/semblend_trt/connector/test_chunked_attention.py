@@ -15,6 +15,7 @@ from kernels.rope import rotate_keys
 from semblend_trt.connector.eligibility import facts_in_engine, served_facts
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import UnsupportedModelError
+from semblend_trt.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,5 +148,5 @@ def test_chunks_of_another_model_type_are_refused_by_name(tmp_path: Path) -> Non
 def test_tensorrt_llm_refuses_it_by_name(tmp_path: Path, chunk: int) -> None:
     facts_of(tmp_path, TEXT | {"attention_chunk_size": chunk})
     with pytest.raises(UnsupportedModelError, match="llama4_text has layers with chunks, over which no") as refused:
-        served_facts(SimpleNamespace(model=str(tmp_path)))
+        served_facts(SimpleNamespace(model=str(tmp_path)), ReusePolicy.EXACT)
     assert refused.value.reason == "attention_layout"

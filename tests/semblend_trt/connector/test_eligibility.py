@@ -156,18 +156,27 @@ class Arguments(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("family", "contract", "reason", "told"),
+    ("family", "contract", "policy", "reason", "told"),
     [
-        ("gpt_oss", "1.1", "sliding_window", "gpt_oss has layers with a sliding window, and TensorRT-LLM 1.1 writes"),
-        ("gpt_oss", "1.2", "rope_unknown", "yarn with truncate off is computed otherwise"),
-        ("gemma3_text", "1.1", "sliding_window", "gemma3_text has layers with a sliding window"),
-        ("gemma3_text", "1.2", None, ""),
-        ("gemma3_text", "main", None, ""),
+        (
+            "gpt_oss",
+            "1.1",
+            "exact",
+            "sliding_window",
+            "gpt_oss has layers with a sliding window, and TensorRT-LLM 1.1 writes",
+        ),
+        ("gpt_oss", "1.2", "position_fix", "rope_unknown", "no key can be moved there as policy position_fix asks"),
+        ("gpt_oss", "1.2", "exact", None, ""),
+        ("gpt_oss", "main", "verified", None, ""),
+        ("gemma3_text", "1.1", "exact", "sliding_window", "gemma3_text has layers with a sliding window"),
+        ("gemma3_text", "1.2", "position_fix", None, ""),
+        ("gemma3_text", "main", "verified", None, ""),
     ],
 )
 def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(
-    tiny_model_paths, family, contract, reason, told, caplog
+    tiny_model_paths, monkeypatch, family, contract, policy, reason, told, caplog
 ):
+    monkeypatch.setenv("SEMBLEND_POLICY", policy)
     path = str(tiny_model_paths[family])
     served = model_facts(path), None
     assert facts_or_refusal(LlmArgs(model=path), load_settings()) == served
