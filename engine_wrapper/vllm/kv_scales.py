@@ -1,11 +1,12 @@
-"""The scales by which vLLM stores K and V in e4m3: of each layer one for K and one for V, known from its start on.
+"""The scales by which vLLM stores K and V in e4m3: of each layer one for K and one for V, or one for each of their
+heads, known from its start on.
 
-A rotation keeps a tensor's scale, so that K is turned as it is stored. A scale for each head, or one that is computed
-while prompts are served, would be none of the tensor's.
+A rotation stays within a head, so that K is turned as it is stored. One that is computed while prompts are served would
+be none of what is stored.
 
 Facts: vLLM, `model_executor/layers/attention/attention.py` (the scales on the device, and beside them on the host),
 `model_executor/layers/quantization/kv_cache.py` (from the checkpoint, or 1) and `compressed_tensors` beside it (one for
-each head), 0.25.1 to 0.32.
+each head, and the largest on the host), 0.25.1 to 0.32.
 """
 
 from __future__ import annotations
@@ -20,33 +21,58 @@ from engine_wrapper.self_check import LayoutError
 from semblend_trt.namespace import unknown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 # vLLM's names of e4m3; e5m2 and its other kinds are refused.
 E4M3 = ("fp8", "fp8_e4m3")
+# One of all heads, or one for each.
+Scale = float | tuple[float, ...]
 
 
-def scales_of(attention: Any) -> tuple[float, float]:
+def scales_of(attention: Any) -> tuple[Scale, Scale]:
     """The scales of K and V of one of vLLM's Attention modules; waits for the device.
 
-    Raises LayoutError `kv_scales`, with the value, for one that is missing, not one number, or not finite and above 0.
+    Raises LayoutError `kv_scales`, with the value, for one that is missing, of another number of heads, or not finite
+    and above 0.
     """
     name = getattr(attention, "layer_name", "a layer")
     return _scale(attention, "k", name), _scale(attention, "v", name)
 
 
-def _scale(attention: Any, kind: str, name: str) -> float:
+def _scale(attention: Any, kind: str, name: str) -> Scale:
     held, value = (getattr(attention, f"_{kind}_scale{each}", None) for each in ("", "_float"))
     if not isinstance(held, torch.Tensor) or not isinstance(value, float):
         raise LayoutError("kv_scales", f"{name} has no {kind}_scale for its fp8 cache, but {held!r} and {value!r}")
-    if held.numel() != 1:
-        raise LayoutError("kv_scales", f"{name} has {held.numel()} values of {kind}_scale, where one is needed")
-    if not (math.isfinite(value) and value > 0) or not math.isclose(held.item(), value, rel_tol=1e-6):
+    heads = getattr(attention, "num_kv_heads", 1)
+    if held.numel() not in (1, heads):
         raise LayoutError(
             "kv_scales",
-            f"{name} has a {kind}_scale of {held.item()!r}, and {value!r} on the host; one above 0 is needed",
+            f"{name} has {held.numel()} values of {kind}_scale, where one, or one for each of {heads}, is needed",
         )
-    return value
+    found = held.detach().flatten().tolist()
+    if not all(math.isfinite(each) and each > 0 for each in found) or not math.isclose(max(found), value, rel_tol=1e-6):
+        told = ", ".join(map(repr, found))
+        raise LayoutError(
+            "kv_scales", f"{name} has a {kind}_scale of {told}, and {value!r} on the host; one above 0 is needed"
+        )
+    return value if len(found) == 1 else tuple(found)
+
+
+def are_of_heads(scales: Iterable[tuple[Scale, Scale]]) -> bool:
+    """Whether heads have scales of their own."""
+    return any(isinstance(each, tuple) for pair in scales for each in pair)
+
+
+def head_scales(pair: tuple[Scale, Scale], heads: int) -> torch.Tensor:
+    """A layer's scales of K and V as float32 [2, heads], on the host."""
+    return torch.stack([torch.tensor(each).expand(heads) for each in pair])
+
+
+def scales_of_heads(
+    scales: Sequence[tuple[Scale, Scale]], heads: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Each layer's `head_scales`, on `device`; none where all heads have the same."""
+    return tuple(head_scales(each, heads).to(device) for each in scales) if are_of_heads(scales) else ()
 
 
 def described_dtype(cache_dtype: str | None, layers: Mapping[str, Any]) -> str | None:
