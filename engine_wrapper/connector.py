@@ -6,9 +6,13 @@ computes only holes and suffix. If nothing can be attached, the connector does w
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor
+from engine_wrapper.kv_scales import digest_of
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor, find_executor
+from engine_wrapper.trtllm.kv_scales import scales_of
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 
     from semblend_trt.runtime import Runtime
 
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
 
@@ -70,6 +76,15 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self.attachment: Attachment | None = None
+
+    def _kv_scales(self) -> str | None:
+        """As the stock worker's, read from the attention of the executor that registers its caches."""
+        parts = find_executor(self)
+        try:
+            return digest_of(scales_of(None if parts is None else parts.decoder))
+        except LayoutError as error:
+            logger.warning("KV reuse is off: %s", error)
+            return None
 
     def _attach(self, pool: torch.Tensor) -> None:
         if self._runtime.engine is not None:

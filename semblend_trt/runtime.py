@@ -135,11 +135,13 @@ class SavedDonor:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype."""
+    """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
+    those that `needs_scales` asks for."""
 
     geometry: KvGeometry
     num_blocks: int
     dtype: torch.dtype
+    scales: str | None = None
 
 
 def _held_weakly(name: str) -> Any:

@@ -107,6 +107,7 @@ class LlmArgs(StrictModel):
     layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
     follows_transformers: ClassVar[bool] = True
+    tells_kv_scales: ClassVar[bool] = False
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
-from semblend_trt.connector.eligibility import decoder_refusal
+from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
+from semblend_trt.connector.pool_geometry import needs_scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,8 +114,9 @@ def attach_to_executor(
         assert parts is not None
         assert facts is not None
         refusal = execution_refusal(parts, llm_args, facts)
-        if refusal is not None:
-            return refusal
+        # Rows would have to be rounded, and attended to, as the engine's own kernels do.
+        if refusal is not None or needs_scales(pool):
+            return refusal or "kv_cache_dtype"
         max_rows = getattr(llm_args, "max_num_tokens", None)
         return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, max_rows)
 
@@ -162,7 +164,8 @@ def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
 def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
     """Why plans cannot be executed in the engine's decoder, None when they can, as far as is known. Changes nothing."""
     return (
-        decoder_refusal(llm_args)
+        ("rope_unknown" if rotates_otherwise(facts) else None)
+        or decoder_refusal(llm_args)
         or _refused_executor(parts)
         or _refused_engine(parts.model_engine)
         or _refused_model(parts, facts, int(getattr(llm_args, "tensor_parallel_size", None) or 1))

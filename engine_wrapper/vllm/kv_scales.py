@@ -1,9 +1,6 @@
 """The scales by which vLLM stores K and V in e4m3: of each layer one for K and one for V, or one for each of their
 heads, known from its start on.
 
-A rotation stays within a head, so that K is turned as it is stored. One that is computed while prompts are served would
-be none of what is stored.
-
 Facts: vLLM, `model_executor/layers/attention/attention.py` (the scales on the device, and beside them on the host),
 `model_executor/layers/quantization/kv_cache.py` (from the checkpoint, or 1) and `compressed_tensors` beside it (one for
 each head, and the largest on the host), 0.25.1 to 0.32.
@@ -11,12 +8,12 @@ each head, and the largest on the host), 0.25.1 to 0.32.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_wrapper.kv_scales import digest_of, scales_in
 from engine_wrapper.self_check import LayoutError
 from semblend_trt.namespace import unknown_value
 
@@ -41,21 +38,11 @@ def scales_of(attention: Any) -> tuple[Scale, Scale]:
 
 def _scale(attention: Any, kind: str, name: str) -> Scale:
     held, value = (getattr(attention, f"_{kind}_scale{each}", None) for each in ("", "_float"))
-    if not isinstance(held, torch.Tensor) or not isinstance(value, float):
-        raise LayoutError("kv_scales", f"{name} has no {kind}_scale for its fp8 cache, but {held!r} and {value!r}")
-    heads = getattr(attention, "num_kv_heads", 1)
-    if held.numel() not in (1, heads):
-        raise LayoutError(
-            "kv_scales",
-            f"{name} has {held.numel()} values of {kind}_scale, where one, or one for each of {heads}, is needed",
-        )
-    found = held.detach().flatten().tolist()
-    if not all(math.isfinite(each) and each > 0 for each in found) or not math.isclose(max(found), value, rel_tol=1e-6):
+    found = scales_in(held, name, f"{kind}_scale", getattr(attention, "num_kv_heads", 1))
+    if not isinstance(value, float) or not math.isclose(max(found), value, rel_tol=1e-6):
         told = ", ".join(map(repr, found))
-        raise LayoutError(
-            "kv_scales", f"{name} has a {kind}_scale of {told}, and {value!r} on the host; one above 0 is needed"
-        )
-    return value if len(found) == 1 else tuple(found)
+        raise LayoutError("kv_scales", f"{name} has a {kind}_scale of {told}, and {value!r} on the host")
+    return value if len(found) == 1 else found
 
 
 def are_of_heads(scales: Iterable[tuple[Scale, Scale]]) -> bool:
@@ -89,4 +76,4 @@ def _digest(held: Iterable[Any]) -> str:
         scales = [scales_of(each) for each in held]
     except LayoutError:
         return unknown_value()
-    return hashlib.sha256(repr(scales).encode()).hexdigest()[:16]
+    return digest_of(scales)

@@ -111,7 +111,7 @@ def _of_model(
     from semblend_trt.doctor import machine, model
     from semblend_trt.doctor.finding import Finding
 
-    known = None if name is None else model.known_model(name, kv_dtype, arguments)
+    known = None if name is None else model.known_model(name, kv_dtype, arguments, llm_args)
     if isinstance(known, Finding):
         yield known
         return

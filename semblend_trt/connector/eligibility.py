@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract import MAIN, flashinfer_layout, version_of
+from semblend_trt.connector.contract import flashinfer_layout, version_of
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.policy import allows_reuse, terms_of
+from semblend_trt.policy import ReusePolicy, allows_reuse, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Where the connector is that also attaches to its engine.
+WRAPPER_MODULE = "engine_wrapper.connector"
+# Policies under which an engine that executes no plans reuses text at its own place alone.
+_AT_ITS_PLACE = (ReusePolicy.EXACT, ReusePolicy.VERIFIED)
 _MISSING = object()
 # A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
 _SALTS = {"cache_salt": str, "cache_salt_id": int}
@@ -158,37 +162,44 @@ def decoder_refusal(llm_args: Any) -> str | None:
 
 
 def tells_kv_scales(llm_args: Any) -> bool:
-    """Whether the engine tells the scales of an fp8 cache: vLLM's arguments do, TensorRT-LLM's do not."""
-    return bool(getattr(llm_args, "tells_kv_scales", False))
+    """Whether the scales of an fp8 cache can be known: vLLM's arguments tell them, and the wrapper reads TensorRT-LLM's
+    once the caches are registered."""
+    config = getattr(llm_args, "kv_connector_config", None)
+    has_wrapper = getattr(config, "connector_module", None) == WRAPPER_MODULE
+    return bool(getattr(llm_args, "tells_kv_scales", has_wrapper))
 
 
-def served_facts(llm_args: Any) -> ModelFacts:
+def served_facts(llm_args: Any, policy: ReusePolicy) -> ModelFacts:
     """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
-    be moved, or that this engine computes otherwise than Transformers."""
+    be moved, or that this engine computes otherwise than Transformers, as far as `policy` asks for it."""
     facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
     if getattr(llm_args, "follows_transformers", False):
         return facts
-    if (refusal := trtllm_refusal(facts, version_of(llm_args))) is not None:
+    if (refusal := trtllm_refusal(facts, version_of(llm_args), policy)) is not None:
         raise refusal
     return facts
 
 
-def trtllm_refusal(facts: ModelFacts, version: ContractVersion = MAIN) -> UnsupportedModelError | None:
-    """Why TensorRT-LLM of a contract's version does not serve a model that vLLM and the embedded engine do; None when
-    it does.
+def rotates_otherwise(facts: ModelFacts) -> bool:
+    """Whether TensorRT-LLM rotates by other frequencies than these facts: create_sinusoidal_positions_yarn of its
+    `functional.py` always truncates. There KV of such a model is reused at its own place alone."""
+    return facts.rope_parameters.get("truncate", True) is not True
 
-    Facts: pull request 6768 (windows) and `functional.py` (create_sinusoidal_positions_yarn knows no truncate).
-    """
+
+def trtllm_refusal(facts: ModelFacts, version: ContractVersion, policy: ReusePolicy) -> UnsupportedModelError | None:
+    """Why TensorRT-LLM of a contract's version does not serve a model under `policy` that vLLM and the embedded engine
+    do; None when it does. Facts: pull request 6768 (windows)."""
     if any(facts.windows) and not version.keeps_windowed_kv:
         return UnsupportedModelError(
             "sliding_window",
             f"{facts.model_type} has layers with a sliding window, and TensorRT-LLM {version.name} writes new KV over "
             "what lies outside of it; use TensorRT-LLM 1.2 or later, or vLLM",
         )
-    if facts.rope_parameters.get("truncate", True) is not True:
+    if rotates_otherwise(facts) and policy not in _AT_ITS_PLACE:
         return UnsupportedModelError(
             "rope_unknown",
-            "yarn with truncate off is computed otherwise by TensorRT-LLM, which truncates; serve it with vLLM",
+            "yarn with truncate off is computed otherwise by TensorRT-LLM, which truncates, and no key can be moved "
+            f"there as policy {policy.value} asks; use policy verified or exact, or vLLM",
         )
     return None
 
@@ -202,7 +213,7 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)
         return None, refusal
     try:
-        facts = served_facts(llm_args)
+        facts = served_facts(llm_args, settings.policy)
         terms_of(settings.policy, settings, facts.num_layers, facts.lowest_check_layer)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)

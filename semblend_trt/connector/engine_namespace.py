@@ -42,8 +42,9 @@ def namespace_for(
     block_size: int,
     pool_dtype: torch.dtype | str,
     adapters: Adapters | None = None,
+    scales: str | None = None,
 ) -> CacheNamespace:
-    """The namespace of an engine's KV, before a request's salt and adapter are bound.
+    """The namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of PoolFacts.
 
     `llm_args` is TensorRT-LLM's (or has its field names). What it does not tell becomes a value that matches none.
     Reads the model's weights, all of them where the digest cache does not know them: call it at the engine's start.
@@ -65,7 +66,7 @@ def namespace_for(
         kv_layout="HND",
         block_size=block_size,
         kv_dtype=_text(pool_dtype),
-        cache_dtype=_text(cache_dtype),
+        cache_dtype=_text(cache_dtype) + ("" if scales is None else f"+{scales}"),
         quantization=_quantization(facts, llm_args),
         adapter=settings.adapter_id,
         rope_config={

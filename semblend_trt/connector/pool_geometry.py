@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, LayeredPool, check_pool
+from kernels.layout import MOVABLE_DTYPES, KvGeometry, LayeredPool, check_pool
 
 if TYPE_CHECKING:
     from semblend_trt.connector.model_facts import ModelFacts
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGeometry | None:
     """The geometry for which `pool` is the model's KV pool, [blocks, layers, kv_factor, kv_heads * block_size *
-    head_dim] or a LayeredPool, which may be fp8; None where there is none, or its strides are not those of a pool."""
+    head_dim] or a LayeredPool; None where there is none, or its strides are not those of a pool."""
     kv_heads = max(1, facts.kv_heads // tensor_parallel_size)
     if isinstance(pool, LayeredPool):
         block_size = pool.keys[0].shape[2]
@@ -29,12 +29,17 @@ def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGe
         return None
     if tuple(pool.shape[1:3]) != (facts.num_layers, facts.kv_factor) or pool.shape[3] % row:
         return None
-    if pool.dtype not in SUPPORTED_DTYPES:
+    if pool.dtype not in MOVABLE_DTYPES:
         return None
     if pool.stride(3) != 1 or _has_overlaps(pool):
         return None
     # The engine may override tokens_per_block (FlashMLA does), so the pool is believed rather than the arguments.
     return KvGeometry(facts.num_layers, kv_heads, facts.head_dim, pool.shape[3] // row, facts.kv_factor)
+
+
+def needs_scales(pool: Any) -> bool:
+    """Whether `pool` is one tensor in fp8, whose scales its engine must tell; with a LayeredPool its arguments do."""
+    return isinstance(pool, torch.Tensor) and pool.dtype == torch.float8_e4m3fn
 
 
 def described(pool: Any) -> str:

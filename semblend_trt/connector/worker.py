@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
-from semblend_trt.connector.eligibility import cuts_kv, served_facts
+from semblend_trt.connector.eligibility import WRAPPER_MODULE, cuts_kv, served_facts
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.pool_geometry import described, geometry_of
+from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.disk_tier import DiskTier
@@ -90,7 +90,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = served_facts(llm_args)
+            self._facts = served_facts(llm_args, self._settings.policy)
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:
@@ -158,8 +158,20 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             )
             self._runtime.refusal = "window_below_block"
             return
+        scales = self._kv_scales() if needs_scales(pool) else None
+        if needs_scales(pool) and scales is None:
+            self._runtime.refusal = "kv_scales"
+            return
         self._open(pool, geometry, facts.rotation)
-        self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype)
+        self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales)
+
+    def _kv_scales(self) -> str | None:
+        """For a worker that knows its engine: a digest of the scales of its fp8 cache; None where they are not known.
+        The contract tells none."""
+        logger.warning(
+            "KV reuse is off: nothing tells the scales of the fp8 cache; set connector_module to %s", WRAPPER_MODULE
+        )
+        return None
 
     def register_forward_pass_callable(self) -> None:
         """None: nothing has to run after a forward, because saves wait for their own event."""

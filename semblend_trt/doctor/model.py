@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.eligibility import tells_kv_scales, trtllm_refusal
+from semblend_trt.connector.eligibility import WRAPPER_MODULE, rotates_otherwise, tells_kv_scales
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
@@ -54,16 +54,20 @@ class KnownModel:
         return namespace_for(llm_args, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
 
-def known_model(name: str, kv_dtype: str, arguments: Any = None) -> KnownModel | Finding:
+def known_model(name: str, kv_dtype: str, arguments: Any = None, llm_args: Any = None) -> KnownModel | Finding:
     """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for that of `arguments`, or the model's own.
 
-    What an engine would refuse comes back as a finding with its reason.
+    `arguments` are what was read of another engine's, `llm_args` TensorRT-LLM's. What an engine would refuse comes back
+    as a finding with its reason.
     """
-    is_scaled = tells_kv_scales(arguments)
+    is_scaled = tells_kv_scales(arguments) or tells_kv_scales(llm_args)
     if kv_dtype == AUTO and arguments is not None and arguments.dtype is not None:
         kv_dtype = arguments.kv_dtype.removeprefix("torch.")
-    if is_scaled and kv_dtype == "fp8":
-        kv_dtype = "float8_e4m3fn"
+    if kv_dtype == "fp8" and not is_scaled:
+        return _model.refused(
+            "kv_scales", f"a KV cache of fp8 is taken in vLLM, and in TensorRT-LLM by {WRAPPER_MODULE}"
+        )
+    kv_dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
     try:
         facts = model_facts(name, None, is_scaled)
     except UnsupportedModelError as error:
@@ -149,10 +153,12 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
             f"{facts.lowest_check_layer} or above",
             windows=list(facts.windows),
         )
-    if (refusal := trtllm_refusal(facts)) is not None:
-        yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
-    elif windows:
         yield _model.note("in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out")
+    if rotates_otherwise(facts):
+        yield _model.note(
+            "in TensorRT-LLM, which truncates yarn, only text that is identical from position 0 is reused",
+            "rope_unknown",
+        )
     if facts.quantization is not None:
         yield _model.ok(f"quantised weights ({facts.quantization.partition(':')[0]}), KV as it is")
 

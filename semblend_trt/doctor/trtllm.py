@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.doctor.finding import Finding
 
-WRAPPER_MODULE = "engine_wrapper.connector"
-OUR_MODULES = ("semblend_trt.connector", WRAPPER_MODULE)
 # Defaults of the options that decide whether plans can be executed: CUDA graphs are on.
 _DEFAULTS: dict[str, Any] = {
     "torch_compile_config": None,
@@ -88,7 +86,7 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
     """Options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
-    from semblend_trt.connector.eligibility import engine_refusal
+    from semblend_trt.connector.eligibility import WRAPPER_MODULE, engine_refusal
 
     sizes = {name: getattr(llm_args, name, None) or 1 for name in _RANKS}
     wrong = [name for name, size in sizes.items() if not isinstance(size, int)]
@@ -161,9 +159,11 @@ def _connector_module() -> ModuleType | None:
 def _connector(config: Any) -> Finding:
     if config is None:
         return _options.failed("there is no kv_connector_config: the engine has no connector")
-    name = getattr(config, "connector_module", None)
-    if name not in OUR_MODULES:
-        return _options.failed(f"connector_module is {name!r}; ours are {' and '.join(OUR_MODULES)}")
+    from semblend_trt.connector.eligibility import WRAPPER_MODULE
+
+    name, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
+    if name not in ours:
+        return _options.failed(f"connector_module is {name!r}; ours are {' and '.join(ours)}")
     module = importlib.import_module(name)
     for role in ("connector_scheduler_class", "connector_worker_class"):
         if not hasattr(module, str(getattr(config, role, None))):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from semblend_trt.errors import NamespaceError
@@ -28,17 +29,19 @@ from semblend_trt.fleet.events import (
     ProviderHeartbeat,
     UnknownEvent,
 )
+from semblend_trt.fleet.known_namespaces import KnownNamespace, KnownNamespaces
+from semblend_trt.fleet.quick_events import QuickEvicted, QuickRegistered, read
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
-from semblend_trt.fleet.sketch_index import KnownNamespace, KnownNamespaces, Posting, warm_up
-from semblend_trt.fleet.wire import decode, donor_digest
+from semblend_trt.fleet.sketch_index import Posting, warm_up
+from semblend_trt.fleet.wire import donor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.events import SemanticKvEvent
+    from semblend_trt.fleet.quick_events import Event
     from semblend_trt.fleet.routing_policy import Worker
     from semblend_trt.fleet.sketch import PromptFingerprints
 
@@ -57,13 +60,13 @@ _LOOK_SECONDS = 0.05
 _REMOVED_AT_ONCE = 8
 
 
-@dataclass(slots=True, eq=False)
-class FollowedDonor:
-    """A donor as it was announced, and its posting in the index of its namespace, if it has one."""
+class FollowedDonor(msgspec.Struct, gc=False):
+    """A donor as it was announced, its `donor_digest`, and its posting in the index of its namespace, if it has one."""
 
     tier: str
     tokens: int
     tenant_key: str
+    digest: int
     namespace: KnownNamespace | None = None
     posting: Posting | None = None
 
@@ -109,13 +112,14 @@ class Verdict(str, Enum):
     @property
     def is_to_apply(self) -> bool:
         """Whether the event is new."""
-        return self in (Verdict.RESET, Verdict.NEXT, Verdict.UNSYNCED, Verdict.GAP)
+        return self in _APPLIED
 
 
+_APPLIED = (Verdict.NEXT, Verdict.RESET, Verdict.UNSYNCED, Verdict.GAP)
 _MEANING = {
-    Verdict.GAP: "events before it are missing",
-    Verdict.DUPLICATE: "was seen already, or comes too late",
-    Verdict.STALE: "is of an earlier generation; two processes may have this worker id",
+    "gap": "events before it are missing",
+    "duplicate": "was seen already, or comes too late",
+    "stale": "is of an earlier generation; two processes may have this worker id",
 }
 
 
@@ -159,28 +163,30 @@ class Directory:
         Where `sender` is given, events of other workers are refused.
         """
         try:
-            event = decode(payload)
+            event = read(payload)
         except EventError as error:
             with self._lock:
                 self._problem(error.reason, str(error))
             return None
+        worker = (event.worker_id, event.dp_rank)
         with self._lock:
             if sender is not None and str(event.worker_id) != sender:
                 self._problem("wrong_subject", f"came on the subject of worker {sender}", event)
                 return Verdict.REFUSED
             now = self._clock()
             self._expire(now)
-            is_new = (event.worker_id, event.dp_rank) not in self._workers
-            verdict = self._judged(event)
-            if not verdict.is_to_apply and self._is_given_up(event):
-                verdict = self._judged(event)
-            if verdict in _MEANING and not is_new:
+            is_known = worker in self._workers
+            verdict = self._judged(event, worker)
+            if not verdict.is_to_apply and self._is_given_up(event, worker):
+                verdict = self._judged(event, worker)
+            if is_known and verdict in _MEANING:
                 self._problem(verdict.value, _MEANING[verdict], event)
             else:
                 self.counts[verdict.value] += 1
             if verdict.is_to_apply:
-                self._take(event, verdict, now)
-            self._tidy()
+                self._take(event, worker, verdict, now)
+            if self._cleared:
+                self._tidy()
         return verdict
 
     def holders(self, token_ids: npt.ArrayLike, *, tenant_salt: str | None = None) -> tuple[Holder, ...]:
@@ -244,13 +250,12 @@ class Directory:
 
     # -- all below with the lock held ------------------------------------------------------------------------------
 
-    def _problem(self, reason: str, sentence: str, event: SemanticKvEvent | None = None) -> None:
+    def _problem(self, reason: str, sentence: str, event: Event | None = None) -> None:
         self.counts[reason] += 1
         who = "" if event is None else f"worker {event.worker_id}.{event.dp_rank}, event {event.event_id}: "
         self._on_problem(reason, who + sentence)
 
-    def _judged(self, event: SemanticKvEvent) -> Verdict:
-        worker = (event.worker_id, event.dp_rank)
+    def _judged(self, event: Event, worker: Worker) -> Verdict:
         followed, is_reset = self._workers.get(worker), isinstance(event.data, ProviderGenerationReset)
         if self._accepted is not None and worker not in self._accepted:
             self._problem("unknown_worker", "is of a worker that is not followed", event)
@@ -261,7 +266,9 @@ class Directory:
             self._problem("too_many_workers", f"{self._max_workers} workers are followed, which is the most", event)
             return Verdict.REFUSED
         # An event of unknown kind may name no generation.
-        generation = followed.generation if event.generation is None else event.generation
+        generation = event.generation
+        if generation is None:
+            generation = followed.generation
         if generation < followed.generation:
             return Verdict.STALE
         if generation > followed.generation:
@@ -282,12 +289,11 @@ class Directory:
             return Verdict.GAP
         return Verdict.NEXT if followed.is_synced else Verdict.UNSYNCED
 
-    def _is_given_up(self, event: SemanticKvEvent) -> bool:
+    def _is_given_up(self, event: Event, worker: Worker) -> bool:
         """Counts a heartbeat that was not accepted; True when there were so many that the worker is forgotten.
 
         So a live worker's own heartbeats undo what another process said in its name.
         """
-        worker = (event.worker_id, event.dp_rank)
         followed = self._workers.get(worker)
         if followed is None or not isinstance(event.data, ProviderHeartbeat):
             return False
@@ -297,24 +303,24 @@ class Directory:
         self._forget(worker)
         return True
 
-    def _take(self, event: SemanticKvEvent, verdict: Verdict, now: float) -> None:
-        worker, data = (event.worker_id, event.dp_rank), event.data
+    def _take(self, event: Event, worker: Worker, verdict: Verdict, now: float) -> None:
+        data, generation = event.data, event.generation
         followed = self._workers.get(worker)
         if followed is None:
             followed = self._workers[worker] = FollowedWorker(self._number_for(worker))
-        if event.generation is not None:
-            followed.generation = event.generation
+        if generation is not None:
+            followed.generation = generation
         followed.last_id, followed.is_synced = event.event_id, verdict in (Verdict.RESET, Verdict.NEXT)
         followed.seen_at, followed.unheeded = now, 0
         followed.events["unknown" if isinstance(data, UnknownEvent) else data.kind] += 1
-        if isinstance(data, (ProviderGenerationReset, DonorsPurged)):
+        if isinstance(data, (QuickRegistered, DonorRegistered)):
+            self._register(event, followed, data)
+        elif isinstance(data, (QuickEvicted, DonorEvicted)):
+            self._evict(event, followed, data)
+        elif isinstance(data, (ProviderGenerationReset, DonorsPurged)):
             self._clear(worker, followed)
             if verdict is Verdict.RESET:
                 followed.is_partial = followed.is_unplaced = False
-        elif isinstance(data, DonorRegistered):
-            self._register(event, followed, data)
-        elif isinstance(data, DonorEvicted):
-            self._evict(event, followed, data)
         elif isinstance(data, DonorRelocated):
             self._relocate(event, followed, data)
         elif isinstance(data, ProviderHeartbeat):
@@ -322,15 +328,16 @@ class Directory:
         else:
             self.counts["unknown_kind"] += 1
 
-    def _register(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorRegistered) -> None:
+    def _register(self, event: Event, followed: FollowedWorker, data: QuickRegistered | DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
         if self._donors >= self._max_donors:
             self._problem("too_many_donors", f"{self._max_donors} donors are known, which is the most", event)
             followed.is_partial = True
             return
-        donor = FollowedDonor(data.location.tier, data.token_count, data.tenant_key)
+        tier = data.location.tier
+        donor = FollowedDonor(tier, data.token_count, data.tenant_key, donor_digest(data.donor_id, tier))
         followed.donors[data.donor_id] = donor
-        followed.digest ^= donor_digest(data.donor_id, donor.tier)
+        followed.digest ^= donor.digest
         self._donors += 1
         try:
             sketch = Sketch.from_bytes(data.segments[0].provider_metadata)  # of the whole donor
@@ -347,7 +354,7 @@ class Directory:
                 donor.posting = donor.namespace.index.add(followed.number, sketch)
                 self._entries += len(donor.posting.entries)
 
-    def _evict(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorEvicted) -> None:
+    def _evict(self, event: Event, followed: FollowedWorker, data: QuickEvicted | DonorEvicted) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
             self._unknown_donor(event, followed)
@@ -356,20 +363,21 @@ class Directory:
         else:  # which part is left cannot be told from the sketch
             self._take_back(donor)
 
-    def _relocate(self, event: SemanticKvEvent, followed: FollowedWorker, data: DonorRelocated) -> None:
+    def _relocate(self, event: Event, followed: FollowedWorker, data: DonorRelocated) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
             self._unknown_donor(event, followed)
         else:
-            followed.digest ^= donor_digest(data.donor_id, donor.tier)
+            followed.digest ^= donor.digest
             donor.tier = data.new_location.tier
-            followed.digest ^= donor_digest(data.donor_id, donor.tier)
+            donor.digest = donor_digest(data.donor_id, donor.tier)
+            followed.digest ^= donor.digest
 
-    def _unknown_donor(self, event: SemanticKvEvent, followed: FollowedWorker) -> None:
+    def _unknown_donor(self, event: Event, followed: FollowedWorker) -> None:
         if followed.is_synced and not followed.is_partial:
             self._problem("unknown_donor", "names a donor that was never registered", event)
 
-    def _compare(self, event: SemanticKvEvent, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
+    def _compare(self, event: Event, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
         followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
         if not followed.is_synced:
             return
@@ -387,7 +395,7 @@ class Directory:
         donor = followed.donors.pop(donor_id, None)
         if donor is not None:
             self._take_back(donor)
-            followed.digest ^= donor_digest(donor_id, donor.tier)
+            followed.digest ^= donor.digest
             self._donors -= 1
 
     def _take_back(self, donor: FollowedDonor) -> None:
@@ -418,7 +426,7 @@ class Directory:
 
     def _tidy(self) -> None:
         """Does a small part of the work that `_clear` postponed."""
-        for _ in range(_REMOVED_AT_ONCE if self._cleared else 0):
+        for _ in range(_REMOVED_AT_ONCE):
             number, donors = self._cleared[0]
             if donors:
                 self._leave_index(donors.pop())

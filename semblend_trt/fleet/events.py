@@ -49,6 +49,13 @@ class EventError(SemBlendError, ValueError):
         self.reason = reason
 
 
+def tenant_key_of(namespace: dict[str, Any]) -> str:
+    """Tenant key v1 of an announced namespace; where it states none, that of requests without a salt."""
+    extra = namespace.get("extra")
+    key = extra.get("tenant_key") if isinstance(extra, dict) else None
+    return key if isinstance(key, str) else TENANT_PREFIX + "none"
+
+
 def _as_bytes(value: object) -> object:
     if isinstance(value, (list, tuple)):
         if len(value) > MAX_METADATA_BYTES or not all(type(each) is int and 0 <= each <= 255 for each in value):
@@ -129,10 +136,8 @@ class DonorRegistered(_Part):
 
     @property
     def tenant_key(self) -> str:
-        """Tenant key v1 of the namespace; where it states none, that of requests without a salt."""
-        extra = self.namespace.get("extra")
-        key = extra.get("tenant_key") if isinstance(extra, dict) else None
-        return key if isinstance(key, str) else TENANT_PREFIX + "none"
+        """Tenant key v1 of the namespace."""
+        return tenant_key_of(self.namespace)
 
 
 class DonorEvicted(_Part):

@@ -1,55 +1,50 @@
-"""The donors' namespaces, and for each an index from a prompt's fingerprints to the workers that hold its text.
+"""An index from a prompt's fingerprints to the workers that hold its text, made of donors' sketches.
 
 A hash table maps each entry of a sketch to the set of its holders. Workers hold whole texts, so most entries of a text
-share one set, which a search reads once.
+share one set, which a search reads once. All is compiled and lies in a few arrays, so that a change takes microseconds
+and no interpreter's lock.
 """
 
 from __future__ import annotations
 
 import functools
 import secrets
-import sys
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from semblend_trt.compiled import entry
-from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.sketch import MAX_LEVEL, Sketch
-from semblend_trt.namespace import NO_SALT, SALT_PREFIX, TENANT_PREFIX, CacheNamespace, salt_digest, tenant_key
+from semblend_trt.compiled import entry, inner
+from semblend_trt.fleet.sketch import KEY_BYTES, fingerprints_of, sketch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from semblend_trt.fleet.sketch import PromptFingerprints, Sketch
 
-    import numpy.typing as npt
-
-    from semblend_trt.fleet.sketch import PromptFingerprints
-
-    _Entries = npt.NDArray[np.uint32]
-    _Slots = npt.NDArray[np.int64]
+_Entries = npt.NDArray[np.uint32]
+_Unsigned = npt.NDArray[np.uint64]
+_Integers = npt.NDArray[np.int64]
 
 # One match may be chance: one in 2**32 values equals an entry of another anchor.
 FEWEST_MATCHES = 2
 # A slot is entry << 32 | number of a set, and 0 when free. The table grows when more than this share is filled.
 _ENTRY_SHIFT, _NUMBER, _FREE = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
-_MOST_FILLED, _FEWEST_SLOTS = 0.75, 1 << 10
-# A holder is worker << 26 | level << 20 | number of its donors, int64; a set is its holders in ascending order, as
-# bytes.
-_WORKER_SHIFT, _LEVEL_SHIFT = 26, 20
-_COUNT = (1 << _LEVEL_SHIFT) - 1
-# The number of the empty set.
+_ONE = np.uint64(1)
+_MOST_FILLED, _FEWEST_SLOTS, _FEWEST_SETS = 0.75, 1 << 10, 1 << 6
+# A holder is worker << 26 | level << 20 | number of its donors; a set is its holders in ascending order.
+_WORKER_SHIFT, _LEVEL_SHIFT, _LEVEL, _DONORS = 26, 20, 63, (1 << 20) - 1
+# The empty set's number. Number 0 ends a list.
 _EMPTY = 1
+# A set's columns: where its holders are in the pool, how many, how many entries have it, a hash of the holders, and the
+# next set of the same bucket, or the next that is unused. The others are for one change: how many entries leave the
+# set, and for which one.
+_START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
+# The state's fields: slots that are taken, the end of the pool's used part, the first unused set, unused sets.
+_TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
 
-MAX_NAMESPACES = 16384
-_MAX_SPELLINGS = 1024
-# Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
-_MAX_MET = 8
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Posting:
+class Posting(msgspec.Struct, gc=False):
     """A donor in an index: its worker's number, its sketch's level and entries, uint32 [n], ascending."""
 
     worker: int
@@ -62,217 +57,301 @@ class SketchIndex:
 
     The estimate for a worker covers all its donors: an entry of the prompt that several of them hold counts once. For
     one donor it is `sketch.overlap`. A donor of level L shows one in 2**L anchors, and each counts as 2**L.
-    An entry takes 11 to 21 bytes, and each different set of holders 8 bytes per holder.
+    An entry takes 11 to 21 bytes, and each different set of holders 64 to 128 bytes and 8 to 16 per holder.
     """
 
     def __init__(self) -> None:
         # Odd and secret, so that a forger cannot choose entries that collide.
-        self._factor = np.uint64(secrets.randbits(64) | 1)
-        self._table = np.zeros(_FEWEST_SLOTS, dtype=np.uint64)
-        self._used = np.zeros(1, dtype=np.int64)
-        self._sets: list[bytes] = [b"", b""]
-        self._uses: list[int] = [0, 0]
-        self._numbers: dict[bytes, int] = {b"": _EMPTY}
-        self._free: list[int] = []
+        self._factor = secrets.randbits(64) | 1
+        self._state = np.zeros(_FIELDS, dtype=np.int64)
+        self._table = np.zeros(0, dtype=np.uint64)
+        self._sets, self._pool = np.zeros((_FEWEST_SETS, _COLUMNS), dtype=np.int64), np.zeros(0, dtype=np.int64)
+        self._grow_table(0)
+        self._grow_sets(0, 0)
         self._donors_of_level: Counter[int] = Counter()
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
         """Adds a donor."""
-        entries = np.sort(sketch.entries)
-        posting = Posting(worker, sketch.level, entries[np.diff(entries, prepend=~entries[:1]) != 0])
-        self._make_room(len(posting.entries))
+        posting = Posting(worker, sketch.level, np.sort(sketch.entries))
         self._donors_of_level[posting.level] += 1
-        self._change(self._slots_of(posting.entries, takes=True), posting, 1)
+        self._change(posting, 1)
         return posting
 
     def remove(self, posting: Posting) -> None:
         """Removes a donor that was added."""
         self._donors_of_level[posting.level] -= 1
-        self._change(self._slots_of(posting.entries), posting, -1)
+        self._change(posting, -1)
 
     def search(self, workers: int, prompt: PromptFingerprints) -> npt.NDArray[np.float64]:
         """The share of `prompt` that each of the workers 0 .. `workers` - 1 holds, 0..1: float64 [workers]."""
         # A sketch has no entries below its level.
-        is_asked = prompt.levels >= min((level for level, donors in self._donors_of_level.items() if donors), default=0)
-        numbers = (self._table[self._slots_of(prompt.entries[is_asked])] & _NUMBER).astype(np.int64)
-        is_held = numbers > _EMPTY
-        found, row = np.unique(numbers[is_held], return_inverse=True)
-        # The number of the prompt's entries of at least each level that each set holds: int64 [sets, levels].
-        cells = row * (MAX_LEVEL + 1) + prompt.levels[is_asked][is_held]
-        held = np.bincount(cells, minlength=len(found) * (MAX_LEVEL + 1)).reshape(-1, MAX_LEVEL + 1)
-        held = held[:, ::-1].cumsum(axis=1)[:, ::-1]
-        sets = [self._sets[number] for number in found.tolist()]
-        holders, rows = _holders_in(b"".join(sets)), np.repeat(np.arange(len(sets)), [len(each) // 8 for each in sets])
-        worker, level = holders >> _WORKER_SHIFT, holders >> _LEVEL_SHIFT & MAX_LEVEL
-        # Of a worker's levels in a set, the lowest counts; it comes first.
-        is_first = np.diff(rows * workers + worker, prepend=-1) != 0
-        worker, level, matched = worker[is_first], level[is_first], held[rows[is_first], level[is_first]]
-        share = np.bincount(worker, matched / np.maximum(prompt.eligible, 1)[level], workers)
-        share[np.bincount(worker, matched, workers) < FEWEST_MATCHES] = 0.0
-        return np.minimum(share, 1.0)
+        lowest = min((level for level, donors in self._donors_of_level.items() if donors), default=0)
+        question = prompt.entries, prompt.levels, prompt.eligible, lowest
+        return _search(self._table, self._hashing, self._sets, self._pool, *question, workers)
 
-    # -- the sets ---------------------------------------------------------------------------------------------------
-
-    def _change(self, slots: _Slots, posting: Posting, step: int) -> None:
-        """Adds `step` to the number of donors of the posting's worker and level, for the entries in `slots`."""
+    def _change(self, posting: Posting, step: int) -> None:
         holder = posting.worker << _WORKER_SHIFT | posting.level << _LEVEL_SHIFT
-        before = (self._table[slots] & _NUMBER).tolist()
-        uses = Counter(before)
-        after = {number: self._changed(number, holder, step) for number in uses}
-        for old, new in after.items():
-            self._uses[old] -= uses[old]
-            self._uses[new] += uses[old]
-        for old in uses:
-            if old != _EMPTY and not self._uses[old]:
-                del self._numbers[self._sets[old]]
-                self._sets[old] = b""
-                self._free.append(old)
-        entries = posting.entries.astype(np.uint64) << _ENTRY_SHIFT
-        self._table[slots] = entries | np.array([after[number] for number in before], dtype=np.uint64)
+        change = posting.entries, holder, step
+        while lacking := _change(
+            self._table, self._hashing, self._sets, self._pool, self._buckets, self._state, *change
+        ):
+            if lacking < 0:
+                self._grow_table(len(posting.entries))
+            else:
+                self._grow_sets(len(posting.entries), lacking)
 
-    def _changed(self, number: int, holder: int, step: int) -> int:
-        """The number of the set that results when `holder` (with a count of 0) has `step` more donors."""
-        packed = self._sets[number]
-        holders = _holders_in(packed)
-        at = int(np.searchsorted(holders, holder))
-        known = int(holders[at]) if at < len(holders) and holders[at] & ~_COUNT == holder else holder
-        rest = packed[8 * (at + (known != holder)) :]
-        changed = (known + step).to_bytes(8, sys.byteorder) if (known + step) & _COUNT else b""
-        return self._number_of(packed[: 8 * at] + changed + rest)
+    def _grow_table(self, entries: int) -> None:
+        """Makes room for as many entries."""
+        size = _FEWEST_SLOTS
+        while size < 2 * (self._state[_TAKEN] + entries):
+            size *= 2
+        before, self._table = self._table, np.zeros(size, dtype=np.uint64)
+        self._hashing = np.array([self._factor, 65 - size.bit_length()], dtype=np.uint64)
+        _rehash(before, self._table, self._hashing)
 
-    def _number_of(self, packed: bytes) -> int:
-        number = self._numbers.get(packed)
-        if number is None:
-            if not self._free:
-                self._free.append(len(self._sets))
-                self._sets.append(b"")
-                self._uses.append(0)
-            number = self._numbers[packed] = self._free.pop()
-            self._sets[number] = packed
-        return number
-
-    # -- the table --------------------------------------------------------------------------------------------------
-
-    def _slots_of(self, entries: _Entries, *, takes: bool = False) -> _Slots:
-        return _probe(self._table, self._factor, entries, takes, self._used)
-
-    def _make_room(self, count: int) -> None:
-        """Rebuilds the table without unused entries when it has no room for `count` more."""
-        if self._used[0] + count > _MOST_FILLED * len(self._table):
-            before = self._table[self._table & _NUMBER > _EMPTY]
-            size = _FEWEST_SLOTS
-            while size < 2 * (len(before) + count):
-                size *= 2
-            self._table = np.zeros(size, dtype=np.uint64)
-            self._used[0] = 0
-            self._table[self._slots_of((before >> _ENTRY_SHIFT).astype(np.uint32), takes=True)] = before
+    def _grow_sets(self, sets: int, holders: int) -> None:
+        """Makes room for as many sets with so many holders together."""
+        rows = len(self._sets)
+        while rows - len(self._sets) + self._state[_LEFT] < sets:
+            rows *= 2
+        self._sets = np.concatenate([self._sets, np.zeros((rows - len(self._sets), _COLUMNS), dtype=np.int64)])
+        self._buckets = np.zeros(rows, dtype=np.int64)
+        used = int(self._sets[self._sets[:, _USES] > 0, _LENGTH].sum())
+        before, self._pool = self._pool, np.zeros(2 * (used + holders), dtype=np.int64)
+        _repack(before, self._pool, self._sets, self._buckets, self._state)
 
 
 @functools.cache
 def warm_up() -> None:
-    """Compiles the index's code, or loads it from disk, so that no event waits for that."""
-    SketchIndex().add(0, Sketch(0, 1, np.ones(1, dtype=np.uint32)))
+    """Compiles the index's code, or loads it from disk, so that no event and no lookup waits for that."""
+    index, tokens, key = SketchIndex(), np.arange(64), bytes(KEY_BYTES)
+    index.add(0, sketch_of(tokens, key))
+    index.search(1, *fingerprints_of(tokens, [key]))
+
+
+@inner
+def _slot_of(table: _Unsigned, hashing: _Unsigned, value: np.uint64) -> np.uint64:
+    """The slot of an entry, or the free slot for it, by linear probing. `hashing` is a factor and a shift."""
+    at, mask = value * hashing[0] >> hashing[1], np.uint64(len(table) - 1)
+    while table[at] != _FREE and table[at] >> _ENTRY_SHIFT != value:
+        at = at + _ONE & mask
+    return at
+
+
+@inner
+def _free(table: _Unsigned, hashing: _Unsigned, slot: np.uint64) -> None:
+    """Frees a slot. Entries behind it move up, so that none is behind a free slot that a probe for it meets."""
+    at, mask = slot, np.uint64(len(table) - 1)
+    while table[at] != _FREE:
+        at = at + _ONE & mask
+        home = (table[at] >> _ENTRY_SHIFT) * hashing[0] >> hashing[1]
+        if (at - home) & mask >= (at - slot) & mask:
+            table[slot] = table[at]
+            slot = at
+    table[slot] = _FREE
 
 
 @entry
-def _probe(
-    table: npt.NDArray[np.uint64], factor: np.uint64, entries: _Entries, takes: bool, used: npt.NDArray[np.int64]
-) -> _Slots:
-    """The slot of each entry, or the free slot for it, by linear probing: int64 [n].
+def _rehash(before: _Unsigned, table: _Unsigned, hashing: _Unsigned) -> None:
+    """Enters all slots of a table in an empty one. Both go by the hash, so that memory is written in order."""
+    for slot in before:
+        if slot != _FREE:
+            table[_slot_of(table, hashing, slot >> _ENTRY_SHIFT)] = slot
 
-    With `takes`, for which there must be room, free slots get the empty set and are counted in `used`, int64 [1].
+
+@entry
+def _repack(before: _Integers, pool: _Integers, sets: _Integers, buckets: _Integers, state: _Integers) -> None:
+    """Copies the holders of the sets that are used to another pool, and lists the sets anew."""
+    state[_END] = state[_UNUSED] = state[_LEFT] = 0
+    for number in range(len(sets) - 1, _EMPTY, -1):
+        row = sets[number]
+        if row[_USES]:
+            for at in range(row[_START], row[_START] + row[_LENGTH]):
+                pool[state[_END] + at - row[_START]] = before[at]
+            row[_START] = state[_END]
+            state[_END] += row[_LENGTH]
+            bucket = row[_HASH] & (len(buckets) - 1)
+            row[_NEXT], buckets[bucket] = buckets[bucket], number
+        else:
+            row[_NEXT], state[_UNUSED] = state[_UNUSED], number
+            state[_LEFT] += 1
+
+
+@entry
+def _change(
+    table: _Unsigned,
+    hashing: _Unsigned,
+    sets: _Integers,
+    pool: _Integers,
+    buckets: _Integers,
+    state: _Integers,
+    entries: _Entries,
+    holder: int,
+    step: int,
+) -> int:
+    """Adds `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
+
+    Returns 0, or what is lacking: -1 is room in the table, and more is the most holders that come up, where they or
+    their sets have no room. Nothing is changed then.
     """
-    slots, mask = np.empty(len(entries), dtype=np.int64), len(table) - 1
-    for number in range(len(entries)):
-        wanted = np.uint64(entries[number])
-        at = np.int64(wanted * factor >> _ENTRY_SHIFT) & mask
-        while table[at] != _FREE and table[at] >> _ENTRY_SHIFT != wanted:
-            at = (at + 1) & mask
-        if takes and table[at] == _FREE:
-            table[at] = wanted << _ENTRY_SHIFT | np.uint64(_EMPTY)
-            used[0] += 1
-        slots[number] = at
-    return slots
+    if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
+        return -1
+    slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
+    taken = count = room = 0
+    for each in range(len(entries)):
+        if each and entries[each] == entries[each - 1]:
+            continue
+        value = np.uint64(entries[each])
+        slots[taken] = slot = _slot_of(table, hashing, value)
+        taken += 1
+        if table[slot] == _FREE:
+            table[slot] = value << _ENTRY_SHIFT | np.uint64(_EMPTY)
+            state[_TAKEN] += 1
+        number = np.int64(table[slot] & _NUMBER)
+        if not sets[number, _LEAVING]:
+            left[count] = number
+            count += 1
+            room += sets[number, _LENGTH] + 1
+        sets[number, _LEAVING] += 1
+    if state[_END] + room > len(pool) or state[_LEFT] < count:
+        for number in left[:count]:
+            sets[number, _LEAVING] = 0
+        return room
+    for number in left[:count]:
+        successor = _successor(hashing, sets, pool, buckets, state, number, holder, step)
+        sets[number, _SUCCESSOR] = successor
+        sets[successor, _USES] += sets[number, _LEAVING]
+    for number in left[:count]:
+        sets[number, _USES] -= sets[number, _LEAVING]
+        sets[number, _LEAVING] = 0
+        if not sets[number, _USES] and number != _EMPTY:
+            _forget(sets, buckets, state, number)
+    gone = 0
+    for slot in slots[:taken]:
+        value = table[slot] >> _ENTRY_SHIFT
+        successor = sets[table[slot] & _NUMBER, _SUCCESSOR]
+        table[slot] = value << _ENTRY_SHIFT | np.uint64(successor)
+        if successor == _EMPTY:
+            slots[gone] = value
+            gone += 1
+    for value in slots[:gone]:
+        _free(table, hashing, _slot_of(table, hashing, value))
+    state[_TAKEN] -= gone
+    return 0
 
 
-def _holders_in(packed: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(packed, dtype=np.int64)
+@inner
+def _successor(
+    hashing: _Unsigned,
+    sets: _Integers,
+    pool: _Integers,
+    buckets: _Integers,
+    state: _Integers,
+    number: int,
+    holder: int,
+    step: int,
+) -> int:
+    """The number of the set that has `step` more donors of `holder` than set `number`. It is made if there is none."""
+    at, stop = sets[number, _START], sets[number, _START] + sets[number, _LENGTH]
+    begin = end = state[_END]
+    while at < stop and pool[at] < holder:
+        pool[end] = pool[at]
+        at, end = at + 1, end + 1
+    changed = holder + step
+    if at < stop and pool[at] & ~_DONORS == holder:
+        changed = pool[at] + step
+        at += 1
+    if changed != holder:
+        pool[end] = changed
+        end += 1
+    while at < stop:
+        pool[end] = pool[at]
+        at, end = at + 1, end + 1
+    if begin == end:
+        return _EMPTY
+    value = np.uint64(0)
+    for each in pool[begin:end]:
+        value = (value ^ np.uint64(each)) * hashing[0]
+        value ^= value >> _ENTRY_SHIFT
+    hashed = np.int64(value)
+    bucket = hashed & (len(buckets) - 1)
+    found = buckets[bucket]
+    while found and not _is_equal(sets, pool, found, hashed, begin, end):
+        found = sets[found, _NEXT]
+    if not found:
+        found = state[_UNUSED]
+        state[_UNUSED] = sets[found, _NEXT]
+        state[_LEFT] -= 1
+        state[_END] = end
+        sets[found, _START], sets[found, _LENGTH], sets[found, _HASH] = begin, end - begin, hashed
+        sets[found, _NEXT], buckets[bucket] = buckets[bucket], found
+    return found
 
 
-@dataclass(slots=True, eq=False)
-class KnownNamespace:
-    """A namespace: its key, its salt's digest, the number and sketches of its donors."""
-
-    key: str
-    salt: str
-    donors: int = 0
-    index: SketchIndex = field(default_factory=SketchIndex)
-
-
-class KnownNamespaces:
-    """The namespaces of the known donors. Not thread safe."""
-
-    def __init__(self, max_namespaces: int = MAX_NAMESPACES) -> None:
-        self._max_namespaces = max_namespaces
-        self._by_key: dict[str, KnownNamespace] = {}
-        self._by_salt: dict[str, dict[str, KnownNamespace]] = {}
-        self._spellings: OrderedDict[str, CacheNamespace] = OrderedDict()
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._by_key) >= self._max_namespaces
-
-    def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
-        """Adds a donor to the namespace with these `values`.
-
-        Raises NamespaceError for bad values, for a tenant key that does not match the salt, and for too many
-        namespaces.
-        """
-        namespace = self._read(values)
-        known = self._by_key.get(namespace.key)
-        if known is None:
-            if self.is_full:
-                raise NamespaceError(f"donors are in more than {self._max_namespaces} namespaces; no more are kept")
-            salt = str(namespace.extra.get("cache_salt", NO_SALT))
-            known = KnownNamespace(namespace.key, salt)
-            self._by_key[known.key] = known
-            self._by_salt.setdefault(salt, {})[known.key] = known
-        known.donors += 1
-        return known
-
-    def leave(self, known: KnownNamespace) -> None:
-        """Removes a donor; a namespace without donors is forgotten."""
-        known.donors -= 1
-        if not known.donors:
-            del self._by_key[known.key]
-            of_salt = self._by_salt[known.salt]
-            del of_salt[known.key]
-            if not of_salt:
-                del self._by_salt[known.salt]
-
-    def met_by(self, salt: str | None) -> list[KnownNamespace]:
-        """The namespaces that a request with this raw salt may reuse from, at most _MAX_MET, most donors first.
-
-        Raises NamespaceError for a salt that no request may have.
-        """
-        met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
-        return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
-
-    def _read(self, values: Mapping[str, Any]) -> CacheNamespace:
-        """The namespace; cached for donors that state it in the same words."""
-        spelling = repr(values)
-        namespace = self._spellings.get(spelling)
-        if namespace is None:
-            namespace = CacheNamespace.from_dict(values)
-            _check_tenant(namespace)
-            self._spellings[spelling] = namespace
-            if len(self._spellings) > _MAX_SPELLINGS:
-                self._spellings.popitem(last=False)
-        return namespace
+@inner
+def _is_equal(sets: _Integers, pool: _Integers, number: int, hashed: int, begin: int, end: int) -> bool:
+    """Whether a set has this hash and the holders in pool[begin:end]."""
+    if sets[number, _HASH] != hashed or sets[number, _LENGTH] != end - begin:
+        return False
+    at, ahead = begin, sets[number, _START] - begin
+    while at < end and pool[at] == pool[at + ahead]:
+        at += 1
+    return at == end
 
 
-def _check_tenant(namespace: CacheNamespace) -> None:
-    salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
-    expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
-    if namespace.extra.get("tenant_key", expected) != expected:
-        raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
+@inner
+def _forget(sets: _Integers, buckets: _Integers, state: _Integers, number: int) -> None:
+    """Takes a set out of its bucket and to those that are unused."""
+    bucket = sets[number, _HASH] & (len(buckets) - 1)
+    before = buckets[bucket]
+    if before == number:
+        buckets[bucket] = sets[number, _NEXT]
+    else:
+        while sets[before, _NEXT] != number:
+            before = sets[before, _NEXT]
+        sets[before, _NEXT] = sets[number, _NEXT]
+    sets[number, _NEXT], state[_UNUSED] = state[_UNUSED], number
+    state[_LEFT] += 1
+
+
+@entry
+def _search(
+    table: _Unsigned,
+    hashing: _Unsigned,
+    sets: _Integers,
+    pool: _Integers,
+    entries: _Entries,
+    levels: npt.NDArray[np.uint8],
+    eligible: _Integers,
+    lowest: int,
+    workers: int,
+) -> npt.NDArray[np.float64]:
+    """`SketchIndex.search`, without the entries of a level below `lowest`."""
+    # The set and the level of each entry that is held, as set << 6 | level.
+    found, count = np.empty(len(entries), dtype=np.int64), 0
+    for each in range(len(entries)):
+        if levels[each] >= lowest:
+            number = np.int64(table[_slot_of(table, hashing, np.uint64(entries[each]))] & _NUMBER)
+            if number > _EMPTY:
+                found[count] = number << 6 | levels[each]
+                count += 1
+    found = np.sort(found[:count])
+    shares, matches = np.zeros(workers), np.zeros(workers, dtype=np.int64)
+    first = 0
+    while first < count:
+        number, end = found[first] >> 6, first
+        while end < count and found[end] >> 6 == number:
+            end += 1
+        before = -1
+        for holder in pool[sets[number, _START] : sets[number, _START] + sets[number, _LENGTH]]:
+            worker, level = holder >> _WORKER_SHIFT, holder >> _LEVEL_SHIFT & _LEVEL
+            # Of a worker's levels in a set, the lowest counts; it comes first.
+            if worker != before and worker < workers:
+                matched = end - first - np.searchsorted(found[first:end], number << 6 | level)
+                shares[worker] += matched / max(eligible[level], 1)
+                matches[worker] += matched
+            before = worker
+        first = end
+    for worker in range(workers):
+        shares[worker] = min(shares[worker], 1.0) if matches[worker] >= FEWEST_MATCHES else 0.0
+    return shares

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,9 @@ from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from semblend_trt.runtime import runtime_for
+from tests.conftest import save_tiny_model
 from tests.engine_wrapper.serving import text
-from tests.engine_wrapper.trtllm.stand_ins import LlmArgs, LlmRequest, executor_of
+from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -36,13 +39,20 @@ class Service:
     As one of several `ranks` it holds their part of the model (`source`), and rank 0's scheduler answers for all.
     """
 
-    def __init__(self, path: Path, ranks: Ranks | None = None, source: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        ranks: Ranks | None = None,
+        source: Any = None,
+        kv_dtype: torch.dtype = torch.float32,
+        **settings: Any,
+    ) -> None:
         self.ranks = ranks or Ranks()
         self.args = LlmArgs(path, tensor_parallel_size=self.ranks.size, **settings)
         runtime_for(self.args).ranks = self.ranks
         self.scheduler = SemBlendKvConnectorScheduler(self.args) if self.ranks.rank == 0 else None
         self.worker = SemBlendKvConnectorWorker(self.args)
-        self.executor = executor_of(path, self.worker, self.scheduler, source=source)
+        self.executor = executor_of(path, self.worker, self.scheduler, source=source, kv_dtype=kv_dtype)
         self.executor._maybe_init_kv_connector_manager()
         self.manager = self.executor.kv_cache_manager
 
@@ -128,14 +138,50 @@ def test_documents_at_other_places_are_reused_and_never_published(service: Servi
     torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
-    tiny_model_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str
+def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(
+    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
-    service = Service(tiny_model_paths[family], contract="main", cuda_graph_config=object())
+    service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
+    assert service.worker.attachment is not None
+    assert service.worker.attachment.execution_refusal == "kv_cache_dtype"
+    document = text(1, 90)
+    service.serve(LlmRequest(1, [*document, *text(4, 5)]))
+    service.manager.pool.copy_(torch.full((), math.nan))
+    request = LlmRequest(2, [*document, *text(7, 9)])
+    logits = service.serve(request)
+    assert service.report(2).reused_tokens == 90
+    torch.testing.assert_close(logits, service.cold(request), atol=1e-3, rtol=0)
+    other = Service(tiny_qwen2_path)
+    namespaces = [each.scheduler.namespace for each in (service, other)]  # type: ignore[union-attr]
+    assert [each.kv_dtype for each in namespaces if each is not None] == ["float8_e4m3fn", "float32"]
+    scales = hashlib.sha256(repr((KV_SCALE,) * 3).encode()).hexdigest()[:16]
+    assert [each.cache_dtype for each in namespaces if each is not None] == [f"auto+{scales}", "auto"]
+    for each in (service, other):
+        each.close()
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+REFUSED = {
+    "qwen2": ({}, {"cuda_graph_config": object()}, "cuda_graphs"),
+    "gemma3_text": ({}, {"cuda_graph_config": object()}, "cuda_graphs"),
+    "yarn": ({"rope_parameters": {**YARN, "truncate": False}}, {}, "rope_unknown"),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "exact")
+    changes, settings, reason = REFUSED[family]
+    save_tiny_model("qwen2" if family == "yarn" else family, tmp_path, **changes)
+    service = Service(tmp_path, contract="main", **settings)
+    assert service.worker.attachment is not None
+    assert service.worker.attachment.execution_refusal == reason
     document = text(1, 90)  # several windows
     service.serve(LlmRequest(1, [*document, *text(4, 5)]))
+    service.manager.pool.copy_(torch.full((), math.nan))
     request = LlmRequest(2, [*document, *text(7, 9)])
     logits = service.serve(request)
     assert service.report(2).reused_tokens == 90

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from kernels.files import write_bytes
 from kernels.results import Count, Results, run_counted
-from semblend_trt.connector.eligibility import trtllm_refusal
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from validation import output
 
@@ -79,10 +78,8 @@ def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ..
     shown, per_token = _refused(answer), "-"
     if isinstance(answer, KnownModel):
         is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
-        without = [] if is_embedded else ["by the embedded engine"]
-        without += ["in TensorRT-LLM"] if trtllm_refusal(answer.facts) else []
         shown = "served for text" if answer.facts.takes_images else "served"
-        shown += f", but not {' or '.join(without)}" if without else ""
+        shown += "" if is_embedded else ", but not by the embedded engine"
         if answer.dtype is not None:
             per_token = f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
     return f"`{model.name}`", _attention(model.text), _rope(model.text), _kv(model.text), per_token, shown

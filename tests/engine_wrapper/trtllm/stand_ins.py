@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kernels.layout import KvGeometry, pool_view
+from kernels.layout import KvGeometry, indexable, pool_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 BLOCK = 8
+# Of an fp8 cache, in every layer.
+KV_SCALE = 0.5
 
 
 @dataclass
@@ -240,6 +242,8 @@ class TrtllmAttention:
 
     def __init__(self, layer_idx: int, rotate: Callable[..., Any] | None, q_scaling: float = 1.0) -> None:
         self.layer_idx, self._rotate, self._q_scaling = layer_idx, rotate, q_scaling
+        self.kv_scale_quant_orig = torch.full((1,), KV_SCALE)
+        self.kv_scale_orig_quant = 1.0 / self.kv_scale_quant_orig
 
     def forward(self, q: Any, k: Any, v: Any, metadata: AttentionMetadata, **options: Any) -> torch.Tensor:
         manager = metadata.kv_cache_manager
@@ -258,9 +262,13 @@ class TrtllmAttention:
             if self._rotate is not None:
                 part[:2] = self._rotate(positions, *part[:2])
             places = torch.tensor(blocks)[positions // BLOCK], positions % BLOCK
+            is_scaled = view.dtype == torch.float8_e4m3fn
             for kind in (0, 1):
-                view[places[0], kind, :, places[1]] = part[1 + kind]
-            stored = view[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : begin + length]
+                new = part[1 + kind] * self.kv_scale_orig_quant if is_scaled else part[1 + kind]
+                indexable(view)[places[0], kind, :, places[1]] = indexable(new.to(view.dtype))
+            held = indexable(view)[blocks].view(view.dtype).float()
+            held = held * self.kv_scale_quant_orig if is_scaled else held
+            stored = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : begin + length]
             back = positions[:, None] - torch.arange(begin + length)
             mask = (back >= 0) & (back < window)
             query, key, value = part[0].transpose(0, 1)[None], stored[0][None], stored[1][None]
@@ -512,7 +520,7 @@ class PyExecutor:
 
 def executor_of(
     path: Path, worker: Any, scheduler: Any = None, *, fused: bool = True, style: str = "1.2", blocks: int = 96,
-    source: Any = None,
+    source: Any = None, kv_dtype: torch.dtype = torch.float32,
 ) -> PyExecutor:  # fmt: skip
     """An executor over the tiny model of a folder, or over one rank's part of it (`source`). Unwritten KV is NaN."""
     if source is None:
@@ -520,6 +528,6 @@ def executor_of(
     config = source.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     geometry = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, head_dim, BLOCK)
-    pool = torch.full((blocks, geometry.num_layers, 2, geometry.row_elements), float("nan"))
+    pool = torch.full((blocks, geometry.num_layers, 2, geometry.row_elements), float("nan")).to(kv_dtype)
     engine = PyTorchModelEngine(CausalModel(source, fused=fused, style=style), is_main=style == "main")
     return PyExecutor(KVCacheManager(pool, geometry), engine, worker, scheduler)

@@ -52,8 +52,8 @@ def test_kv_of_other_scales_is_of_another_namespace(cache_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("held", "told"),
     [
-        (attention(_k_scale=None), "no k_scale .* None and 1.0"),
-        (attention(_v_scale_float=None), "no v_scale"),
+        (attention(_k_scale=None), "no k_scale for its fp8 cache, but None"),
+        (attention(_v_scale_float=None), "v_scale of 1.0, and None on the host"),
         (attention(_k_scale=torch.ones(8)), "8 values of k_scale"),
         (of_heads(1.0, 2.0, 0.0), "3 values of k_scale"),
         (of_heads(0.0, 2.0), "k_scale of 0.0, 2.0"),

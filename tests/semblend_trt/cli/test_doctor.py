@@ -43,7 +43,7 @@ def test_every_area_is_told_once(tiny_qwen2_path: Path, tmp_path: Path, capsys, 
 def test_a_refusal_is_named(tiny_qwen2_path: Path, capsys) -> None:
     assert main(["doctor", "--model", str(tiny_qwen2_path), "--kv-dtype", "fp8"]) == 1
     shown = capsys.readouterr().out
-    assert "  refused  pool_layout: a KV cache of fp8 is not taken" in shown
+    assert "  refused  kv_scales: a KV cache of fp8 is taken in vLLM" in shown
     assert shown.endswith("\n1 problem\n")
 
 
@@ -75,13 +75,19 @@ def test_bad_usage_ends_with_two(words: list[str], told: str, capsys) -> None:
     assert told in capsys.readouterr().err
 
 
-def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("module", "refused"),
+    [("semblend_trt.connector", [("model", "kv_scales")]), ("engine_wrapper.connector", [])],
+)
+def test_the_engines_options_decide_the_kv_dtype(
+    tiny_qwen2_path: Path, tmp_path: Path, capsys, module: str, refused: list[tuple[str, str]]
+) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("{kv_cache_config: {dtype: fp8}, kv_connector_config: {connector_module: semblend_trt.connector}}")
+    file.write_text(f"{{kv_cache_config: {{dtype: fp8}}, kv_connector_config: {{connector_module: {module}}}}}")
     assert main(["doctor", "--json", "--model", str(tiny_qwen2_path), "--engine-options", str(file)]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     problems = [(each["area"], each["reason"]) for each in found if each["status"] in ("failed", "refused")]
-    assert problems == [("options", None), ("model", "pool_layout")]
+    assert problems == [("options", None), *refused]
 
 
 def test_options_that_cannot_be_read_are_bad_usage(tmp_path: Path, capsys) -> None:

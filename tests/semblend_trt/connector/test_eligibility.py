@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine_wrapper.embedded.llm_args import LlmArgs
+from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig, LlmArgs
 from semblend_trt.config import load_settings
 from semblend_trt.connector import eligibility, worker
 from semblend_trt.connector.eligibility import (
@@ -20,6 +21,7 @@ from semblend_trt.connector.eligibility import (
 )
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
+from tests.conftest import save_tiny_model
 
 
 def request(**attributes):
@@ -154,24 +156,51 @@ class Arguments(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("family", "contract", "reason", "told"),
+    ("family", "contract", "policy", "reason", "told"),
     [
-        ("gpt_oss", "1.1", "sliding_window", "gpt_oss has layers with a sliding window, and TensorRT-LLM 1.1 writes"),
-        ("gpt_oss", "1.2", "rope_unknown", "yarn with truncate off is computed otherwise"),
-        ("gemma3_text", "1.1", "sliding_window", "gemma3_text has layers with a sliding window"),
-        ("gemma3_text", "1.2", None, ""),
-        ("gemma3_text", "main", None, ""),
+        (
+            "gpt_oss",
+            "1.1",
+            "exact",
+            "sliding_window",
+            "gpt_oss has layers with a sliding window, and TensorRT-LLM 1.1 writes",
+        ),
+        ("gpt_oss", "1.2", "position_fix", "rope_unknown", "no key can be moved there as policy position_fix asks"),
+        ("gpt_oss", "1.2", "exact", None, ""),
+        ("gpt_oss", "main", "verified", None, ""),
+        ("gemma3_text", "1.1", "exact", "sliding_window", "gemma3_text has layers with a sliding window"),
+        ("gemma3_text", "1.2", "position_fix", None, ""),
+        ("gemma3_text", "main", "verified", None, ""),
     ],
 )
 def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(
-    tiny_model_paths, family, contract, reason, told, caplog
+    tiny_model_paths, monkeypatch, family, contract, policy, reason, told, caplog
 ):
+    monkeypatch.setenv("SEMBLEND_POLICY", policy)
     path = str(tiny_model_paths[family])
     served = model_facts(path), None
     assert facts_or_refusal(LlmArgs(model=path), load_settings()) == served
     args = Arguments(model=path, contract=contract)
     assert facts_or_refusal(args, load_settings()) == (served if reason is None else (None, reason))
     assert told in caplog.text
+    worker.SemBlendKvConnectorWorker(args)
+    assert runtime_for(args).refusal == reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "reason"),
+    [
+        (Arguments, "semblend_trt.connector", "kv_quantized"),
+        (Arguments, "engine_wrapper.connector", None),
+        (LlmArgs, "engine_wrapper.connector", "kv_quantized"),
+    ],
+)
+def test_a_checkpoint_that_asks_for_an_fp8_cache_is_served_where_its_scales_can_be_read(tmp_path, kind, module, reason):
+    save_tiny_model("qwen2", tmp_path)
+    asked = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(asked))
+    args = kind(model=str(tmp_path), kv_connector_config=KvCacheConnectorConfig.ours(module))
+    assert facts_or_refusal(args, load_settings())[1] == reason
     worker.SemBlendKvConnectorWorker(args)
     assert runtime_for(args).refusal == reason
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.connector.pool_geometry import described, geometry_of
+from kernels.layout import LayeredPool
+from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
 ROW = KV_HEADS * HEAD_DIM * BLOCK
@@ -22,6 +23,15 @@ def test_a_pool_and_a_part_of_a_larger_one():
     assert geometry_of(torch.zeros(4, LAYERS, 2, ROW), FACTS, 2).block_size == 2 * BLOCK
 
 
+@pytest.mark.parametrize(("dtype", "is_scaled"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)])
+def test_one_tensor_in_fp8_needs_scales(dtype, is_scaled):
+    pool = torch.zeros(4, LAYERS, 2, ROW, dtype=dtype)
+    assert geometry_of(pool, FACTS, 1).block_size == BLOCK
+    assert needs_scales(pool) == is_scaled
+    apart = torch.zeros(LAYERS, 4, KV_HEADS, BLOCK, HEAD_DIM, dtype=dtype).unbind()
+    assert not needs_scales(LayeredPool(apart, apart))
+
+
 @pytest.mark.parametrize(
     "pool",
     [
@@ -32,7 +42,7 @@ def test_a_pool_and_a_part_of_a_larger_one():
         torch.zeros(4, LAYERS, 2, 0),
         torch.zeros(4, LAYERS, 2, ROW, device="meta"),
         torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float64),
-        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float8_e4m3fn),
+        torch.zeros(4, LAYERS, 2, ROW, dtype=torch.float8_e5m2),
         torch.zeros(1, LAYERS, 2, ROW).expand(4, LAYERS, 2, ROW),
         torch.zeros(4, 1, 2, ROW).expand(4, LAYERS, 2, ROW),
         torch.zeros(8 * ROW).as_strided((4, LAYERS, 2, ROW), (ROW, ROW, ROW, 1)),

@@ -93,6 +93,12 @@ def test_unknown_pool_is_a_refusal(args, unknown):
     assert worker.get_finished([], []) == ([], [])
 
 
+def test_fp8_is_a_refusal_where_nothing_tells_its_scales(args, caplog):
+    SemBlendKvConnectorWorker(args).register_kv_caches(pool(torch.float8_e4m3fn))
+    assert (runtime_for(args).pool, runtime_for(args).refusal) == (None, "kv_scales")
+    assert "set connector_module to engine_wrapper.connector" in caplog.text
+
+
 @pytest.mark.parametrize(("block", "refusal"), [(32, None), (33, "window_below_block")])
 def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
     args = LlmArgs(model=str(save_tiny_model("gpt_oss", tmp_path)))

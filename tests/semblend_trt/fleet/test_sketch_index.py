@@ -1,19 +1,30 @@
-"""The index of sketches: its estimates equal those of a loop over all sketches; namespaces are told apart."""
+"""The index of sketches: its estimates equal those of a loop over all sketches."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.sketch import Sketch, sketch_of
-from semblend_trt.fleet.sketch_index import FEWEST_MATCHES, KnownNamespaces, SketchIndex
-from semblend_trt.namespace import content_value
-from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints
+from semblend_trt.fleet.sketch_index import (
+    _LEFT,
+    _LENGTH,
+    _NEXT,
+    _START,
+    _TAKEN,
+    _UNUSED,
+    _USES,
+    FEWEST_MATCHES,
+    SketchIndex,
+    _change,
+    _rehash,
+    _repack,
+    _search,
+    warm_up,
+)
+from tests.semblend_trt.samples import prompt_fingerprints
 
 KEY = bytes(range(16))
 WORKERS = 3
@@ -42,12 +53,34 @@ deeds = st.lists(
 )
 
 
+def sets_of(index: SketchIndex) -> dict[int, tuple[int, ...]]:
+    """The holders of each set that is used, by the set's number."""
+    used = np.flatnonzero(index._sets[:, _USES] > 0)
+    places = index._sets[used][:, [_START, _LENGTH]].tolist()
+    return {int(number): tuple(index._pool[at : at + count]) for number, (at, count) in zip(used, places, strict=True)}
+
+
+def listed(index: SketchIndex, number: int) -> list[int]:
+    """The sets of a list, from its first on."""
+    numbers = []
+    while number:
+        numbers.append(number)
+        number = int(index._sets[number, _NEXT])
+    return numbers
+
+
 def is_whole(index: SketchIndex) -> bool:
-    """Every set that is kept is used, as often as it says, and none is kept twice."""
+    """Every set that is kept is used, as often as it says, can be found, and none is kept twice."""
     numbers, uses = np.unique(index._table[index._table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
-    used = {int(number): int(count) for number, count in zip(numbers, uses, strict=True) if number > 1}
-    kept = {number: index._uses[number] for number in index._numbers.values() if number > 1}
-    return used == kept and len(index._sets) == 2 + len(kept) + len(index._free) and index._used[0] == uses.sum()
+    kept, unused = sets_of(index), listed(index, int(index._state[_UNUSED]))
+    return (
+        kept.keys() == set(numbers.tolist())
+        and index._sets[numbers.astype(int), _USES].tolist() == uses.tolist()
+        and len(set(kept.values())) == len(kept)
+        and sorted(number for first in index._buckets.tolist() for number in listed(index, first)) == sorted(kept)
+        and sorted([0, 1, *kept, *unused]) == list(range(len(index._sets)))
+        and index._state[[_TAKEN, _LEFT]].tolist() == [uses.sum(), len(unused)]
+    )
 
 
 @given(deeds, st.lists(st.integers(0, 7), min_size=1, max_size=6))
@@ -73,13 +106,38 @@ def random_sketch(rng: np.random.Generator, entries: int = 200) -> Sketch:
     return Sketch(0, entries, rng.integers(0, 1 << 32, entries, dtype=np.uint32))
 
 
+@given(st.integers(0, 1 << 32), st.floats(0.1, 0.9))
+@settings(max_examples=30)
+def test_a_full_table_loses_nothing_when_donors_go(seed, share) -> None:
+    """Sketches of few entries, some of them twice: nearly all slots are taken, and probes wrap around the table."""
+    rng, index = np.random.default_rng(seed), SketchIndex()
+    prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
+    entries = np.concatenate([prompt.entries, rng.integers(0, 1 << 32, 700, dtype=np.uint32)])[:700]
+    held = []
+    for _ in range(60):
+        if held and rng.random() < share / 2:
+            index.remove(held.pop(rng.integers(len(held)))[2])
+        worker, level = int(rng.integers(WORKERS)), int(rng.integers(3))
+        sketch = Sketch(level, 60, rng.choice(entries, 60))
+        held.append((worker, sketch, index.add(worker, sketch)))
+    assert len(index._table) == 1024
+    found = index.search(WORKERS, prompt)
+    for worker in range(WORKERS):
+        assert found[worker] == pytest.approx(naive_share([each for of, each, _ in held if of == worker], prompt))
+    assert is_whole(index)
+    for *_, posting in held:
+        index.remove(posting)
+    assert not index._table.any()
+    assert is_whole(index)
+
+
 def test_the_room_of_what_is_gone_is_used_again() -> None:
     index, rng = SketchIndex(), np.random.default_rng(1)
     for _ in range(40):  # more entries by far than one table of this size holds
         for posting in [index.add(0, random_sketch(rng)) for _ in range(20)]:
             index.remove(posting)
     assert len(index._table) <= 1 << 14
-    assert index._numbers == {b"": 1}
+    assert not index._table.any()
     assert is_whole(index)
 
 
@@ -89,7 +147,7 @@ def test_all_holders_of_a_text_share_a_set_and_are_all_found() -> None:
     for worker in range(300):
         index.add(worker, sketch_of(text, KEY))
         index.add(worker, random_sketch(rng))
-    assert len(index._numbers) == 1 + 1 + 300
+    assert len(sets_of(index)) == 1 + 300
     prompt = prompt_fingerprints(text, KEY)
     assert index.search(300, prompt).tolist() == [1.0] * 300
     assert index.search(300, prompt_fingerprints(_TEXTS[1], KEY)).tolist() == [0.0] * 300
@@ -127,56 +185,10 @@ def test_entries_that_a_sketchs_level_cannot_have_count_nothing() -> None:
     assert index.search(1, prompt).tolist() == [0.0]
 
 
-@pytest.fixture
-def known():
-    return KnownNamespaces(max_namespaces=3)
-
-
-def test_ranks_of_one_donor_are_one_namespace(known) -> None:
-    values = NAMESPACE.to_dict()
-    values["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 0}
-    other = NAMESPACE.to_dict()
-    other["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 1}
-    first, second = known.enter(values), known.enter(other)
-    assert first is second
-    assert first.donors == 2
-    known.leave(first)
-    assert known.met_by(None) == [first]
-    known.leave(second)
-    assert known.met_by(None) == []
-    assert known.enter(NAMESPACE.to_dict()) is not first
-
-
-def test_a_request_meets_its_own_salt_only_and_most_donors_first(known) -> None:
-    acme = known.enter(BASE_NAMESPACE.for_request("acme", None).to_dict())
-    none = known.enter(BASE_NAMESPACE.for_request(None, None).to_dict())
-    other = known.enter(dataclasses.replace(BASE_NAMESPACE, model="other").for_request(None, None).to_dict())
-    known.enter(dataclasses.replace(BASE_NAMESPACE, model="other").for_request(None, None).to_dict())
-    assert known.met_by("acme") == [acme]
-    assert known.met_by("Acme") == []
-    assert known.met_by(None) == [other, none]
-
-
-def test_one_model_under_two_names_is_one_namespace(known) -> None:
-    revisions = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
-    first, second = (
-        known.enter(dataclasses.replace(BASE_NAMESPACE, model=name, **revisions).to_dict()) for name in ("one", "two")
-    )
-    assert first is second
-
-
-def test_a_namespace_with_another_tenants_key_is_refused(known) -> None:
-    for salt, foreign in (("acme", "other"), (None, "acme"), ("acme", None)):
-        values = BASE_NAMESPACE.for_request(salt, None).to_dict()
-        values["extra"]["tenant_key"] = BASE_NAMESPACE.for_request(foreign, None).extra["tenant_key"]
-        with pytest.raises(NamespaceError, match="tenant key"):
-            known.enter(values)
-    known.enter(BASE_NAMESPACE.for_request("", None).to_dict())
-
-
-def test_there_is_a_most(known) -> None:
-    for salt in "abc":
-        known.enter(BASE_NAMESPACE.for_request(salt, None).to_dict())
-    with pytest.raises(NamespaceError, match="more than 3"):
-        known.enter(BASE_NAMESPACE.for_request("d", None).to_dict())
-    known.enter(BASE_NAMESPACE.for_request("a", None).to_dict())
+def test_nothing_is_compiled_after_the_warm_up() -> None:
+    warm_up()
+    index, tokens = SketchIndex(), _TEXTS.reshape(-1)
+    index.remove(index.add(0, Sketch.from_bytes(sketch_of(tokens, KEY).to_bytes())))
+    index.search(1, prompt_fingerprints(tokens, KEY))
+    for compiled in (_change, _repack, _rehash, _search):
+        assert len(compiled.signatures) == 1
