@@ -58,7 +58,8 @@ ROWS_PER_GAP = 4
 class Decoder:
     """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
     and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
-    (`own_builder`). `unfused`: modules that vLLM leaves to its compiler (`unfused_of`)."""
+    (`own_builder`). `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`:
+    modules that vLLM leaves to its compiler (`unfused_of`)."""
 
     calls: LayerCalls
     names: tuple[str, ...]
@@ -68,6 +69,7 @@ class Decoder:
     builder: Any
     pool: LayeredPool
     geometry: KvGeometry
+    head_scales: tuple[torch.Tensor, ...] = ()
     unfused: tuple[CustomOp, ...] = ()
 
     @property
@@ -276,7 +278,8 @@ class VllmRows:
         def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
             keys, values = _fresh_rows(kv, geometry)
             stored = parts.stored(layer, keys, values)
-            found.append(check.deviations(*stored, parts.pool, geometry, ranks))  # type: ignore[arg-type]
+            scales = parts.head_scales[layer] if parts.head_scales else None
+            found.append(check.deviations(*stored, parts.pool, geometry, ranks, scales))
             parts.write(layer, keys, values, self._sequences, self._row_slots)
             raise _ComparedError
 

@@ -9,7 +9,7 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.kv_scales import E4M3, scales_of
+from engine_wrapper.vllm.kv_scales import E4M3, are_of_heads, scales_of, scales_of_heads
 from engine_wrapper.vllm.layer_calls import layer_calls_of
 from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine_wrapper.vllm.arguments import EngineArguments
+    from engine_wrapper.vllm.kv_scales import Scale
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
@@ -50,6 +51,7 @@ class VllmWorker:
         self._forward: PlannedForward | None = None
         self._recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
+        self._scales: list[tuple[Scale, Scale]] = []  # by layer, where KV is in fp8
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
 
@@ -153,16 +155,23 @@ class VllmWorker:
     def _layout_of(self, cache: torch.Tensor, attention: list[Any]) -> CacheLayout | None:
         """Raises LayoutError where K and V are stored by scales that are not known, or in another fp8 than e4m3fn."""
         own = self._config.cache_config
-        scales: list[tuple[float, float] | None] = [None]
         if own.cache_dtype in E4M3 and hasattr(attention[0], "kv_lora_rank"):
             raise LayoutError("kv_cache_dtype", "latent rows are taken as the model computes them, not in fp8")
         if own.cache_dtype in E4M3:
             if current_platform.is_fp8_fnuz():
                 raise LayoutError("kv_cache_dtype", "this machine's fp8 is e4m3fnuz; e4m3fn is taken")
-            scales = [scales_of(each) for each in attention]
-        first = attention[0]
+            self._scales = [scales_of(each) for each in attention]
+        first, of_heads = attention[0], are_of_heads(self._scales)
         shape = int(first.num_kv_heads), int(own.block_size), int(first.head_size)
-        return layout_of(cache, first, shape, self._config.model_config.dtype, scales[0])
+        pairs: list[tuple[Scale, Scale] | None] = [*self._scales] or [None]
+        # A backend that stores by one scale shows it only where heads differ in theirs.
+        probed = zip(attention if of_heads else attention[:1], pairs, strict=False)
+        layouts = [layout_of(cache, each, shape, self._config.model_config.dtype, pair) for each, pair in probed]
+        if of_heads and None in layouts:
+            raise LayoutError(
+                "kv_scales", "there are scales for each head, by which this attention backend stores none"
+            )
+        return layouts[0]
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
         """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
@@ -192,6 +201,7 @@ class VllmWorker:
                 layout=self._layout,
                 pool=pool,
                 geometry=self._runtime.pool.geometry,
+                head_scales=scales_of_heads(self._scales, self._layout.shape[0], pool.device),
                 unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
             max_rows = int(scheduling.max_num_batched_tokens)
