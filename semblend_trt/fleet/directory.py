@@ -60,6 +60,7 @@ _LOOK_SECONDS = 0.05
 _REMOVED_AT_ONCE = 8
 
 
+# No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
 class FollowedDonor(msgspec.Struct, gc=False):
     """A donor as it was announced, its `donor_digest`, and its posting in the index of its namespace, if it has one."""
 

@@ -44,6 +44,7 @@ _START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
 _TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
 
 
+# Of no interest to the garbage collector, like what holds it.
 class Posting(msgspec.Struct, gc=False):
     """A donor in an index: its worker's number, its sketch's level and entries, uint32 [n], ascending."""
 
@@ -191,8 +192,8 @@ def _change(
 ) -> int:
     """Adds `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
 
-    Returns 0, or what is lacking: -1 is room in the table, and more is the most holders that come up, where they or
-    their sets have no room. Nothing is changed then.
+    Returns 0. Where the table has no room, it returns -1; where the sets have none, the number of holders that they may
+    take. No set is changed then.
     """
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
