@@ -52,6 +52,8 @@ PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
 
 # Messages in a second, for how long and how often, and lookups in a second meanwhile.
 WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S = 50_000, 2, 3, 200
+# Seconds that the messages may be ahead of their pace, so that the pauses of who sends them do not count.
+AHEAD_SECONDS = 0.002
 
 FOLLOWED, FAULTS, FAULT_SHARE, KILLS = 4, 1000, 0.1, 3
 RESYNC_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.5
@@ -132,7 +134,7 @@ def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.N
     def write() -> None:
         nonlocal taken
         while not is_over.is_set():
-            if taken > WRITES_PER_S * (time.perf_counter() - began):
+            if taken > WRITES_PER_S * (time.perf_counter() - began + AHEAD_SECONDS):
                 time.sleep(0.001)
             elif (message := next(messages, None)) is not None:
                 directory.observe(message)

@@ -120,9 +120,10 @@ def turned(codes: torch.Tensor, shift: int, frequencies: Sequence[float]) -> tor
     return torch.cat([planes.real, planes.imag], -1).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def with_scales(folder: Path, strategy: str, heads: int) -> Path:
+def with_scales(folder: Path, strategy: str) -> Path:
     """A checkpoint that asks for KV in fp8 and holds its scales, as compressed-tensors writes them."""
-    scales = 1 + torch.arange(heads).view(-1, 1, 1) if strategy == "attn_head" else torch.ones(1)
+    save_tiny_model("qwen3", folder, head_dim=32, vocab_size=2000, max_position_embeddings=2048)
+    scales = torch.tensor([[[1.0]], [[2.0]]]) if strategy == "attn_head" else torch.ones(1)
     weights = load_file(folder / "model.safetensors")
     for layer in range(3):
         for kind, scale in zip("kv", SCALES[layer], strict=True):
@@ -136,24 +137,65 @@ def with_scales(folder: Path, strategy: str, heads: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-def test_a_checkpoint_that_brings_its_scales_is_served_and_one_with_a_scale_for_each_head_is_not(
-    engine: Callable[..., Served], strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without --kv-cache-dtype."""
-    sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
-    model = with_scales(save_tiny_model("qwen3", tmp_path, **sizes), strategy, heads=2)
+@pytest.fixture
+def by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's attention on a CPU, which stores all heads by the largest scale, stores each by its own, as FlashAttention
+    3 does."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    update, forward = CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward
+
+    def factor(layer: Any, kind: str) -> torch.Tensor:
+        scales = getattr(layer, f"_{kind}_scale").detach()
+        return (scales / scales.max()).view(-1, 1)
+
+    def stored(impl: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+        update(impl, layer, key / factor(layer, "k"), value / factor(layer, "v"), *rest)
+
+    def attend(impl: Any, layer: Any, query: torch.Tensor, *rest: Any, output: torch.Tensor, **options: Any) -> Any:
+        keys, values = (factor(layer, kind).repeat_interleave(impl.num_queries_per_kv, 0) for kind in "kv")
+        forward(impl, layer, query * keys, *rest, output=output, **options)
+        return output.mul_(values)
+
+    monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", stored)
+    monkeypatch.setattr(CPUAttentionBackendImpl, "forward", attend)
+
+
+def served_by_its_scales(engine: Callable[..., Served], model: Path) -> Served:
+    """The engine of a checkpoint that brings its scales, without --kv-cache-dtype, whose answers are cold ones."""
     wanted = cold_answers(MOVED, model=model)(MOVED)
-    served = engine("boundary", {"recompute_boundary_layer": 3}, model=model)
-    if strategy == "tensor":
-        taught(served)
-        assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
-    else:
-        assert served.runtime.refusal == "kv_scales"
-        assert "2 values of k_scale, where one is needed" in caplog.text
+    served = taught(engine("boundary", {"recompute_boundary_layer": 3}, model=model))
+    assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
-    assert (answer.cached >= len(DOCUMENT)) == (strategy == "tensor")
+    assert answer.cached >= len(DOCUMENT)
+    assert not served.runtime.faults
+    return served
+
+
+def test_a_checkpoint_brings_its_scales(engine: Callable[..., Served], tmp_path: Path) -> None:
+    served = served_by_its_scales(engine, with_scales(tmp_path, "tensor"))
+    assert served.worker._forward._parts.head_scales == ()
+
+
+@pytest.mark.usefixtures("by_head")
+def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
+    engine: Callable[..., Served], compared: list[float], tmp_path: Path
+) -> None:
+    served = served_by_its_scales(engine, with_scales(tmp_path, "attn_head"))
+    assert len(compared) > 500
+    assert set(compared) == {0.0}
+    wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(served.worker._forward._parts.head_scales[2], wanted)
+
+
+def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(
+    engine: Callable[..., Served], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = engine("position_fix", model=with_scales(tmp_path, "attn_head"))
+    assert served.runtime.refusal == "kv_scales"
+    assert "by which this attention backend stores none" in caplog.text
+    assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
     assert not served.runtime.faults
 
 
