@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     Engine = Callable[..., Served]
     Models = Callable[[tuple[int, ...]], Path]
 
+pytestmark = pytest.mark.usefixtures("blocks_for_windows")
+
 # The document is four chunks long. Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
 CHUNK = 128
 SIZES: dict[str, Any] = {
