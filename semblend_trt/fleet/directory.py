@@ -110,13 +110,11 @@ class Verdict(str, Enum):
     STALE = "stale"  # of an earlier generation: ignore it
     REFUSED = "refused"  # of a worker that is not followed, or not plausible: ignore it
 
-    @property
-    def is_to_apply(self) -> bool:
-        """Whether the event is new."""
-        return self in _APPLIED
+    def __init__(self, value: str) -> None:
+        # Whether the event is new.
+        self.is_to_apply = value in ("reset", "next", "unsynced", "gap")
 
 
-_APPLIED = (Verdict.NEXT, Verdict.RESET, Verdict.UNSYNCED, Verdict.GAP)
 _MEANING = {
     "gap": "events before it are missing",
     "duplicate": "was seen already, or comes too late",
@@ -238,15 +236,14 @@ class Directory:
 
     def _holders_of(self, prompts: list[tuple[KnownNamespace, PromptFingerprints]]) -> tuple[Holder, ...]:
         with self._lock:
-            shares = np.zeros(len(self._by_number))
+            workers = list(self._by_number)
+            shares = np.zeros(len(workers))
             for namespace, prompt in prompts:
                 np.maximum(shares, namespace.index.search(len(shares), prompt), out=shares)
-            tokens = np.rint(shares * prompts[0][1].tokens).astype(int).tolist()
-            held = [
-                Holder(worker, count)
-                for worker, count in zip(self._by_number, tokens, strict=True)
-                if count and worker is not None
-            ]
+        tokens = np.rint(shares * prompts[0][1].tokens).astype(int).tolist()
+        held = [
+            Holder(worker, count) for worker, count in zip(workers, tokens, strict=True) if count and worker is not None
+        ]
         return tuple(sorted(held, key=lambda holder: (-holder.tokens, holder.worker)))
 
     # -- all below with the lock held ------------------------------------------------------------------------------

@@ -73,7 +73,9 @@ class SketchIndex:
 
     def add(self, worker: int, sketch: Sketch) -> Posting:
         """Adds a donor."""
-        posting = Posting(worker, sketch.level, np.sort(sketch.entries))
+        entries = sketch.entries.copy()
+        entries.sort()
+        posting = Posting(worker, sketch.level, entries)
         self._donors_of_level[posting.level] += 1
         self._change(posting, 1)
         return posting
@@ -92,14 +94,14 @@ class SketchIndex:
 
     def _change(self, posting: Posting, step: int) -> None:
         holder = posting.worker << _WORKER_SHIFT | posting.level << _LEVEL_SHIFT
-        change = posting.entries, holder, step
+        entries, state = posting.entries, self._state
         while lacking := _change(
-            self._table, self._hashing, self._sets, self._pool, self._buckets, self._state, *change
+            self._table, self._hashing, self._sets, self._pool, self._buckets, state, entries, holder, step
         ):
             if lacking < 0:
-                self._grow_table(len(posting.entries))
+                self._grow_table(len(entries))
             else:
-                self._grow_sets(len(posting.entries), lacking)
+                self._grow_sets(len(entries), lacking)
 
     def _grow_table(self, entries: int) -> None:
         """Makes room for as many entries."""
