@@ -31,7 +31,7 @@ FEWEST_MATCHES = 2
 # A slot is entry << 32 | number of a set, and 0 when free. The table grows when more than this share is filled.
 _ENTRY_SHIFT, _NUMBER, _FREE = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 _ONE = np.uint64(1)
-_MOST_FILLED, _FEWEST_SLOTS, _FEWEST_SETS = 0.75, 1 << 10, 1 << 6
+_MOST_FILLED, _FEWEST_SLOTS, _FEWEST_SETS = 0.5, 1 << 10, 1 << 6
 # A holder is worker << 26 | level << 20 | number of its donors; a set is its holders in ascending order.
 _WORKER_SHIFT, _LEVEL_SHIFT, _LEVEL, _DONORS = 26, 20, 63, (1 << 20) - 1
 # The empty set's number. Number 0 ends a list.
@@ -58,7 +58,7 @@ class SketchIndex:
 
     The estimate for a worker covers all its donors: an entry of the prompt that several of them hold counts once. For
     one donor it is `sketch.overlap`. A donor of level L shows one in 2**L anchors, and each counts as 2**L.
-    An entry takes 11 to 21 bytes, and each different set of holders 64 to 128 bytes and 8 to 16 per holder.
+    An entry takes 16 to 32 bytes, and each different set of holders 64 to 128 bytes and 8 to 16 per holder.
     """
 
     def __init__(self) -> None:
