@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,7 +52,7 @@ SHARED_START, DOCUMENTS, DOCUMENT_TOKENS, OWN_TOKENS = 512, 2000, 2048, 1536
 PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
 
 # Messages in a second, for how long and how often, and lookups in a second meanwhile.
-WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S = 50_000, 2, 3, 200
+WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S, WRITTEN_AT_ONCE = 50_000, 2, 3, 200, 20
 # Seconds that the messages may be ahead of their pace, so that the pauses of who sends them do not count.
 AHEAD_SECONDS = 0.002
 
@@ -136,11 +137,10 @@ def lookups_under_writes(fleet: Fleet, messages: Iterator[bytes]) -> tuple[npt.N
         while not is_over.is_set():
             if taken > WRITES_PER_S * (time.perf_counter() - began + AHEAD_SECONDS):
                 time.sleep(0.001)
-            elif (message := next(messages, None)) is not None:
-                directory.observe(message)
-                taken += 1
             else:
-                return
+                for message in islice(messages, WRITTEN_AT_ONCE):
+                    directory.observe(message)
+                    taken += 1
 
     thread, times = threading.Thread(target=write), []
     thread.start()

@@ -109,7 +109,7 @@ def random_sketch(rng: np.random.Generator, entries: int = 200) -> Sketch:
 @given(st.integers(0, 1 << 32), st.floats(0.1, 0.9))
 @settings(max_examples=30)
 def test_a_full_table_loses_nothing_when_donors_go(seed, share) -> None:
-    """Sketches of few entries, some of them twice: as many slots are taken as may be, and probes wrap around the table."""
+    """Few entries, some of them twice in a sketch: as many slots are taken as may be, and probes wrap around."""
     rng, index = np.random.default_rng(seed), SketchIndex()
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
     entries = np.concatenate([prompt.entries, rng.integers(0, 1 << 32, 700, dtype=np.uint32)])[:450]
