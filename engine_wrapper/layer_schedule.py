@@ -17,7 +17,7 @@ import torch
 
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
-from kernels.layout import KvGeometry, PagedKv
+from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
 from kernels.rope import still
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.rows import to_device
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kernels.layout import Pool
     from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
@@ -111,22 +112,25 @@ class DeviationCheck:
         self,
         keys: torch.Tensor,
         values: torch.Tensor | None,
-        pool: torch.Tensor,
+        pool: Pool,
         geometry: KvGeometry,
         ranks: Ranks | None = None,
+        head_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
 
         `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Without values
         `keys` are latent rows (MLA). If `ranks` share the KV heads, it is the deviation over all heads, with the same
-        bits on each rank, so that all decide alike. Raises ValueError when a position lies beyond its request's blocks.
+        bits on each rank, so that all decide alike. `head_scales`, float32 [kv_factor, kv_heads]: what a head's stored
+        numbers are multiplied by, where heads differ in it. Raises ValueError when a position lies beyond its request's
+        blocks.
         """
         fresh, moves, first_row = FreshRows(keys, values), [], 0
         for work in self.works:
             active = work.active(self.layer)
             places = first_row + np.cumsum(active) - active
             if work.pending is not None and work.pending.sampled is not None:
-                # A sample has a forward of its own.
+                # A sample has a forward of its own; where heads have scales there is none.
                 rows, positions = (torch.from_numpy(each[work.pending.sampled]) for each in (places, work.positions))
                 sums = row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
                 return relative(sums if ranks is None else ranks.total(sums)).amax(0)
@@ -142,9 +146,13 @@ class DeviationCheck:
             return torch.empty(0, dtype=torch.float32, device=pool.device)
         # The donor's keys were rotated when they were placed into the pool.
         placed = still(geometry.head_dim)
-        if ranks is None or ranks.size == 1:
+        if head_scales is not None:
+            sums = _scaled_squares(moves, fresh, self.layer, head_scales)
+        elif ranks is None or ranks.size == 1:
             return deviation(moves, fresh, self.layer, placed).amax(0)
-        return relative(ranks.total(squares(moves, fresh, self.layer, placed))).amax(0)
+        else:
+            sums = squares(moves, fresh, self.layer, placed)
+        return relative(sums if ranks is None else ranks.total(sums)).amax(0)
 
     def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
         """The schedule from this layer on, its tensors on the host, and the checks' evidence.
@@ -161,6 +169,26 @@ class DeviationCheck:
             works.append(work)
         before = [work.active(self.layer) for work in self.works]
         return _schedule(works, self.layer, self.num_layers, before, torch.empty(0, dtype=torch.int64)), tuple(evidence)
+
+
+def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_scales: torch.Tensor) -> torch.Tensor:
+    """As `squares`, of what is stored times `head_scales`, float32 [kv_factor, kv_heads], head by head."""
+    found, placed = [], still(fresh.k.shape[-1])
+    for head, scales in enumerate(head_scales.unbind(1)):
+        part = slice(head, head + 1)
+        rows = FreshRows(fresh.k[:, part], None if fresh.v is None else fresh.v[:, part])
+        own = squares([_of_head(move, layer, part) for move in moves], rows, 0, placed)
+        found.append(own * scales.square()[:, None])
+    return torch.stack(found).sum(0)
+
+
+def _of_head(move: Move, layer: int, head: slice) -> Move:
+    """The move out of a pool, of one head of one layer."""
+    kv = move.source
+    assert isinstance(kv, PagedKv)
+    kinds = [layer_view(kv.pool, kv.geometry, layer, kind)[:, head] for kind in range(kv.geometry.kv_factor)]
+    geometry = replace(kv.geometry, num_layers=1, kv_heads=1)
+    return replace(move, source=replace(kv, pool=LayeredPool(*((each,) for each in kinds)), geometry=geometry))
 
 
 def build_schedule(slices: Sequence[SequenceSlice], num_layers: int) -> LayerSchedule:

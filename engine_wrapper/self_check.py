@@ -23,8 +23,8 @@ MIN_TOKENS, MAX_TOKENS = 64, 512
 # A threshold must be finite; this one is above every deviation.
 KEEP_ALL = 1e30
 # Bounds of ||ours - engine's|| / ||engine's||: above the effect of another order of rounding, below a wrong rotation's.
-_BOUNDS = {torch.float32: 1e-3}
-_HALF_BOUND = 0.05
+# Where a value lies between two of KV in 16 bit or e4m3, sums of another order end at the other one.
+_EXACT_BOUND, _ROUNDED_BOUND = 1e-3, 0.05
 
 Run = Callable[[Batch, Mapping[int, SemanticKvPlan], int | None], torch.Tensor]
 
@@ -62,25 +62,30 @@ def differences(
     token_ids: torch.Tensor,
     engine_rows: torch.Tensor,
     geometry: KvGeometry,
+    kv_dtype: torch.dtype,
     run: Run,
 ) -> Iterator[str | None]:
     """Computes a prompt again: whole, then by a plan in one forward, then by it in several. Yields what differs each
     time, None where nothing does.
 
-    `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are of the prompt. `run` runs a
+    `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are of the prompt, and `kv_dtype`
+    is what its KV is stored in. `run` runs a
     batch of one request, id 0, with plans by id and a bound on the rows of a forward, over the request's blocks.
     """
     tokens = len(token_ids)
-    yield difference("hidden rows", run(Batch((0,), (0,), (tokens,), 1, token_ids), {}, None), engine_rows)
+    whole = run(Batch((0,), (0,), (tokens,), 1, token_ids), {}, None)
+    yield difference("hidden rows", whole, engine_rows, kv_dtype)
     plan = check_plan(token_ids.tolist(), geometry)
     for max_rows in (None, tokens // 4):  # the span has twice as many
-        yield _behind("a plan", plan, token_ids, engine_rows, run, max_rows)
+        yield _behind("a plan", plan, token_ids, engine_rows, kv_dtype, run, max_rows)
 
 
-def sample_difference(token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, run: Run) -> str | None:
+def sample_difference(
+    token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, kv_dtype: torch.dtype, run: Run
+) -> str | None:
     """As `differences`, by a plan all of whose span is a check's sample, in all layers."""
     plan = check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
-    return _behind("a sampled plan", plan, token_ids, engine_rows, run, None)
+    return _behind("a sampled plan", plan, token_ids, engine_rows, kv_dtype, run, None)
 
 
 def _behind(
@@ -88,13 +93,14 @@ def _behind(
     plan: SemanticKvPlan,
     token_ids: torch.Tensor,
     engine_rows: torch.Tensor,
+    kv_dtype: torch.dtype,
     run: Run,
     max_rows: int | None,
 ) -> str | None:
     """The difference of the rows behind the plan's span."""
     start = plan.prefix_end
     suffix = Batch((0,), (start,), (len(token_ids) - start,), 1, token_ids[start:])
-    return difference(f"hidden rows of {what}", run(suffix, {0: plan}, max_rows), engine_rows[start:])
+    return difference(f"hidden rows of {what}", run(suffix, {0: plan}, max_rows), engine_rows[start:], kv_dtype)
 
 
 def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
@@ -105,9 +111,9 @@ def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
         raise LayoutError("self_check", problem)
 
 
-def difference(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """How ours differ from the engine's, None when they agree."""
-    bound = _BOUNDS.get(theirs.dtype, _HALF_BOUND)
+def difference(what: str, ours: torch.Tensor, theirs: torch.Tensor, kv_dtype: torch.dtype) -> str | None:
+    """How ours differ from the engine's, whose KV is stored in `kv_dtype`; None when they agree."""
+    bound = _EXACT_BOUND if theirs.dtype == kv_dtype == torch.float32 else _ROUNDED_BOUND
     if ours.shape != theirs.shape:
         return f"{what}: ours are {list(ours.shape)}, the engine's {list(theirs.shape)}"
     difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())

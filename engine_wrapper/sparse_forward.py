@@ -24,7 +24,7 @@ from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.witnesses import Witnesses
 from kernels.dispatch import has_kernels
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
+from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -99,6 +99,21 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
+class _Places:
+    """In the place of Transformers' cache: keeps nothing, and tells Llama 4, which scales its queries by their position
+    and takes rows to be neighbours, how far each of them is from there."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        """`positions`: int64 [rows]."""
+        self._lengths = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int) -> torch.Tensor:  # noqa: ARG002 - all layers have the same rows
+        return self._lengths
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+        return keys, values
+
+
 class PlainRows:
     """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
 
@@ -114,24 +129,26 @@ class PlainRows:
         if (factor := getattr(decoder, "embedding_multiplier", None)) is not None:
             self._hidden = self._hidden * factor
         self._positions = schedule.positions[None]
-        # Gemma's full attention and windows rotate in two ways. cos, sin of each: [1, rows, rotary_dim]
+        # Gemma's full attention and windows rotate in two ways.
         self._kinds = decoder.config.layer_types if hasattr(decoder.rotary_emb, "layer_types") else None
-        self._turned = {
-            kind: decoder.rotary_emb(self._hidden, self._positions, *([] if kind is None else [kind]))
-            for kind in set(self._kinds or [None])
-        }
+        self._chunk = getattr(decoder.config, "attention_chunk_size", None)
+        self._is_scaled = getattr(decoder.config, "attn_temperature_tuning", False)
         self._compared: int | None = None
 
     def enter(self, stage: Stage) -> None:
-        self._sequences = stage.sequences
+        self._sequences = self._in_chunks = stage.sequences
+        if self._chunk is not None:
+            self._in_chunks = in_chunks(stage.sequences, self._chunk, self._geometry.block_size)
         if stage.keep is not None:
             self._hidden, self._positions = (
                 tensor.index_select(1, stage.keep) for tensor in (self._hidden, self._positions)
             )
-            self._turned = {
-                kind: tuple(tensor.index_select(1, stage.keep) for tensor in pair)
-                for kind, pair in self._turned.items()
-            }
+        # What rotates the rows of each kind of attention, as the model's own code makes it.
+        self._turned = {
+            kind: self._decoder.rotary_emb(self._hidden, self._positions, *([] if kind is None else [kind]))
+            for kind in set(self._kinds or [None])
+        }
+        self._places = _Places(self._positions[0]) if self._is_scaled else None
 
     def run(self, layer: int) -> None:
         if layer != self._compared:
@@ -152,15 +169,17 @@ class PlainRows:
         return normed
 
     def _run(self, layer: int, watch: Watch | None) -> None:
-        paged = PagedAttention(self._pool, self._geometry, self._sequences, watch)
+        has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
+        sequences = self._in_chunks if has_chunks else self._sequences
+        paged = PagedAttention(self._pool, self._geometry, sequences, watch)
         self._hidden = self._decoder.layers[layer](
             self._hidden,
             attention_mask=None,
             position_ids=self._positions,
             position_embeddings=self._turned[None if self._kinds is None else self._kinds[layer]],
             use_cache=False,
+            past_key_values=LatentCache(paged) if self._geometry.kv_factor == 1 else self._places,
             paged=paged,
-            **({"past_key_values": LatentCache(paged)} if self._geometry.kv_factor == 1 else {}),
         )
 
 

@@ -21,8 +21,8 @@ class RopeRotation:
 
     `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `rotary_dim` channels of a
     head rotate, from `first_channel` on (0, or the end of the latent in MLA); the others stay. Counted from there, a
-    plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. The connector serves no interleaved model
-    today. Frequencies that are all 0 are those of a layer without RoPE: its keys stay as they are, bit for bit.
+    plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Frequencies that are all 0 are those of a
+    layer without RoPE: its keys stay as they are, bit for bit.
     """
 
     inverse_frequencies: tuple[float, ...]

@@ -136,12 +136,13 @@ class SavedDonor:
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
     """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
-    those that `needs_scales` asks for."""
+    those that `needs_scales` asks for. `chunk`: the tokens of a chunk where some layers attend to no others."""
 
     geometry: KvGeometry
     num_blocks: int
     dtype: torch.dtype
     scales: str | None = None
+    chunk: int | None = None
 
 
 def _held_weakly(name: str) -> Any:

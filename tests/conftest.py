@@ -18,7 +18,14 @@ if not torch.cuda.is_available() and find_spec("triton"):
 
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector import model_files
@@ -62,14 +69,21 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any)
 
 
 def save_with_images(text_folder: Path, folder: Path) -> Path:
-    """Writes a Gemma 3 that takes images, as it is published, whose text is read by the model in `text_folder`."""
-    text = Gemma3ForCausalLM.from_pretrained(text_folder)
+    """Writes a Gemma 3 or a Llama 4 that takes images, as they are published, whose text is read by the model in
+    `text_folder`."""
+    text = AutoModelForCausalLM.from_pretrained(text_folder)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False)
-    model = Gemma3ForConditionalGeneration(config)
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole = {"text_config": text.config.to_dict(), "vision_config": vision, "tie_word_embeddings": False}
+    if text.config.model_type == "llama4_text":
+        vision |= {"intermediate_size": 64, "vision_output_dim": 32}
+        vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+        model: Any = Llama4ForConditionalGeneration(Llama4Config(**whole))
+        model.language_model.load_state_dict(text.state_dict())
+    else:
+        model = Gemma3ForConditionalGeneration(Gemma3Config(**whole))
+        model.model.language_model.load_state_dict(text.model.state_dict())
+        model.lm_head.load_state_dict(text.lm_head.state_dict())
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

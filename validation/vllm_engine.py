@@ -78,7 +78,7 @@ class VllmEngines:
         from vllm.config import KVTransferConfig
 
         options: dict[str, Any] = {"language_model_only": True} if self.facts.takes_images else {}
-        if any(self.facts.windows):
+        if any(self.facts.windows) or self.facts.chunk:
             # As vLLM does with a connector, and the blocks are counted for one group of layers.
             options["disable_hybrid_kv_cache_manager"] = True
         blocks = max(settings.pool_tokens, self.facts.max_positions) // _BLOCK_SIZE + 2

@@ -63,6 +63,11 @@ class Executor:
                 f"kv_cache_config.dtype {cache.dtype} differs from the model's {runner.dtype}; use auto or load the "
                 "model in it"
             )
+        if (runner.facts.chunk or 0) % cache.tokens_per_block:
+            raise ConfigurationError(
+                f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
+                f"{runner.facts.chunk} tokens that the model attends in; use a number that does"
+            )
         self._version = contract_version(llm_args.contract)
         # With a transceiver, most versions leave the blocks of saved requests unpinned.
         self._pins_saved = self._version.pins_with_transceiver or llm_args.cache_transceiver_config is None

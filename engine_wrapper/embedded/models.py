@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = (
     *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
-    *("gpt_oss", "gemma3_text", "deepseek_v3"),
+    *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -203,6 +203,8 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
 
 def _text_part(model: Any) -> Any:
     """The model as one of text alone: of one that takes images, what reads and writes text."""
+    if hasattr(getattr(model, "language_model", None), "lm_head"):  # as Llama 4 keeps it
+        return model.language_model
     if not hasattr(model.model, "language_model"):
         return model
     with torch.device("meta"):
@@ -221,6 +223,10 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
     if ranks.size == 1:
         return
     config = model.config
+    if not hasattr(model.model.layers[0], "mlp"):
+        raise ConfigurationError(
+            f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
         if (count := getattr(config, name, 0)) % ranks.size:
             raise ConfigurationError(

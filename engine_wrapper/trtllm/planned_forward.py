@@ -137,9 +137,9 @@ class PlannedDecoder:
         def kv() -> Iterator[str | None]:
             for layer in range(self.geometry.num_layers):
                 theirs = self._kv(block_ids[: len(blocks)], layer, tokens)
-                yield difference(f"KV of layer {layer}", scratch._kv(blocks, layer, tokens), theirs)
+                yield difference(f"KV of layer {layer}", scratch._kv(blocks, layer, tokens), theirs, self.pool.dtype)
 
-        rows = differences(batch.input_ids[:tokens], hidden[:tokens], self.geometry, run)
+        rows = differences(batch.input_ids[:tokens], hidden[:tokens], self.geometry, self.pool.dtype, run)
         # The KV is compared when the whole prompt has run, before plans write it again.
         raise_difference([next(rows), *kv(), *rows], self.ranks)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine_wrapper.vllm.kv_scales import E4M3, described_dtype
 from semblend_trt.config import Settings, load_settings, variables_of
+from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import unknown_value
 
@@ -38,8 +39,10 @@ class EngineArguments:
 
     `settings` win over the environment; where they are wrong they turn reuse off, and `refusal` is settings_invalid.
     `layers` are vLLM's attention layers by name, from the time when the model is loaded. A size that is not known is
-    None. `attn_backend` is missing: the pool that vLLM's connector registers is in our order with every backend.
+    None. `text` is vLLM's configuration of the model, or of its part that reads text. `attn_backend` is missing: the
+    pool that vLLM's connector registers is in our order with every backend.
     `follows_transformers`: windows and RoPE are computed as Transformers does, with the KV of all tokens in one pool.
+    `halved_model_types`: but for these, whose keys turn in halves (`facts_in_engine`).
     """
 
     model: str
@@ -59,9 +62,11 @@ class EngineArguments:
     checkpoint_loader: object | None
     engine: str
     layers: Mapping[str, Any] = field(repr=False)
+    text: Any = field(repr=False)
     settings: dict[str, Any] = field(repr=False)  # an address may hold a password
     refusal: str | None = None
     follows_transformers: bool = True
+    halved_model_types: tuple[str, ...] = ()
     # Blocks of an ended request are held until its save is told, as under that version of the contract.
     contract: str = "main"
     # Those of an fp8 cache are judged when the caches are registered.
@@ -79,10 +84,15 @@ class EngineArguments:
 
     @property
     def backend_cache_layout(self) -> str:
-        """vLLM's version, attention backend and order of the caches in memory; unknown until they are allocated."""
+        """vLLM's version, attention backend and order of the caches in memory; unknown until they are allocated.
+
+        And whether queries are scaled by their position, which vLLM decides by the longest prompt it takes
+        (`model_executor/models/llama4.py`).
+        """
         found = {_backend_of(layer) for layer in self.layers.values() if hasattr(layer, "kv_cache")}
         backend = found.pop() if len(found) == 1 else None
-        return unknown_value() if backend is None or not self.engine else f"{self.engine}/{backend}"
+        scaled = "/scaled" if getattr(self.text, "attn_temperature_tuning", False) else ""
+        return unknown_value() if backend is None or not self.engine else f"{self.engine}/{backend}{scaled}"
 
 
 def arguments_of(vllm_config: Any) -> EngineArguments:
@@ -116,7 +126,8 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineArguments:
     method = getattr(model, "quantization", None)
     options = getattr(model, "quantization_config", None)
     version, implementation = vllm_version(), str(getattr(model, "model_impl", "auto"))
-    suffix = "" if implementation in ("auto", "vllm") else f"-{implementation}"
+    is_own_model = implementation in ("auto", "vllm")
+    suffix = "" if is_own_model else f"-{implementation}"
     return EngineArguments(
         model=str(model.model),
         revision=getattr(model, "revision", None),
@@ -135,8 +146,11 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineArguments:
         checkpoint_loader=None if is_own else load,
         engine="" if version is None else f"vllm-{version[0]}.{version[1]}{suffix}",
         layers=layers,
+        text=getattr(model, "hf_text_config", None),
         settings=settings,
         refusal=refusal,
+        # As it loads Llama 4, vLLM's own code puts the channels of Q and K into another order.
+        halved_model_types=LLAMA4 if is_own_model else (),
     )
 
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_wrapper.vllm.kv_scales import head_scales
 from kernels.layout import LayeredPool, indexable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# K and V.
+    from engine_wrapper.vllm.kv_scales import Scale
+
 # K and V, or the latent rows alone.
 Views = tuple[torch.Tensor, ...]
 
@@ -71,7 +73,7 @@ def layout_of(
     attention: Any,
     shape: tuple[int, int, int],
     rows: torch.dtype | None = None,
-    scales: tuple[float, float] | None = None,
+    scales: tuple[Scale, Scale] | None = None,
 ) -> CacheLayout | None:
     """The layout of `cache`, [kv_heads, block_size, head_dim] being `shape`; None where it is none that is known.
 
@@ -97,7 +99,7 @@ def layered_pool(caches: Mapping[str, torch.Tensor], layout: CacheLayout) -> Lay
 
 
 def _reads_back(
-    layout: CacheLayout, cache: torch.Tensor, attention: Any, rows: torch.dtype, scales: tuple[float, float]
+    layout: CacheLayout, cache: torch.Tensor, attention: Any, rows: torch.dtype, scales: tuple[Scale, Scale]
 ) -> bool:
     """Whether what the backend writes into a small cache of the same kind is read through the layout."""
     kv_heads, block_size, head_dim = layout.shape
@@ -108,7 +110,8 @@ def _reads_back(
     # What is stored without rounding; in e4m3 a little more, since vLLM's CPU backend (0.28) rounds towards 0.
     more = 1.0 if layout.dtype != torch.float8_e4m3fn else 1 + 2**-6
     wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(layout.dtype).float() for _ in range(2)]
-    given = [(each * scale * more).to(cache.device, rows) for each, scale in zip(wanted, scales, strict=True)]
+    factors = head_scales(scales, kv_heads)[..., None] * more
+    given = [(each * factor).to(cache.device, rows) for each, factor in zip(wanted, factors, strict=True)]
     slots = torch.randperm(tokens, generator=generator).to(cache.device)
     found = layout.stored(attention, cache, given[0], given[1], slots)
     return all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True))

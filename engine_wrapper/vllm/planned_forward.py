@@ -275,13 +275,14 @@ class PlannedForward:
         def run(batch: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
             return self._run(batch, [block_ids], plans, max_rows)
 
-        raise_difference(differences(ids, engine_rows, self._parts.geometry, run), self._runtime.ranks)
+        geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
+        raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run), self._runtime.ranks)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
-        if self._parts.pool.dtype == torch.float8_e4m3fn:
+        if kv_dtype == torch.float8_e4m3fn:
             problem = "kv_cache_dtype"  # our kernel reads no scales
         self._sparse = problem is None
         try:
-            problem = problem or sample_difference(ids, engine_rows, self._parts.geometry, run)
+            problem = problem or sample_difference(ids, engine_rows, geometry, kv_dtype, run)
         except Exception as error:
             problem = error
         if problem is not None:

@@ -56,7 +56,7 @@ REASONS = {
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
     "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
     "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
-    "kv_scales": "Serve fp8 with one static scale above 0 for K and one for V in each layer, and all layers alike.",
+    "kv_scales": "Serve fp8 with static scales above 0 for K and V: one a layer, or with FLASH_ATTN one a head.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
     "cache_spec": "Serve a model with plain full or latent attention; another form of cache cannot be moved.",
@@ -98,7 +98,7 @@ _ENGINE: _Rules = {
     "sliding_window": (
         _OFF,
         # The window of all layers; one of some layers is their own, and their cache holds all tokens.
-        "cache_config.sliding_window model_config.attention_chunk_size model_config.rswa_window",
+        "cache_config.sliding_window model_config.rswa_window",
     ),
     "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
@@ -114,10 +114,9 @@ _ENGINE: _Rules = {
 }
 # Unless vLLM takes no images (--language-model-only).
 _IMAGES: _Rules = {"multimodal": (_OFF, "model_config.is_multimodal_model")}
-_CACHE: _Rules = {
-    "sliding_window": (_OFF, "attention_chunk_size"),
-    "non_causal": (_OFF, "non_causal"),
-}
+_CACHE: _Rules = {"non_causal": (_OFF, "non_causal")}
+# Our own kernel computes these, with chunks as sequences of their own.
+_ATTENTION = ("Attention", "ChunkedLocalAttention")
 # Of a layer's attention: our own kernel, which computes a check's sample, knows none of these.
 _SAMPLE: _Rules = {
     "alibi": (_OFF, "impl.alibi_slopes"),
@@ -162,7 +161,7 @@ def sample_refusal(attention: Any) -> str | None:
     nothing."""
     if hasattr(attention, "kv_lora_rank"):
         return "latent_attention"
-    return _first(attention, _SAMPLE) or (None if type(attention).__name__ == "Attention" else "attention")
+    return _first(attention, _SAMPLE) or (None if type(attention).__name__ in _ATTENTION else "attention")
 
 
 def request_refusal(request: Any) -> str | None:

@@ -33,7 +33,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import SequenceRows, sparse_prefill, write_rows
+from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ ROWS_PER_GAP = 4
 class Decoder:
     """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
     and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
-    (`own_builder`). `unfused`: modules that vLLM leaves to its compiler (`unfused_of`)."""
+    (`own_builder`). `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`:
+    modules that vLLM leaves to its compiler (`unfused_of`)."""
 
     calls: LayerCalls
     names: tuple[str, ...]
@@ -68,7 +69,13 @@ class Decoder:
     builder: Any
     pool: LayeredPool
     geometry: KvGeometry
+    head_scales: tuple[torch.Tensor, ...] = ()
     unfused: tuple[CustomOp, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Of each layer the tokens of a chunk if its attention has chunks, else None."""
+        return tuple(getattr(each, "attention_chunk_size", None) for each in self.attention)
 
     def cache(self, layer: int) -> PoolLayer:
         """The cache of one layer."""
@@ -239,8 +246,14 @@ class VllmRows:
         self._sequences = stage.sequences
         self._row_slots = slots = self._slots()
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
-        metadata = self._sequences if self._stand_apart() else self._metadata(slots)
-        self._context.attn_metadata = dict.fromkeys(self._parts.names, metadata)
+        chunks, size = self._parts.chunks, self._parts.geometry.block_size
+        is_ours, metadata = self._stand_apart(), dict[int | None, Any]()
+        for chunk in set(chunks):
+            seen = in_chunks(self._sequences, chunk, size) if chunk else self._sequences
+            metadata[chunk] = seen if is_ours else self._metadata(seen, slots)
+        self._context.attn_metadata = {
+            name: metadata[chunk] for name, chunk in zip(self._parts.names, chunks, strict=True)
+        }
 
     def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
         """The output rows of a schedule of one stage, by the model's own forward, compiled where vLLM compiles it."""
@@ -265,7 +278,8 @@ class VllmRows:
         def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
             keys, values = _fresh_rows(kv, geometry)
             stored = parts.stored(layer, keys, values)
-            found.append(check.deviations(*stored, parts.pool, geometry, ranks))  # type: ignore[arg-type]
+            scales = parts.head_scales[layer] if parts.head_scales else None
+            found.append(check.deviations(*stored, parts.pool, geometry, ranks, scales))
             parts.write(layer, keys, values, self._sequences, self._row_slots)
             raise _ComparedError
 
@@ -339,11 +353,11 @@ class VllmRows:
         slots = torch.cat([blocks[own // size] * size + own % size for own, blocks in pairs])
         return to_device(slots, self._positions.device)
 
-    def _metadata(self, slots: torch.Tensor) -> Any:
-        """The backend's metadata for the rows."""
+    def _metadata(self, sequences: Sequence[SequenceRows], slots: torch.Tensor) -> Any:
+        """The backend's metadata for the rows, as the sequences that their layers see."""
         device = self._positions.device
-        places = [each.host_positions.numpy() for each in self._sequences]
-        tables = [each.host_block_ids.numpy() for each in self._sequences]
+        places = [each.host_positions.numpy() for each in sequences]
+        tables = [each.host_block_ids.numpy() for each in sequences]
         runs = [np.split(own, np.flatnonzero(np.diff(own) != 1) + 1) for own in places]
         lengths = np.array([len(run) for own in runs for run in own])
         ends = np.array([run[-1] + 1 for own in runs for run in own])

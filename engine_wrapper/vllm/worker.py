@@ -9,7 +9,7 @@ import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.kv_scales import E4M3, scales_of
+from engine_wrapper.vllm.kv_scales import E4M3, are_of_heads, scales_of, scales_of_heads
 from engine_wrapper.vllm.layer_calls import layer_calls_of
 from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine_wrapper.vllm.arguments import EngineArguments
+    from engine_wrapper.vllm.kv_scales import Scale
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
@@ -50,6 +51,7 @@ class VllmWorker:
         self._forward: PlannedForward | None = None
         self._recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
+        self._scales: list[tuple[Scale, Scale]] = []  # by layer, where KV is in fp8
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
 
@@ -153,16 +155,23 @@ class VllmWorker:
     def _layout_of(self, cache: torch.Tensor, attention: list[Any]) -> CacheLayout | None:
         """Raises LayoutError where K and V are stored by scales that are not known, or in another fp8 than e4m3fn."""
         own = self._config.cache_config
-        scales: list[tuple[float, float] | None] = [None]
         if own.cache_dtype in E4M3 and hasattr(attention[0], "kv_lora_rank"):
             raise LayoutError("kv_cache_dtype", "latent rows are taken as the model computes them, not in fp8")
         if own.cache_dtype in E4M3:
             if current_platform.is_fp8_fnuz():
                 raise LayoutError("kv_cache_dtype", "this machine's fp8 is e4m3fnuz; e4m3fn is taken")
-            scales = [scales_of(each) for each in attention]
-        first = attention[0]
+            self._scales = [scales_of(each) for each in attention]
+        first, of_heads = attention[0], are_of_heads(self._scales)
         shape = int(first.num_kv_heads), int(own.block_size), int(first.head_size)
-        return layout_of(cache, first, shape, self._config.model_config.dtype, scales[0])
+        pairs: list[tuple[Scale, Scale] | None] = [*self._scales] or [None]
+        # A backend that stores by one scale shows it only where heads differ in theirs.
+        probed = zip(attention if of_heads else attention[:1], pairs, strict=False)
+        layouts = [layout_of(cache, each, shape, self._config.model_config.dtype, pair) for each, pair in probed]
+        if of_heads and None in layouts:
+            raise LayoutError(
+                "kv_scales", "there are scales for each head, by which this attention backend stores none"
+            )
+        return layouts[0]
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
         """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
@@ -175,7 +184,8 @@ class VllmWorker:
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
             assert self._layout is not None
-            self._compare_windows([modules[name] for name in names])
+            attention = tuple(modules[name] for name in names)
+            self._compare_windows(attention)
             # The part that reads text of a model that takes images too.
             model = getattr(model, "get_language_model", lambda: model)()
             decoder = model.model
@@ -185,12 +195,13 @@ class VllmWorker:
             parts = Decoder(
                 calls=layer_calls_of(model),
                 names=tuple(names),
-                attention=tuple(modules[name] for name in names),
-                builder=own_builder(runner.attn_groups[0][0], int(scheduling.max_num_batched_tokens)),
+                attention=attention,
+                builder=own_builder(_plain_group(runner, modules), int(scheduling.max_num_batched_tokens)),
                 caches=tuple(caches[name] for name in names),
                 layout=self._layout,
                 pool=pool,
                 geometry=self._runtime.pool.geometry,
+                head_scales=scales_of_heads(self._scales, self._layout.shape[0], pool.device),
                 unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
             max_rows = int(scheduling.max_num_batched_tokens)
@@ -207,10 +218,19 @@ class VllmWorker:
         """Raises LayoutError for layers that see other tokens than the model's configuration says."""
         facts = self._worker.facts
         assert facts is not None
-        found = [getattr(each, "sliding_window", None) for each in attention]
-        shown = [None if each is None or each >= facts.max_positions else each for each in found]
-        if shown != list(facts.windows):
-            raise LayoutError("sliding_window", f"layers have windows {shown}, and the model {list(facts.windows)}")
+        told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
+        for what, (name, wanted) in told.items():
+            found = [getattr(each, name, None) for each in attention]
+            shown = [None if each is None or each >= facts.max_positions else each for each in found]
+            if shown != list(wanted):
+                raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")
+
+
+def _plain_group(runner: Any, modules: Mapping[str, Any]) -> Any:
+    """The first attention group without chunks, whose builder takes sequences as they are."""
+    groups = runner.attn_groups[0]
+    plain = (each for each in groups if getattr(modules[each.layer_names[0]], "attention_chunk_size", None) is None)
+    return next(plain, groups[0])
 
 
 def _what_is_on(settings: Settings) -> str:

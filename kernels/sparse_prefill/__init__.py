@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kernels.dispatch import triton_serves
 from kernels.layout import LayeredPool
 from kernels.sparse_prefill import eager
-from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written
+from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written, in_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kernels.layout import PoolLayer
 
-__all__ = ["SequenceRows", "sparse_prefill", "write_rows"]
+__all__ = ["SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:

@@ -85,6 +85,31 @@ class SequenceRows:
         return moved
 
 
+def in_chunks(sequences: Sequence[SequenceRows], chunk: int, block_size: int) -> tuple[SequenceRows, ...]:
+    """The same rows as sequences of their own in each chunk of `chunk` positions, for layers whose queries see their
+    own chunk alone.
+
+    A row's position counts from its chunk's first one, and the blocks begin with that of the chunk: what is written
+    goes to the same slots. On the sequences' device. Raises ValueError where a sequence has several chunks and blocks
+    of `block_size` do not divide them.
+    """
+    found: list[SequenceRows] = []
+    for each in sequences:
+        if each.last_position < chunk:
+            found.append(each)
+            continue
+        if chunk % block_size:
+            raise ValueError(f"chunk is {chunk}; it must be a multiple of the block size {block_size}")
+        positions, blocks = each.host_positions, each.host_block_ids
+        chunks, counts = (positions // chunk).unique_consecutive(return_counts=True)
+        row = each.first_row
+        for index, own in zip(chunks.tolist(), positions.split(counts.tolist()), strict=True):
+            held = blocks[index * chunk // block_size : (index + 1) * chunk // block_size]
+            found.append(SequenceRows(row, own - index * chunk, held).to(each.positions.device))
+            row += len(own)
+    return tuple(found)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copies `tensor`, contiguous, to `device` without waiting, through pinned memory if it goes from host to card."""
     tensor = tensor.contiguous()

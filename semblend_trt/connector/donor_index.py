@@ -82,7 +82,13 @@ class DonorIndex:
         # Of donors built from approximate KV, also while they are being saved; all others are of generation 0.
         self._generations: dict[str, int] = {}
         self._planner = Planner(
-            self._index, settings, settings.policy, pool.geometry.num_layers, self._is_near, self._generations
+            self._index,
+            settings,
+            settings.policy,
+            pool.geometry.num_layers,
+            self._is_near,
+            self._generations,
+            pool.chunk,
         )
         self._block_size = pool.geometry.block_size
         self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)

@@ -7,9 +7,12 @@ than one beam, multimodal placeholders that are equal for different images). The
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.connector.contract import flashinfer_layout, version_of
+from semblend_trt.connector.layer_groups import halved
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.policy import ReusePolicy, allows_reuse, terms_of
@@ -169,12 +172,19 @@ def tells_kv_scales(llm_args: Any) -> bool:
     return bool(getattr(llm_args, "tells_kv_scales", has_wrapper))
 
 
+def facts_in_engine(facts: ModelFacts, llm_args: Any) -> ModelFacts:
+    """Facts of a model as the engine of these arguments computes it; `facts` are those of Transformers."""
+    if facts.model_type not in getattr(llm_args, "halved_model_types", ()):
+        return facts
+    return replace(facts, groups=halved(facts.groups))
+
+
 def served_facts(llm_args: Any, policy: ReusePolicy) -> ModelFacts:
     """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
     be moved, or that this engine computes otherwise than Transformers, as far as `policy` asks for it."""
     facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
     if getattr(llm_args, "follows_transformers", False):
-        return facts
+        return facts_in_engine(facts, llm_args)
     if (refusal := trtllm_refusal(facts, version_of(llm_args), policy)) is not None:
         raise refusal
     return facts
@@ -188,12 +198,19 @@ def rotates_otherwise(facts: ModelFacts) -> bool:
 
 def trtllm_refusal(facts: ModelFacts, version: ContractVersion, policy: ReusePolicy) -> UnsupportedModelError | None:
     """Why TensorRT-LLM of a contract's version does not serve a model under `policy` that vLLM and the embedded engine
-    do; None when it does. Facts: pull request 6768 (windows)."""
+    do; None when it does. Facts: pull request 6768 (windows); attention takes the size of chunks as
+    an argument (`attention_backend/trtllm.py`), and no plan was tried there."""
     if any(facts.windows) and not version.keeps_windowed_kv:
         return UnsupportedModelError(
             "sliding_window",
             f"{facts.model_type} has layers with a sliding window, and TensorRT-LLM {version.name} writes new KV over "
             "what lies outside of it; use TensorRT-LLM 1.2 or later, or vLLM",
+        )
+    if facts.model_type in LLAMA4:
+        return UnsupportedModelError(
+            "attention_layout",
+            f"{facts.model_type} has layers with chunks, over which no plan was tried in TensorRT-LLM; serve it with "
+            "vLLM",
         )
     if rotates_otherwise(facts) and policy not in _AT_ITS_PLACE:
         return UnsupportedModelError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.rope import RopeRotation, Rotation, still
+from semblend_trt.connector.chunked_attention import LLAMA4, check_chunked
 from semblend_trt.connector.latent_attention import (
     PUBLISHED_CODE,
     READ_AS,
@@ -35,7 +36,7 @@ from semblend_trt.connector.layer_groups import (
     layer_groups,
     lowest_check_layer,
     rotation_of,
-    windows_of,
+    sizes_of,
 )
 from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# Model types whose attention is known. All cache K after the rotation, and all but latent attention rotate half-split
-# (NeoX) pairs.
+# Model types whose attention is known. All cache K after the rotation, and all but latent attention and Llama 4 rotate
+# half-split (NeoX) pairs.
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -55,6 +56,7 @@ _ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -65,9 +67,11 @@ _ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 # Those that take images too: their architecture, and the part that reads text. Requests with images are refused.
-_WITH_IMAGES = {"gemma3": "Gemma3ForConditionalGeneration"}
+_WITH_IMAGES = {"gemma3": "Gemma3ForConditionalGeneration", "llama4": "Llama4ForConditionalGeneration"}
 # Those whose full attention and windows have a RoPE each.
 _ROPE_BY_ATTENTION = ("gemma3_text",)
+# Those that name the layers that have none.
+_NO_ROPE_LAYERS = ("smollm3", "llama4_text")
 # Those whose code honours a partial_rotary_factor.
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
 # Those whose code may have a window in some layers, in every engine alike.
@@ -125,8 +129,19 @@ class ModelFacts:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The tokens that a token of each layer sees, itself included; None for all before it."""
-        return windows_of(self.groups)
+        """The window of each layer: the tokens that a token sees, itself included. None where it has none."""
+        return sizes_of(self.groups, "window")
+
+    @property
+    def chunks(self) -> tuple[int | None, ...]:
+        """The tokens of a chunk of each layer, whose first one is the first that a token sees; None where it has no
+        chunks."""
+        return sizes_of(self.groups, "chunks")
+
+    @property
+    def chunk(self) -> int | None:
+        """The tokens of a chunk of the layers with chunks, all of one size; None without such layers."""
+        return next(filter(None, self.chunks), None)
 
     @property
     def lowest_check_layer(self) -> int:
@@ -156,11 +171,12 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
     else:
         kv_heads, head_dim = config.num_key_value_heads, _head_dim(config)
         rotations = _rotations(model_type, config, ropes, head_dim)
+    check_chunked(model_type, config)
     directory = snapshot(model, revision)
     groups = layer_groups(config, rotations, is_latent=is_latent)
     _refuse_windows(model_type, groups, config)
     if model_type == "gpt_oss":
-        _refuse_other_gpt_oss(windows_of(groups), ropes[""])
+        _refuse_other_gpt_oss(sizes_of(groups, "window"), ropes[""])
     return ModelFacts(
         model_type=whole["model_type"],
         num_layers=layers,
@@ -307,21 +323,22 @@ def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str
 
 
 def _rotations(model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]], head_dim: int) -> list[RopeRotation]:
-    """The rotation of each layer, by its attention type; SmolLM3 names layers that have none."""
+    """The rotation of each layer, by its attention type; SmolLM3 and Llama 4 name layers that have none."""
     own = {kind: rope_rotation(rope, head_dim) for kind, rope in ropes.items()}
     if len(own) > 1:
         return [own[kind] for kind in config.layer_types]
     (rotation,), layers = own.values(), config.num_hidden_layers
-    turning = list(config.no_rope_layers) if model_type == "smollm3" else [1] * layers
+    turning = list(config.no_rope_layers) if model_type in _NO_ROPE_LAYERS else [1] * layers
     if len(turning) != layers or set(turning) - {0, 1}:
         raise UnsupportedModelError(
             "rope_per_layer", f"no_rope_layers is {turning}; {layers} layers need a 1 (RoPE) or 0 (none) each"
         )
-    return [rotation if each else still(rotation.rotary_dim) for each in turning]
+    found = [rotation if each else still(rotation.rotary_dim) for each in turning]
+    return [replace(each, interleaved=model_type in LLAMA4) for each in found]
 
 
 def _refuse_windows(model_type: str, groups: Sequence[LayerGroup], config: Any) -> None:
-    windows = windows_of(groups)
+    windows = sizes_of(groups, "window")
     if any(windows) and (model_type not in _WINDOWED or None not in windows):
         raise UnsupportedModelError(
             "sliding_window",
@@ -524,12 +541,13 @@ def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     frequencies = _default(parameters, rotary_dim)
     factor, original = _number(parameters, "factor"), _number(parameters, "original_max_position_embeddings")
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
-    if low >= high:
+    if low > high:
         raise UnsupportedModelError(
-            "rope_unknown", f"low_freq_factor {low:g} of RoPE is not below high_freq_factor {high:g}"
+            "rope_unknown", f"low_freq_factor {low:g} of RoPE is above high_freq_factor {high:g}"
         )
     waves = 2 * math.pi / frequencies
     stretched = torch.where(waves > original / low, frequencies / factor, frequencies)
+    # Where both are one, as in Llama 4, no wave lies between.
     smooth = (original / waves - low) / (high - low)
     blended = (1 - smooth) * stretched / factor + smooth * stretched
     between = ~(waves < original / high) * ~(waves > original / low)

@@ -163,7 +163,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.refusal = "kv_scales"
             return
         self._open(pool, geometry, facts.rotation)
-        self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales)
+        self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk)
 
     def _kv_scales(self) -> str | None:
         """For a worker that knows its engine: a digest of the scales of its fp8 cache; None where they are not known.

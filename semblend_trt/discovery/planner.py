@@ -147,8 +147,11 @@ class Planner:
     to the generation that the request's profile allows.
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
+    A model with chunked attention has chunks of `chunk` tokens, None for others. The KV of a run in which a chunk ends
+    hangs on where that is, in donor and prompt: such a run is cut there.
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
     than a span), invalid_tokens, lookup_timeout (the lookup took longer than the setting allows), no_donor_match,
+    chunk_edge (each run is cut into pieces shorter than a span),
     hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
     strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
     only runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
@@ -165,8 +168,10 @@ class Planner:
         num_layers: int,
         is_near: Callable[[str], bool] = lambda _donor_id: False,
         generations: Mapping[str, int] | None = None,
+        chunk: int | None = None,
     ) -> None:
         self._index = index
+        self._chunk = chunk
         self._is_near = is_near
         self._generations: Mapping[str, int] = {} if generations is None else generations
         self._settings = settings
@@ -186,7 +191,7 @@ class Planner:
             runs = self._find(request)
             _check_time(deadline)
             terms, refusal = self._terms_for(request)
-            selection = self._select(request, runs, terms, refusal)
+            selection = self._select(request, self._in_chunks(runs), terms, refusal)
             _check_time(deadline)
             if not self._is_worth_placing(request, selection.spans, terms):
                 raise _Refusal("low_reuse")
@@ -215,6 +220,16 @@ class Planner:
             # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
         return [run for run in runs if run.donor_id not in request.exclude]
+
+    def _in_chunks(self, runs: list[Run]) -> list[Run]:
+        """Raises _Refusal where runs are long enough and no piece of them is."""
+        if self._chunk is None:
+            return runs
+        pieces = [piece for run in runs for piece in run.in_chunks(self._chunk)]
+        longest, longest_piece = (max((run.length for run in each), default=0) for each in (runs, pieces))
+        if longest >= self._settings.min_span_tokens > longest_piece:
+            raise _Refusal("chunk_edge")
+        return pieces
 
     def _terms_for(self, request: LookupRequest) -> tuple[ReuseTerms | None, str]:
         """How runs that are not exact are executed; None and a reason where none may be placed."""

@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -58,6 +59,22 @@ class Run(NamedTuple):
         if last - first == self.length:
             return self
         return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
+
+    def in_chunks(self, chunk: int) -> list[Run]:
+        """The run cut where a chunk of `chunk` tokens ends in the donor or in the prompt: whole, where both end at the
+        same tokens."""
+        if (self.donor_start - self.target_start) % chunk == 0:
+            return [self]
+        ends = {
+            end
+            for start in (self.donor_start, self.target_start)
+            for end in range(chunk - start % chunk, self.length, chunk)
+        }
+        cuts = [0, *sorted(ends), self.length]
+        return [
+            Run(self.donor_id, self.donor_start + begin, self.target_start + begin, end - begin)
+            for begin, end in pairwise(cuts)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

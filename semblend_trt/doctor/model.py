@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, rotates_otherwise, tells_kv_scales
+from semblend_trt.connector.chunked_attention import LLAMA4
+from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, rotates_otherwise, tells_kv_scales
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
@@ -69,7 +70,7 @@ def known_model(name: str, kv_dtype: str, arguments: Any = None, llm_args: Any =
         )
     kv_dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
     try:
-        facts = model_facts(name, None, is_scaled)
+        facts = facts_in_engine(model_facts(name, None, is_scaled), arguments)
     except UnsupportedModelError as error:
         return _model.refused(error.reason, str(error))
     except ConfigurationError as error:
@@ -154,6 +155,14 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
             windows=list(facts.windows),
         )
         yield _model.note("in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out")
+    if facts.chunk is not None:
+        yield _model.ok(
+            f"{facts.num_layers - facts.chunks.count(None)} of {facts.num_layers} layers see a chunk of {facts.chunk} "
+            f"tokens; a run is moved where it lies in one, and checks lie in layer {facts.lowest_check_layer} or above",
+            chunks=list(facts.chunks),
+        )
+    if facts.model_type in LLAMA4:
+        yield _model.note("in TensorRT-LLM it is refused: no plan was tried over its chunks there", "attention_layout")
     if rotates_otherwise(facts):
         yield _model.note(
             "in TensorRT-LLM, which truncates yarn, only text that is identical from position 0 is reused",
@@ -165,10 +174,11 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
 
 def _exceptions(facts: ModelFacts) -> str:
     """How many layers rotate otherwise, or not at all."""
-    usual = rope_rotation(facts.rope_parameters, facts.head_dim)
+    whole = {**facts.rope_parameters, "partial_rotary_factor": 1.0}
+    usual = rope_rotation(whole, facts.rotation.rotary_dim).inverse_frequencies
     rotations = [facts.rotation.of_layer(layer) for layer in range(facts.num_layers)]
     none = sum(each.is_still for each in rotations)
-    other = sum(each != usual for each in rotations) - none
+    other = sum(each.inverse_frequencies != usual for each in rotations) - none
     told = ((none, "none"), (other, "another one"))
     return "".join(f", {what} in {count} of {facts.num_layers} layers" for count, what in told if count)
 

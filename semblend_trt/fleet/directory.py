@@ -8,7 +8,6 @@ misleads a reader for those heartbeats at most.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from semblend_trt.fleet.events import (
     ProviderHeartbeat,
     UnknownEvent,
 )
+from semblend_trt.fleet.fair_lock import FairLock
 from semblend_trt.fleet.known_namespaces import KnownNamespace, KnownNamespaces
 from semblend_trt.fleet.quick_events import QuickEvicted, QuickRegistered, read
 from semblend_trt.fleet.routing_policy import Holder
@@ -60,6 +60,7 @@ _LOOK_SECONDS = 0.05
 _REMOVED_AT_ONCE = 8
 
 
+# No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
 class FollowedDonor(msgspec.Struct, gc=False):
     """A donor as it was announced, its `donor_digest`, and its posting in the index of its namespace, if it has one."""
 
@@ -145,7 +146,7 @@ class Directory:
         self._accepted = None if accepted is None else frozenset(accepted)
         self._max_workers, self._max_donors, self._resync_seconds = max_workers, max_donors, resync_seconds
         self._clock, self._wall_clock, self._on_problem = clock, wall_clock, on_problem
-        self._lock = threading.Lock()
+        self._lock = FairLock()
         self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
         self._free_numbers: list[int] = []

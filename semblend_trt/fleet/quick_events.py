@@ -54,7 +54,7 @@ class _Segment(_Part, tag=False):
 class QuickRegistered(_Part, tag="donor_registered"):
     """`events.DonorRegistered`, on a worker and without an embedding."""
 
-    kind: ClassVar = "donor_registered"
+    kind: ClassVar[str] = "donor_registered"
     donor_id: _ShortText
     namespace: dict[str, Any]
     location: _Location
@@ -72,7 +72,7 @@ class QuickRegistered(_Part, tag="donor_registered"):
 class QuickEvicted(_Part, tag="donor_evicted"):
     """`events.DonorEvicted` of a whole donor."""
 
-    kind: ClassVar = "donor_evicted"
+    kind: ClassVar[str] = "donor_evicted"
     donor_id: _ShortText
     provider_generation: _Count
     segments: None = None

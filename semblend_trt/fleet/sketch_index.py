@@ -44,6 +44,7 @@ _START, _LENGTH, _USES, _HASH, _NEXT, _LEAVING, _SUCCESSOR, _COLUMNS = range(8)
 _TAKEN, _END, _UNUSED, _LEFT, _FIELDS = range(5)
 
 
+# Of no interest to the garbage collector, like what holds it.
 class Posting(msgspec.Struct, gc=False):
     """A donor in an index: its worker's number, its sketch's level and entries, uint32 [n], ascending."""
 
@@ -191,12 +192,44 @@ def _change(
 ) -> int:
     """Adds `step` to the donors of `holder`, whose own count is 0, for each entry; repeated entries count once.
 
-    Returns 0, or what is lacking: -1 is room in the table, and more is the most holders that come up, where they or
-    their sets have no room. Nothing is changed then.
+    Returns 0. Where the table has no room, it returns -1; where the sets have none, the number of holders that they may
+    take. No set is changed then.
     """
     if state[_TAKEN] + len(entries) > _MOST_FILLED * len(table):
         return -1
     slots, left = np.empty(len(entries), dtype=np.uint64), np.empty(len(entries), dtype=np.int64)
+    taken, count, room = _find(table, hashing, sets, state, entries, slots, left)
+    if state[_END] + room > len(pool) or state[_LEFT] < count:
+        for number in left[:count]:
+            sets[number, _LEAVING] = 0
+        return room
+    for number in left[:count]:
+        successor = _successor(hashing, sets, pool, buckets, state, number, holder, step)
+        sets[number, _SUCCESSOR] = successor
+        sets[successor, _USES] += sets[number, _LEAVING]
+    for number in left[:count]:
+        sets[number, _USES] -= sets[number, _LEAVING]
+        sets[number, _LEAVING] = 0
+        if not sets[number, _USES] and number != _EMPTY:
+            _forget(sets, buckets, state, number)
+    state[_TAKEN] -= _move(table, hashing, sets, slots[:taken])
+    return 0
+
+
+@inner
+def _find(
+    table: _Unsigned,
+    hashing: _Unsigned,
+    sets: _Integers,
+    state: _Integers,
+    entries: _Entries,
+    slots: _Unsigned,
+    left: _Integers,
+) -> tuple[int, int, int]:
+    """Writes the slot of each different entry and each of their sets. A new entry gets a slot with the empty set.
+
+    Returns how many slots and sets these are, and the holders of all those sets with one more each.
+    """
     taken = count = room = 0
     for each in range(len(entries)):
         if each and entries[each] == entries[each - 1]:
@@ -213,31 +246,23 @@ def _change(
             count += 1
             room += sets[number, _LENGTH] + 1
         sets[number, _LEAVING] += 1
-    if state[_END] + room > len(pool) or state[_LEFT] < count:
-        for number in left[:count]:
-            sets[number, _LEAVING] = 0
-        return room
-    for number in left[:count]:
-        successor = _successor(hashing, sets, pool, buckets, state, number, holder, step)
-        sets[number, _SUCCESSOR] = successor
-        sets[successor, _USES] += sets[number, _LEAVING]
-    for number in left[:count]:
-        sets[number, _USES] -= sets[number, _LEAVING]
-        sets[number, _LEAVING] = 0
-        if not sets[number, _USES] and number != _EMPTY:
-            _forget(sets, buckets, state, number)
+    return taken, count, room
+
+
+@inner
+def _move(table: _Unsigned, hashing: _Unsigned, sets: _Integers, slots: _Unsigned) -> int:
+    """Gives the entry in each slot its set's successor, and frees slots with the empty set. Returns their number."""
     gone = 0
-    for slot in slots[:taken]:
+    for slot in slots:
         value = table[slot] >> _ENTRY_SHIFT
         successor = sets[table[slot] & _NUMBER, _SUCCESSOR]
         table[slot] = value << _ENTRY_SHIFT | np.uint64(successor)
         if successor == _EMPTY:
             slots[gone] = value
             gone += 1
-    for value in slots[:gone]:
+    for value in slots[:gone]:  # what is freed moves others
         _free(table, hashing, _slot_of(table, hashing, value))
-    state[_TAKEN] -= gone
-    return 0
+    return gone
 
 
 @inner

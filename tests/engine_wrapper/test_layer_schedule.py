@@ -293,3 +293,11 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
     wanted[9 - 8] = 0.5
     wanted[12 + 20 - 11] = 0.75
     torch.testing.assert_close(schedule.check.deviations(keys, values, pool, geometry), wanted, atol=1e-6, rtol=0)
+    # Where heads have scales of their own, what is stored by them deviates as what was stored.
+    scales = torch.tensor([[0.5, 8.0], [4.0, 0.25]])
+    view[2, 1, 0, 1, 10 % BLOCK_SIZE] *= 2  # request 1, position 10, K of head 1
+    by_head = [each / own[:, None] for each, own in zip((keys, values), scales, strict=True)]
+    stored = (view / scales[:, :, None, None]).reshape(pool.shape)
+    found = schedule.check.deviations(*by_head, stored, geometry, head_scales=scales)
+    torch.testing.assert_close(found, schedule.check.deviations(keys, values, pool, geometry), atol=1e-6, rtol=0)
+    assert abs(float(found[10 - 8] - schedule.check.deviations(*by_head, stored, geometry)[10 - 8])) > 0.1

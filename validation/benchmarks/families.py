@@ -3,8 +3,8 @@
 `python -m validation.benchmarks.families` makes a model of each family's architecture, of three layers and random
 weights. Without a plan, and with all layers computed again, its logits are compared with the plain model's and with a
 cold engine's. K and V of a model of one layer depend on token and position alone: there a run that was moved is
-compared with a cold engine too. Behind a layer with a window they depend on the tokens within it: there the first ones
-of the run are computed.
+compared with a cold engine too; a layer with chunks, none of which is served alone, has one chunk there. Behind a layer
+with a window they depend on the tokens within it: there the first ones of the run are computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LAYERS, TOKENS, MIN_SPAN = 3, 333, 32
-WINDOW = 32
+WINDOW, CHUNK = 32, 64
 _SHAPE: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -105,6 +105,27 @@ _OWN: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         },
     },
+    # The layer in the middle has neither RoPE nor chunks, and experts beside its dense neighbours.
+    "llama4_text": {
+        "head_dim": 16,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": CHUNK,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        # Queries are scaled by their position from the first one on.
+        "floor_scale": 1,
+        "attn_scale": 0.2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
     # The layer in the middle has no RoPE.
     "smollm3": {"no_rope_layer_interval": 2},
     # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
@@ -131,9 +152,9 @@ def largest_difference(family: str) -> float:
     tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     found = []
     with tempfile.TemporaryDirectory(prefix="family-") as folder:
-        for layers, arms in ((LAYERS, ()), _moved(family)):
+        for layers, arms, changes in ((LAYERS, (), {}), _moved(family)):
             place = Path(folder) / str(layers)
-            model = random_model(family, num_hidden_layers=layers)
+            model = random_model(family, num_hidden_layers=layers, **changes)
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(place)
             engines = EmbeddedEngines(ModelRunner.from_model(model, place))
@@ -142,17 +163,20 @@ def largest_difference(family: str) -> float:
     return max(found)
 
 
-def _moved(family: str) -> tuple[int, tuple[str, ...]]:
-    """Layers with which a moved run is that of a cold run, and the arm that moves it."""
-    is_windowed = _OWN.get(family, {}).get("sliding_window") is not None
-    return (2, (f"epic_{WINDOW - 1}",)) if is_windowed else (1, (POSITION_FIX,))
+def _moved(family: str) -> tuple[int, tuple[str, ...], dict[str, Any]]:
+    """Layers with which a moved run is that of a cold run, the arm that moves it, and what the configuration needs."""
+    own = _OWN.get(family, {})
+    if own.get("sliding_window") is not None:
+        return 2, (f"epic_{WINDOW - 1}",), {}
+    one_chunk = {"attention_chunk_size": _SHAPE["max_position_embeddings"]} if "attention_chunk_size" in own else {}
+    return 1, (POSITION_FIX,), one_chunk
 
 
 def run(most: int, rows: Results) -> None:
     """Measures every family, or the first `most`."""
     for family in SUPPORTED_MODEL_TYPES[:most]:
-        layers, (arm,) = _moved(family)
-        behind = "one layer" if layers == 1 else f"{layers} layers and {arm}"
+        layers, (arm,), changes = _moved(family)
+        behind = f"one layer{' of one chunk' if changes else ''}" if layers == 1 else f"{layers} layers and {arm}"
         baseline = f"the plain Transformers forward and a cold engine, {LAYERS} layers; behind a moved run, {behind}"
         rows.add(f"exactness_{family}", largest_difference(family), "logits", baseline, MAX_LOGIT_DIFFERENCE)
 

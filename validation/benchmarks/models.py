@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from kernels.files import write_bytes
 from kernels.results import Count, Results, run_counted
+from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from validation import output
 
@@ -80,6 +81,7 @@ def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ..
         is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
         shown = "served for text" if answer.facts.takes_images else "served"
         shown += "" if is_embedded else ", but not by the embedded engine"
+        shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
         if answer.dtype is not None:
             per_token = f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
     return f"`{model.name}`", _attention(model.text), _rope(model.text), _kv(model.text), per_token, shown
@@ -101,7 +103,7 @@ def _attention(text: dict[str, Any]) -> str:
     if interval := text.get("full_attention_interval"):
         return f"full in {layers // interval} of {layers} layers, recurrent in the others"
     if chunk := text.get("attention_chunk_size"):
-        return f"chunks of {chunk:,}"
+        return f"chunks of {chunk:,} in {layers - layers // text['no_rope_layer_interval']} of {layers} layers"
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     if window is None or window >= text.get("max_position_embeddings", window + 1):
         return "full"

@@ -65,7 +65,8 @@ VLLM_OTHER_KV_OVER_COLD = 0.05
 _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
-_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True, "gpu_memory_utilization": 0.1}
+_SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
+_SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 # Behind the names of rows of the second model runner, by the module that vLLM has it in.
 _RUNNERS = {"vllm.v1.worker.gpu.model_runner": "_v2_runner"}
 
@@ -102,9 +103,11 @@ def measure_arm(options: argparse.Namespace) -> None:
     Raises SystemExit where nothing is reused.
     """
     name: str = options.arm
-    own = dict(_SMALL) if options.small else {}
-    if options.turns is not None:
-        own |= _SHARING if torch.cuda.is_available() else {}
+    own, has_card = dict(_SMALL) if options.small else {}, torch.cuda.is_available()
+    if options.small and has_card:
+        own |= _SMALL_ON_CARD
+    elif options.turns is not None:
+        own |= _SHARING if has_card else {}
     elif name != STOCK and not options.small:
         own |= _OURS
     own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})

@@ -309,3 +309,8 @@ def _check_profile_was_used(samples: Sequence[Sample]) -> None:
                 f"Case {sample.case_id}: the engine does not take the profile that is tried ({sample.reason}); what "
                 "differs is in its log."
             )
+        if sample.reason is not None and sample.reason.endswith("_needs_wrapper"):
+            raise SemBlendError(
+                f"Case {sample.case_id}: the engine executes no plans ({sample.reason}), so that nothing can be "
+                "calibrated in it; its log says why."
+            )

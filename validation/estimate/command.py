@@ -141,12 +141,13 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
 
     size = arguments.block_size
     geometry = KvGeometry(1, 1, arguments.kv_bytes_a_token or KV_BYTES_A_TOKEN, size, kv_factor=1)
-    dtype = torch.int8
+    dtype, chunk = torch.int8, None
     if arguments.model is not None:
         known = known_model(arguments.model, AUTO)
         if not isinstance(known, KnownModel):
             raise ConfigurationError(f"{known.text}; give --kv-bytes-a-token in place of --model")
         facts, dtype = known.facts, known.dtype or torch.bfloat16
+        chunk = facts.chunk
         geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, size, facts.kv_factor)
     elif profile is not None:
         sizes, named_dtype = profile.geometry, getattr(torch, str(profile.namespace["kv_dtype"]), None)
@@ -158,7 +159,7 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
             f"--pool-bytes is {arguments.pool_bytes}, less than a block of {size} tokens of "
             f"{geometry.bytes_per_token(dtype)} bytes; raise it"
         )
-    return PoolFacts(geometry, blocks, dtype)
+    return PoolFacts(geometry, blocks, dtype, chunk=chunk)
 
 
 def _replayed(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.model_runner import ModelRunner
@@ -78,6 +78,13 @@ def test_heads_that_cannot_be_divided_are_refused_and_kept(tiny_qwen2_path: Path
     assert {name: each.shape for name, each in model.named_parameters()} == before
 
 
+def test_layers_of_another_form_are_refused_for_several_ranks(tiny_model_paths: dict[str, Path]) -> None:
+    model, ranks = model_at(tiny_model_paths["llama4_text"]), Ranks()
+    ranks.size = 2
+    with pytest.raises(ConfigurationError, match=r"type llama4_text are not known to be divided among ranks; use 1"):
+        keep_shard(model, ranks)
+
+
 def test_a_norm_over_all_heads_is_refused_for_several_ranks_and_kept(tmp_path: Path) -> None:
     model, ranks = model_at(save_tiny_model("olmo2", tmp_path)), Ranks()
     ranks.size = 2
@@ -96,15 +103,19 @@ def test_latent_rows_are_refused_for_several_ranks_and_kept(tiny_model_paths: di
     assert {name: each.shape for name, each in model.named_parameters()} == before
 
 
+@pytest.mark.parametrize("family", ["gemma3", "llama4"])
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(tmp_path: Path, is_loaded: bool) -> None:
-    text = save_tiny_model("gemma3_text", tmp_path / "text")
+def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(
+    tmp_path: Path, family: str, is_loaded: bool
+) -> None:
+    text = save_tiny_model(f"{family}_text", tmp_path / "text")
     whole = save_with_images(text, tmp_path / "whole")
     if is_loaded:
         runner = ModelRunner(whole, "float32", "cpu")
     else:
-        runner = ModelRunner.from_model(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32), whole)
-    assert runner.facts.model_type == "gemma3"
+        model = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32)
+        runner = ModelRunner.from_model(model, whole)
+    assert runner.facts.model_type == family
     assert sum(each.numel() for each in runner.model.parameters()) < 2 * sum(
         each.numel() for each in model_at(text).parameters()
     )

@@ -15,6 +15,7 @@ import pytest
 from torch.cuda import is_available
 
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER, settle
 
@@ -28,8 +29,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-# Engines on a card come one behind the other, and give memory back late.
-PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
 # A donor may be short here, and prompts are.
 SHORT = {"min_donor_tokens": 32, "min_span_tokens": 48, "host_bytes": 1 << 28}
 # All layers of every reused token are computed again, so that answers are those of cold runs.
@@ -225,6 +224,12 @@ def _bfloat16_sinks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "cpu_attention_with_kv_cache", attend)
+        yield
+
+
+@pytest.fixture(scope="module")
+def blocks_for_windows() -> Iterator[None]:
+    with on_card(WINDOWED):
         yield
 
 

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from engine_wrapper.vllm.arguments import arguments_of, settings_of, settings_off, vllm_version
 from semblend_trt.config import Settings, load_settings, settings_table
+from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.connector.contract import version_of
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
@@ -100,6 +101,12 @@ def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
     assert (arguments.model_kwargs, arguments.speculative_config) == ({}, None)
     assert engine_refusal(arguments) is None
     assert version_of(arguments).holds_saved_blocks
+
+
+def test_only_vllms_own_code_puts_channels_into_another_order() -> None:
+    assert arguments_of(engine_config()).halved_model_types == LLAMA4
+    others = engine_config({"model_config.model_impl": "transformers"})
+    assert arguments_of(others).halved_model_types == ()
 
 
 def test_everything_of_the_namespace_is_known_and_two_engines_agree() -> None:

@@ -27,6 +27,8 @@ Cold = Callable[..., Answered]
 
 WINDOW, LAYERS = 64, 3
 FP8 = {"kv_cache_dtype": "fp8"}
+pytestmark = pytest.mark.usefixtures("blocks_for_windows")
+
 # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
 SIZES: dict[str, Any] = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
 WINDOWED = {"sliding_window": WINDOW, "layer_types": None}

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("blocks_for_windows")
+
 WINDOW, LAYERS = 64, 3
 # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
 SIZES = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048, "sliding_window": WINDOW}

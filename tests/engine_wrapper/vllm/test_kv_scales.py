@@ -10,13 +10,29 @@ import pytest
 import torch
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.kv_scales import described_dtype, scales_of
+from engine_wrapper.vllm.kv_scales import described_dtype, scales_of, scales_of_heads
 from semblend_trt.namespace import is_unknown
 
 
 def attention(k: float = 1.0, v: float = 1.0, **changes: Any) -> Any:
     held = {"_k_scale": torch.tensor(k), "_k_scale_float": k, "_v_scale": torch.tensor(v), "_v_scale_float": v}
     return SimpleNamespace(layer_name="model.layers.0", kv_cache=torch.zeros(1), **{**held, **changes})
+
+
+def of_heads(*k: float, **changes: Any) -> Any:
+    """As compressed-tensors leaves two heads."""
+    return attention(**{"_k_scale": torch.tensor(k), "_k_scale_float": max(k), "num_kv_heads": 2, **changes})
+
+
+def test_each_head_may_have_a_scale() -> None:
+    pairs = [scales_of(of_heads(0.5, 2.0)), scales_of(attention(0.5))]
+    assert pairs == [((0.5, 2.0), 1.0), (0.5, 1.0)]
+    device = torch.device("cpu")
+    found = scales_of_heads(pairs, 2, device)
+    assert torch.equal(torch.stack(found), torch.tensor([[[0.5, 2.0], [1.0, 1.0]], [[0.5, 0.5], [1.0, 1.0]]]))
+    assert scales_of_heads(pairs[1:], 2, device) == ()
+    told = [described_dtype("fp8", {"model.layers.0": each}) for each in (of_heads(0.5, 2.0), attention(2.0))]
+    assert told[0] != told[1]
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3"])
@@ -39,6 +55,9 @@ def test_kv_of_other_scales_is_of_another_namespace(cache_dtype: str) -> None:
         (attention(_k_scale=None), "no k_scale for its fp8 cache, but None"),
         (attention(_v_scale_float=None), "v_scale of 1.0, and None on the host"),
         (attention(_k_scale=torch.ones(8)), "8 values of k_scale"),
+        (of_heads(1.0, 2.0, 0.0), "3 values of k_scale"),
+        (of_heads(0.0, 2.0), "k_scale of 0.0, 2.0"),
+        (of_heads(0.5, 2.0, _k_scale_float=1.0), "k_scale of 0.5, 2.0, and 1.0 on the host"),
         (attention(v=0.0), "v_scale of 0.0"),
         (attention(k=-1.0), "k_scale of -1.0"),
         (attention(k=math.inf), "k_scale of inf"),

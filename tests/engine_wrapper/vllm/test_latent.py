@@ -32,7 +32,6 @@ from tests.engine_wrapper.vllm.conftest import (
     LONG,
     MOVED,
     NEW,
-    PLACE,
     Answered,
     Served,
     near,
@@ -40,19 +39,19 @@ from tests.engine_wrapper.vllm.conftest import (
 )
 from tests.engine_wrapper.vllm.conftest import cold_answers as answered
 from tests.engine_wrapper.vllm.latent_on_cpu import complete
+from tests.engine_wrapper.vllm.place import LATENT, on_card
 
 Engine = Callable[..., Served]
 Models = Callable[..., Path]
 Cold = Callable[..., Answered]
 
 LAYERS, CHANNELS = 3, 576
-# On a card vLLM computes latent attention in 16 bit alone, and of what does it there we take one.
-ON_CARD = {"dtype": "float16", "attention_backend": "FLASH_ATTN_MLA"}
-# Random models choose their tokens narrowly: there only the first ones have to be the same.
+# Random models choose their tokens narrowly: in 16 bit only the first ones have to be the same.
 TOKENS = 4 if torch.cuda.is_available() else 16
 # All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
-SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048}
+# A card's kernels take no smaller heads.
+SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048, "qk_nope_head_dim": 128, "v_head_dim": 128}
 FORMS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "kimi_k2": {},
@@ -64,13 +63,11 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _latent_on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if torch.cuda.is_available():
-            for name, value in ON_CARD.items():
-                patch.setitem(PLACE, name, value)
-        else:
+        if not torch.cuda.is_available():
             complete(patch)
         patch.setattr(DeepseekV3Config, "model_type", "deepseek_v3")
-        yield
+        with on_card(LATENT):
+            yield
 
 
 @pytest.fixture(scope="module")

@@ -110,23 +110,32 @@ def test_what_is_not_known_is_refused(seen: Any, shape: tuple[int, ...]) -> None
     assert pool_of(caches, backend(seen)) is None
 
 
-def storing_fp8(seen: Any, scales: tuple[float, float]) -> Any:
+Scales = tuple[Any, Any]
+
+
+def in_fp8(rows: torch.Tensor, scale: Any) -> torch.Tensor:
+    """Rows, [rows, heads, channels], by one scale or one for each head."""
+    return (rows.float() / torch.tensor(scale).view(-1, 1)).to(FP8)
+
+
+def storing_fp8(seen: Any, scales: Scales) -> Any:
     """An attention module that writes rows in e4m3, divided by `scales`, into bytes."""
 
     def update(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         for view, rows, scale in zip(seen(cache), (key, value), scales, strict=True):
-            for slot, row in zip(slots.tolist(), (rows.float() / scale).to(FP8).view(torch.uint8), strict=True):
+            for slot, row in zip(slots.tolist(), in_fp8(rows, scale).view(torch.uint8), strict=True):
                 view[slot // SIZE, :, slot % SIZE] = row
 
     return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
 
 
+@pytest.mark.parametrize("scales", [(0.013, 3.7), ((0.013, 0.5), (3.7, 0.1))], ids=["one", "of heads"])
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(
-    seen: Any, shape: tuple[int, ...], rows: torch.dtype
+    seen: Any, shape: tuple[int, ...], rows: torch.dtype, scales: Scales
 ) -> None:
-    scales, cache = (0.013, 3.7), torch.full(shape, 0x7F, dtype=torch.uint8)
+    cache = torch.full(shape, 0x7F, dtype=torch.uint8)
     attention = storing_fp8(seen, scales)
     layout = layout_of(cache, attention, (HEADS, SIZE, DIM), rows, scales)
     assert layout is not None
@@ -136,9 +145,10 @@ def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(
     keys, values = (torch.randn(11, HEADS, DIM, dtype=rows) for _ in range(2))
     stored = layout.stored(attention, cache, keys, values)
     for found, own, scale in zip(stored, (keys, values), scales, strict=True):
-        assert torch.equal(found.float(), (own.float() / scale).to(FP8).float())
+        assert torch.equal(found.float(), in_fp8(own, scale).float())
     assert bool((cache == 0x7F).all())  # it writes into memory of its own
-    assert layout_of(cache, attention, (HEADS, SIZE, DIM), rows, (0.013, 3.0)) is None
+    for others in ((0.013, 3.0), (0.5, 3.7), ((0.013, 0.5), (3.7, 3.7))):
+        assert layout_of(cache, attention, (HEADS, SIZE, DIM), rows, others) is None
 
 
 def test_layers_come_in_order_and_without_a_gap() -> None:

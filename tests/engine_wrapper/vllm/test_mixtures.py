@@ -20,6 +20,8 @@ Engine = Callable[..., Served]
 Models = Callable[..., Path]
 Cold = Callable[..., Answered]
 
+pytestmark = pytest.mark.usefixtures("blocks_for_windows")
+
 LAYERS = 3
 # All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})

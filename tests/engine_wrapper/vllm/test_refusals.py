@@ -20,6 +20,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -44,8 +45,9 @@ def caches(*specs: Any) -> KVCacheConfig:
 
 
 ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
-# Of a model with a window in some layers, whose cache holds all tokens all the same.
+# Of a model with a window, or chunks, in some layers, whose cache holds all tokens all the same.
 WINDOWED = caches(FullAttentionSpec(**SHAPE, sliding_window=64))
+CHUNKED = caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))
 REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("kv_role", "kv_transfer_config.kv_role", ("kv_producer", "kv_consumer", None)),
     ("load_failure_policy", "kv_transfer_config.kv_load_failure_policy", ("fail", None)),
@@ -65,7 +67,6 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("encoder_decoder", "model_config.is_encoder_decoder", (True,)),
     ("diffusion", "model_config.is_diffusion", (True,)),
     ("sliding_window", "cache_config.sliding_window", (128,)),
-    ("sliding_window", "model_config.attention_chunk_size", (128,)),
     ("sliding_window", "model_config.model_arch_config.rswa_window", (128,)),
     ("non_causal", "attention_config.use_non_causal", (True,)),
     (
@@ -106,6 +107,7 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     assert engine_refusal_of(config, ONE_GROUP) is None
     assert engine_refusal_of(config, WINDOWED) is None
+    assert engine_refusal_of(config, CHUNKED) is None
     assert engine_refusal_of(config, None) is None
 
 
@@ -206,7 +208,7 @@ def test_newer_versions_are_not_refused(monkeypatch: pytest.MonkeyPatch, version
         ("cache_groups", caches(FullAttentionSpec(**SHAPE), FullAttentionSpec(**SHAPE))),
         ("cache_groups", SimpleNamespace(kv_cache_groups=7)),
         ("sliding_window", caches(SlidingWindowSpec(**SHAPE, sliding_window=64))),
-        ("sliding_window", caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))),
+        ("cache_spec", caches(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64))),
         ("cache_spec", caches(type("PackedSpec", (FullAttentionSpec,), {})(**SHAPE))),
         ("cache_spec", caches(None)),
         ("non_causal", caches(FullAttentionSpec(**SHAPE, non_causal=True))),

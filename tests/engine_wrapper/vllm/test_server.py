@@ -20,7 +20,8 @@ import pytest
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.router.tenants import Tenants
-from tests.engine_wrapper.vllm.conftest import PLACE, SHORT, TRANSFER
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
+from tests.engine_wrapper.vllm.place import PLACE
 from tests.semblend_trt.conftest import NatsServer
 from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
 from validation.benchmarks.server_process import MODEL, ServerProcess, router

@@ -11,7 +11,14 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 from transformers.masking_utils import sliding_window_overlay
 
 from kernels.rope import LayerRotations, RopeRotation, still
-from semblend_trt.connector.layer_groups import LayerGroup, check_groups, layer_groups, rotation_of
+from semblend_trt.connector.layer_groups import (
+    LayerGroup,
+    check_groups,
+    layer_groups,
+    lowest_check_layer,
+    rotation_of,
+    sizes_of,
+)
 from semblend_trt.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -57,6 +64,19 @@ def test_a_window_counts_the_token_itself() -> None:
     assert seen[9]
 
 
+def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_attention() -> None:
+    types = ["chunked_attention", "full_attention", "sliding_attention"]
+    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=256, sliding_window=32, layer_types=types)
+    config.attention_chunk_size = 64
+    groups = layer_groups(config, [FAST] * 3)
+    assert [(group.attention, group.window) for group in groups] == [("chunks", 64), ("full", None), ("window", 32)]
+    assert sizes_of(groups, "chunks") == (64, None, None)
+    assert sizes_of(groups, "window") == (None, None, 32)
+    assert [lowest_check_layer(each) for each in (groups, groups[:1], groups[::-1])] == [2, 1, 2]
+    config.attention_chunk_size = 256
+    assert [group.attention for group in layer_groups(config, [FAST] * 3)] == ["full", "window"]
+
+
 def test_layers_that_attend_and_rotate_alike_are_one_group() -> None:
     types = ["sliding_attention", "full_attention", "full_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
@@ -75,7 +95,7 @@ def test_layers_that_attend_and_rotate_alike_are_one_group() -> None:
 @pytest.mark.parametrize(
     ("types", "told"),
     [
-        (["full_attention", "chunked_attention"], r"layer types \['chunked_attention'\] are neither full nor window"),
+        (["full_attention", "linear_attention"], r"layer types \['linear_attention'\] are not among full_attention"),
         (["full_attention"], "1 layer types are named for 2 layers"),
     ],
 )

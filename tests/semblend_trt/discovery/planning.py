@@ -22,6 +22,7 @@ def planner(
     donors: dict[str, np.ndarray],
     policy: str = "position_fix",
     generations: dict[str, int] | None = None,
+    chunk: int | None = None,
     **overrides: object,
 ) -> Planner:
     index = SpanIndex()
@@ -29,7 +30,7 @@ def planner(
         index.add("space", donor_id, tokens)
     # Tests share their processors; only those of the deadline itself may meet it.
     values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))  # type: ignore[arg-type]
-    return Planner(index, values, values.policy, NUM_LAYERS, generations=generations)
+    return Planner(index, values, values.policy, NUM_LAYERS, generations=generations, chunk=chunk)
 
 
 def request(

@@ -50,14 +50,19 @@ def test_of_latent_attention_a_token_takes_one_row_a_layer(tmp_path: Path, name:
     geometry, rope, weights, size, *_ = told(known_model(str(tmp_path), "auto"), host_bytes=1 << 30)
     assert "quantised weights (fp8), KV as it is" in weights.text
     assert "one latent row of 576 channels" in geometry.text
-    assert "on 64 of 576 channels" in rope.text
+    assert "on 64 of 576 channels: its KV can be moved" in rope.text
     assert size.details["bytes_per_token"] == 61 * 576 * 2
     assert size.details["tokens"]["host"] == (1 << 30) // (61 * 576 * 2)
 
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [("qwen2", ""), ("smollm3", ", none in 1 of 3 layers"), ("gemma3_text", ", another one in 2 of 3 layers")],
+    [
+        ("qwen2", ""),
+        ("smollm3", ", none in 1 of 3 layers"),
+        ("gemma3_text", ", another one in 2 of 3 layers"),
+        ("llama4_text", ", none in 1 of 3 layers"),
+    ],
 )
 def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, layers: str) -> None:
     _, rope, *_ = told(known_model(str(save_tiny_model(family, tmp_path)), "auto"))
@@ -85,6 +90,15 @@ def test_windows_and_what_tensorrt_llm_does_with_a_model_are_told(
     assert windows == ([([32, None, 32], said)] if notes else [])
     assert [(each.reason, each.text) for each in found if each.text.startswith("in TensorRT-LLM")] == notes
     assert all(each.status is Status.NOTE for each in found if each.text.startswith("in TensorRT-LLM"))
+
+
+def test_chunks_and_what_tensorrt_llm_refuses_of_a_model_are_told(tmp_path: Path) -> None:
+    found = told(known_model(str(save_tiny_model("llama4_text", tmp_path)), "auto"))
+    (chunks,) = (each for each in found if "chunks" in each.details)
+    assert chunks.details["chunks"] == [64, None, 64]
+    assert chunks.text.startswith("2 of 3 layers see a chunk of 64 tokens; a run is moved where it lies in one")
+    (note,) = (each for each in found if each.reason == "attention_layout")
+    assert note.text == "in TensorRT-LLM it is refused: no plan was tried over its chunks there"
 
 
 def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:

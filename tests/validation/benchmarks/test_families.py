@@ -32,12 +32,14 @@ def test_every_family_is_exact(family: str) -> None:
 
 def test_a_window_reaches_as_far_into_a_moved_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one computed token fewer in front, a token of the run is kept that the window does not show alone."""
-    assert families._moved("gpt_oss") == (2, (f"epic_{families.WINDOW - 1}",))
-    monkeypatch.setattr(families, "_moved", lambda _: (2, (f"epic_{families.WINDOW - 2}",)))
+    assert families._moved("gpt_oss") == (2, (f"epic_{families.WINDOW - 1}",), {})
+    monkeypatch.setattr(families, "_moved", lambda _: (2, (f"epic_{families.WINDOW - 2}",), {}))
     assert families.largest_difference("gpt_oss") > 100 * MAX_LOGIT_DIFFERENCE
 
 
-@pytest.mark.parametrize(("family", "layer"), [("glm4_moe", 0), ("gemma3_text", 0), ("gemma3_text", 1)])
+@pytest.mark.parametrize(
+    ("family", "layer"), [("glm4_moe", 0), ("gemma3_text", 0), ("gemma3_text", 1), ("llama4_text", 0)]
+)
 def test_a_wrong_rotation_of_one_layer_shows_behind_a_moved_run(
     monkeypatch: pytest.MonkeyPatch, family: str, layer: int
 ) -> None:

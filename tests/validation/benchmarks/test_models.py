@@ -47,6 +47,8 @@ def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model: model
         return
     windows = [each for each in facts.windows if each is not None]
     told = f"window of {windows[0]:,} in {len(windows)} of {facts.num_layers} layers" if windows else "full"
+    if facts.chunk is not None:
+        told = f"chunks of {facts.chunk:,} in {len(list(filter(None, facts.chunks)))} of {facts.num_layers} layers"
     assert models._attention(model.text) == told
     assert models._kv(model.text) == f"{facts.kv_heads} heads of {facts.head_dim}"
     kind, *more = models._rope(model.text).split(", ")

@@ -12,7 +12,7 @@ import torch
 from kernels.deviation import Move, deviation
 from kernels.rope import rotate_keys, saturated
 from semblend_trt.connector.model_facts import model_facts
-from validation.benchmarks.families import WINDOW, random_model
+from validation.benchmarks.families import CHUNK, WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
@@ -116,19 +116,19 @@ def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEn
     assert np.median(traps) > 5 * np.median(harmless)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
-def test_layers_with_a_window_keep_the_kv_of_all_tokens(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "seen"), [("gpt_oss", WINDOW), ("gemma3_text", WINDOW), ("llama4_text", CHUNK)])
+def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path: Path, family: str, seen: int) -> None:
     model = random_model(family)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    tokens = torch.randint(0, 256, (WINDOW * 3,), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, 256, (seen * 3,), generator=torch.Generator().manual_seed(2))
     found = DeviationCollector(model, model_facts(tmp_path), min_span=64)._computed([tokens.tolist()])[0]
     # [layers, kv_factor, kv_heads, tokens, head_dim]
     kv = found.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     own = model(tokens[None], use_cache=True).past_key_values.layers
     for layer, cache in enumerate(own):
         kept = cache.keys.shape[2]
-        assert kept == (WINDOW - 1 if layer != 1 else len(tokens))
+        assert kept == (seen - 1 if layer != 1 else len(tokens))
         torch.testing.assert_close(kv[layer, 0, :, -kept:], cache.keys[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.benchmarks.seen_documents import executed_plans
 from validation.calibration.deviations import DeviationCollector
@@ -20,6 +21,7 @@ from validation.calibration.trials import (
     Rule,
     Trials,
     Verdict,
+    _check_profile_was_used,
     write_plants,
 )
 from validation.cases import Case, Tokeniser
@@ -208,3 +210,14 @@ def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(
     lost = evidence([-1.0] * 30, range(30))
     assert Comparison(line, found, lost, found).fails
     assert Verdict((comparison,)).holds
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [("profile_mismatch", "does not take the profile"), ("check_needs_wrapper", "executes no plans")],
+)
+def test_an_engine_that_cannot_serve_a_candidate_ends_the_trial(
+    make_sample: Callable[..., Sample], reason: str, told: str
+) -> None:
+    with pytest.raises(SemBlendError, match=told):
+        _check_profile_was_used([make_sample(), make_sample(reason=reason)])

@@ -1,0 +1,29 @@
+"""What engines of the tests are told of the card that they run on, in one place: pytest imports a conftest.py twice."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch.cuda import is_available
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Engines on a card come one behind the other, and give memory back late.
+PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
+
+# vLLM 0.25.1 gives layers with a window the shortest blocks that its kernel takes, and joins no others with them.
+WINDOWED = {"block_size": 16}
+# vLLM computes latent attention in 16 bit alone there, and of the backends that do so we take this one.
+LATENT = {"dtype": "float16", "attention_backend": "FLASH_ATTN_MLA"}
+
+
+@contextmanager
+def on_card(options: dict[str, Any]) -> Iterator[None]:
+    """Engines on a card get these options as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items() if is_available() else ():
+            patch.setitem(PLACE, name, value)
+        yield
