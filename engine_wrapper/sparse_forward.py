@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from engine_wrapper.fused_layers import FusedRows, fuse
+from engine_wrapper.latent_cache import LatentCache, latent_attention
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "semblend_paged"
 
-# Gets K and V, each [rows, kv_heads, head_dim], before they are written.
-Watch = Callable[[torch.Tensor, torch.Tensor], None]
+# Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
+Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def paged_attention(
     """Transformers' attention interface over a paged pool.
 
     `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated; `s_aux`: [heads], the
-    sinks of gpt-oss. Returns [1, rows, heads, head_dim]. Without `paged`, when the model itself is called, it is
+    sinks of gpt-oss. Over latent rows (MLA) K and V are those of all tokens, from the pool (`latent_cache.py`). Returns
+    [1, rows, heads, head_dim]. Without `paged`, when the model itself is called, it is
     Transformers' own attention, by SDPA where there are no sinks; its mask holds the window.
     """
     if paged is None and s_aux is not None:
@@ -74,6 +76,8 @@ def paged_attention(
     if paged is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return output, None
+    if paged.geometry.kv_factor == 1:
+        return latent_attention(query, key, value, paged.sequences, scaling), None
     kv = PoolLayer(paged.pool, int(module.layer_idx), paged.geometry)  # type: ignore[arg-type]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if paged.watch is not None:
@@ -153,7 +157,7 @@ class PlainRows:
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         found: list[torch.Tensor] = []
 
-        def watch(keys: torch.Tensor, values: torch.Tensor) -> None:
+        def watch(keys: torch.Tensor, values: torch.Tensor | None) -> None:
             found.append(check.deviations(keys, values, self._pool, self._geometry, ranks))
 
         self._run(check.layer, watch)
@@ -167,14 +171,15 @@ class PlainRows:
     def _run(self, layer: int, watch: Watch | None) -> None:
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
+        paged = PagedAttention(self._pool, self._geometry, sequences, watch)
         self._hidden = self._decoder.layers[layer](
             self._hidden,
             attention_mask=None,
             position_ids=self._positions,
             position_embeddings=self._turned[None if self._kinds is None else self._kinds[layer]],
             use_cache=False,
-            past_key_values=self._places,
-            paged=PagedAttention(self._pool, self._geometry, sequences, watch),
+            past_key_values=LatentCache(paged) if self._geometry.kv_factor == 1 else self._places,
+            paged=paged,
         )
 
 
@@ -182,8 +187,8 @@ class SparseForward:
     """The forward of one model over one pool.
 
     `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention
-    implementation is set to ours. `pool`: [blocks, layers, 2, kv_heads * block_size * head_dim], on the model's device
-    and in its dtype. One model may have several forwards, each with its own pool.
+    implementation is set to ours. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's
+    device and in its dtype. One model may have several forwards, each with its own pool.
 
     With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
     `engine_wrapper.fused_layers`). `ranks` run the same forward, each with its part of the model's heads.

@@ -61,10 +61,10 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
             f"{MIN_TOKENS}, so bring a longer one."
         )
     facts = runner.facts
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE)
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
     plain = _plain_logits(runner.model, tokens)  # [tokens, vocab]
     blocks = -(-len(tokens) // geometry.block_size)
-    shape = (blocks, geometry.num_layers, 2, geometry.row_elements)
+    shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
     # A row that is read before it is written shows: as NaN without a plan, as a large value under one.
     pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
     wrapped = runner.share()

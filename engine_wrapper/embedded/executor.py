@@ -73,7 +73,8 @@ class Executor:
         self._pins_saved = self._version.pins_with_transceiver or llm_args.cache_transceiver_config is None
         self._is_v2 = uses_v2(llm_args)
         self._eos_token_ids = runner.eos_token_ids
-        geometry = KvGeometry(runner.facts.num_layers, runner.kv_heads, runner.facts.head_dim, cache.tokens_per_block)
+        facts, block = runner.facts, cache.tokens_per_block
+        geometry = KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
         layout = self._version.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
         self.pool = KvPool(blocks, geometry, runner.dtype, runner.device, layout)

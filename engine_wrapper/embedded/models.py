@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_wrapper.fused_layers import SharedLinear
+from engine_wrapper.latent_cache import check_latent_cache
 from semblend_trt.connector.model_facts import configuration_digest, model_facts
 from semblend_trt.connector.model_files import file_states, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = (
     *("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "glm4_moe", "olmo2", "granite", "smollm3"),
-    *("gpt_oss", "gemma3_text", "llama4_text"),
+    *("gpt_oss", "gemma3_text", "llama4_text", "deepseek_v3"),
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,6 +90,7 @@ def load_model(
     files = _states(str(model), revision)
     loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
     weights = _text_part(_load_weights(str(model), target_dtype, revision))
+    check_latent_cache(weights)
     keep_shard(weights, ranks)
     weights.to(target_device).eval().requires_grad_(False)
     files = files or _states(str(model), revision)  # the model was downloaded just now
@@ -112,6 +114,7 @@ def adopt_model(
             "configuration there"
         )
     text = _text_part(model)
+    check_latent_cache(text)
     keep_shard(text, ranks)
     text.eval().requires_grad_(False)
     source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
@@ -229,6 +232,7 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
             raise ConfigurationError(
                 f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
             )
+    _refuse_latent_rows(model)
     _refuse_norms_of_all_heads(model)
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in model.model.layers:
@@ -245,6 +249,14 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
             _keep_mlp(dense, ranks)
     config.num_attention_heads //= ranks.size
     config.num_key_value_heads //= ranks.size
+
+
+def _refuse_latent_rows(model: Any) -> None:
+    if getattr(model.config, "kv_lora_rank", None):
+        raise ConfigurationError(
+            f"model type {model.config.model_type} keeps one latent row a token for all heads, which ranks cannot "
+            "share; use 1 rank"
+        )
 
 
 def _refuse_norms_of_all_heads(model: Any) -> None:

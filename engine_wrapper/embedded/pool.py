@@ -26,8 +26,9 @@ DEFAULT_POOL_BYTES = 1 << 30
 
 
 class KvPool:
-    """`tensor`: [blocks, layers, 2, kv_heads * block_size * head_dim], K then V, in `layout` inside a block: "HND" or
-    "NHD". A model runs on `computed`, which is always HND: `tensor` itself, or a copy of it for a forward.
+    """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone, in
+    `layout` inside a block: "HND" or "NHD". A model runs on `computed`, which is always HND: `tensor` itself, or a copy
+    of it for a forward.
 
     It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
     CapacityError when there is no memory for it.
@@ -37,7 +38,7 @@ class KvPool:
         self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device, layout: str = "HND"
     ) -> None:
         self.geometry = geometry
-        shape = (num_blocks, geometry.num_layers, 2, geometry.row_elements)
+        shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
         try:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
             self.computed = self.tensor if layout == "HND" else torch.zeros_like(self.tensor)
@@ -170,7 +171,7 @@ def cache_layout(
 
 
 def _region(pool: torch.Tensor, layers: range) -> KvCacheRegion:
-    buffers = tuple(KvCacheBufferRef(layer, role) for layer in layers for role in ("key", "value"))
+    buffers = tuple(KvCacheBufferRef(layer, role) for layer in layers for role in ("key", "value")[: pool.shape[2]])
     return KvCacheRegion(pool[:, layers.start : layers.stop], buffers)
 
 

@@ -87,6 +87,16 @@ class Service:
         self.manager.add_sequence(again)
         return self.executor.prefill(again)
 
+    def check_reuse_from_position_0(self) -> None:
+        """A document of several windows, then, once the pool has forgotten it, a prompt that begins with it."""
+        document = text(1, 90)
+        self.serve(LlmRequest(1, [*document, *text(4, 5)]))
+        self.manager.pool.copy_(torch.full((), math.nan))
+        request = LlmRequest(2, [*document, *text(7, 9)])
+        logits = self.serve(request)
+        assert self.report(2).reused_tokens == 90
+        torch.testing.assert_close(logits, self.cold(request), atol=1e-3, rtol=0)
+
     def bind(self, **scheduled: Any) -> None:
         metadata = self.asked(lambda scheduler: scheduler.build_connector_meta(SimpleNamespace(**scheduled)))
         assert isinstance(metadata, SemBlendConnectorMetadata)
@@ -145,13 +155,7 @@ def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(
     service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
     assert service.worker.attachment is not None
     assert service.worker.attachment.execution_refusal == "kv_cache_dtype"
-    document = text(1, 90)
-    service.serve(LlmRequest(1, [*document, *text(4, 5)]))
-    service.manager.pool.copy_(torch.full((), math.nan))
-    request = LlmRequest(2, [*document, *text(7, 9)])
-    logits = service.serve(request)
-    assert service.report(2).reused_tokens == 90
-    torch.testing.assert_close(logits, service.cold(request), atol=1e-3, rtol=0)
+    service.check_reuse_from_position_0()
     other = Service(tiny_qwen2_path)
     namespaces = [each.scheduler.namespace for each in (service, other)]  # type: ignore[union-attr]
     assert [each.kv_dtype for each in namespaces if each is not None] == ["float8_e4m3fn", "float32"]
@@ -179,13 +183,7 @@ def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
     service = Service(tmp_path, contract="main", **settings)
     assert service.worker.attachment is not None
     assert service.worker.attachment.execution_refusal == reason
-    document = text(1, 90)  # several windows
-    service.serve(LlmRequest(1, [*document, *text(4, 5)]))
-    service.manager.pool.copy_(torch.full((), math.nan))
-    request = LlmRequest(2, [*document, *text(7, 9)])
-    logits = service.serve(request)
-    assert service.report(2).reused_tokens == 90
-    torch.testing.assert_close(logits, service.cold(request), atol=1e-3, rtol=0)
+    service.check_reuse_from_position_0()
     service.close()
 
 

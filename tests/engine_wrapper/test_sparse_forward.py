@@ -220,7 +220,9 @@ def rows_by_layer(model: Any, part: str = "") -> Iterator[list[int]]:
 
 
 @pytest.mark.known_defect(12)
-@pytest.mark.parametrize(("family", "part"), [("qwen2", ""), *((family, "mlp") for family in MIXTURES)])
+@pytest.mark.parametrize(
+    ("family", "part"), [("qwen2", ""), *((family, "mlp") for family in (*MIXTURES, "deepseek_v3"))]
+)
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
 def test_dropped_rows_are_not_computed(
     tiny_model_paths: dict[str, Path], make_plan: PlanMaker, boundary: int, family: str, part: str

@@ -64,9 +64,10 @@ def run(bench: Bench, plan: SemanticKvPlan) -> tuple[torch.Tensor, list[tuple[in
     return logits, refused, evidence
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fused"])
-def bench(request: pytest.FixtureRequest, tiny_qwen2_path: Path) -> Bench:
-    return Bench(load(tiny_qwen2_path), fused=request.param)
+@pytest.fixture(params=[("qwen2", False), ("qwen2", True), ("deepseek_v3", False)], ids=["plain", "fused", "latent"])
+def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
+    family, fused = request.param
+    return Bench(load(tiny_model_paths[family]), fused)
 
 
 @pytest.mark.parametrize("check", [WATCHING, SAMPLED], ids=["dense", "sampled"])

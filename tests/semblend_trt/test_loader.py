@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from engine_wrapper.latent_cache import latent_rows
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
@@ -242,7 +243,7 @@ def test_placed_keys_of_a_first_layer_without_rope_are_those_of_a_cold_run(tmp_p
 
 
 def _placed_and_cold(path, shift):
-    """KV of a run that was moved, and a cold run's, both [layers, 2, kv_heads, tokens, head_dim]."""
+    """KV of a run that was moved, and a cold run's, both [layers, kv_factor, kv_heads, tokens, head_dim]."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(11)
     shared = torch.randint(0, 256, (50,), generator=generator)
@@ -252,13 +253,13 @@ def _placed_and_cold(path, shift):
         for before in (donor_start, target_start)
     )
     facts = model_facts(path)
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, block_size=16)
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 16, facts.kv_factor)
     blocks = torch.randperm(geometry.blocks_for(target_start + 55), generator=generator)
     span = PlanSpan("donor", donor_start, target_start, 50)
     moved = plan(span, prompt=target_start + 55, block_size=16, blocks=tuple(blocks.tolist()))
-    pool = torch.full((blocks.numel(), facts.num_layers, 2, geometry.row_elements), math.nan)
+    pool = torch.full((blocks.numel(), facts.num_layers, facts.kv_factor, geometry.row_elements), math.nan)
     place(moved, {"donor": donor_kv}, pool, geometry, facts.rotation)
-    # placed has shape [layers, 2, kv_heads, tokens, head_dim]
+    # placed has shape [layers, kv_factor, kv_heads, tokens, head_dim]
     placed = (
         pool_view(pool, geometry)[blocks].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, target_start:][:, :, :, :50]
     )
@@ -267,8 +268,10 @@ def _placed_and_cold(path, shift):
 
 
 def _kv_of(model, tokens):
-    """The model's own cache of a prompt, [layers, 2, kv_heads, tokens, head_dim]."""
+    """The model's own cache of a prompt, [layers, kv_factor, kv_heads, tokens, head_dim]."""
     with torch.inference_mode():
         # A cache that is made without the model's configuration keeps all tokens, beyond a window too.
         cache = model(tokens[None], past_key_values=DynamicCache(), use_cache=True).past_key_values
-    return torch.stack([torch.cat((layer.keys, layer.values)) for layer in cache.layers])
+    is_latent = cache.layers[0].keys.shape != cache.layers[0].values.shape
+    rows = latent_rows if is_latent else lambda keys, values: torch.cat((keys, values))
+    return torch.stack([rows(layer.keys, layer.values) for layer in cache.layers])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
+from engine_wrapper.latent_cache import latent_rows
 from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of, windows_of
 from kernels.deviation import Move, deviation
 from kernels.kv_move import kv_move
@@ -24,7 +24,6 @@ from kernels.rope import saturated
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode
 from semblend_trt.policy import ReusePolicy
 from validation.cases import groups
@@ -216,21 +215,11 @@ class DeviationCollector:
             else ((layer.keys, layer.values) for layer in layers)
         )
         # [layers, kv_factor, texts, kv_heads, tokens, head_dim]
-        rows = torch.stack([torch.stack(pair if self._geometry.kv_factor == 2 else [_latent(*pair)]) for pair in found])
+        rows = torch.stack(
+            [torch.stack(pair if self._geometry.kv_factor == 2 else [latent_rows(*pair)]) for pair in found]
+        )
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
         return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
-
-
-def _latent(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
-    """A latent attention's rows, [texts, 1, tokens, channels], from what Transformers caches in the place of K and V:
-    the channels free of position, and those that turn, of which the first of each pair stand in front
-    (`modeling_deepseek_v3.py`). Raises ConfigurationError for a version that caches K and V of every head instead."""
-    if free.shape[1] != 1 or turning.shape[1] != 1:
-        raise ConfigurationError(
-            f"Transformers {metadata.version('transformers')} caches K and V of every head, where the model has one "
-            "latent row a token; install a newer one to calibrate it."
-        )
-    return torch.cat([free, torch.stack(turning.chunk(2, dim=-1), dim=-1).flatten(-2)], dim=-1)
 
 
 def _at_once(items: Iterable[_Item], tokens_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:

@@ -94,6 +94,15 @@ def test_a_norm_over_all_heads_is_refused_for_several_ranks_and_kept(tmp_path: P
     assert {name: each.shape for name, each in model.named_parameters()} == before
 
 
+def test_latent_rows_are_refused_for_several_ranks_and_kept(tiny_model_paths: dict[str, Path]) -> None:
+    model, ranks = model_at(tiny_model_paths["deepseek_v3"]), Ranks()
+    ranks.size = 2
+    before = {name: each.shape for name, each in model.named_parameters()}
+    with pytest.raises(ConfigurationError, match=r"deepseek_v3 keeps one latent row a token for all heads.*use 1 rank"):
+        keep_shard(model, ranks)
+    assert {name: each.shape for name, each in model.named_parameters()} == before
+
+
 @pytest.mark.parametrize("family", ["gemma3", "llama4"])
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(

@@ -12,9 +12,8 @@ import torch
 from kernels.deviation import Move, deviation
 from kernels.rope import rotate_keys, saturated
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.errors import ConfigurationError
 from validation.benchmarks.families import CHUNK, WINDOW, random_model
-from validation.calibration.deviations import DeviationCollector, PromptDeviations, _latent
+from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
@@ -150,12 +149,6 @@ def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
     torch.testing.assert_close(rotate_keys(before[0], 32, facts.rotation.of_layer(0)), after[0], rtol=1e-4, atol=1e-3)
     assert float((before[0] - after[0]).abs().max()) > 0.5
     assert float((before[1, :, :512] - after[1, :, :512]).abs().max()) > 0.5
-
-
-def test_a_cache_of_expanded_keys_is_refused() -> None:
-    expanded = torch.zeros(1, 4, 8, 96)
-    with pytest.raises(ConfigurationError, match="caches K and V of every head"):
-        _latent(expanded, expanded)
 
 
 def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:
