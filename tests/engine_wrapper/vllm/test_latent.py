@@ -147,8 +147,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     stock = VllmRows._metadata
 
-    def told(own: VllmRows, slots: Any) -> Any:
-        metadata = stock(own, slots)
+    def told(own: VllmRows, *asked: Any) -> Any:
+        metadata = stock(own, *asked)
         found.append((metadata.num_decodes, metadata.num_prefills))
         return metadata
 
