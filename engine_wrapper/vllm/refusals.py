@@ -70,6 +70,8 @@ REASONS = {
     "prompt_ids_missing": "Send a prompt with at least one token.",
 }
 _SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+# What vLLM 0.25.1 makes of layers with and without a window that keep all tokens in one group, on a card.
+_SPEC_BY_LAYER = "UniformTypeKVCacheSpecs"
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
 _UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
@@ -198,6 +200,12 @@ def _cache_refusal(kv_cache_config: Any) -> str | None:
     if not isinstance(groups, (list, tuple)) or len(groups) != 1:
         return "cache_groups"
     spec = _value(groups[0], "kv_cache_spec")
+    own = _value(spec, "kv_cache_specs") if type(spec).__name__ == _SPEC_BY_LAYER else {"": spec}
+    refusals = map(_spec_refusal, own.values() if isinstance(own, dict) else [None])
+    return next(filter(None, refusals), None)
+
+
+def _spec_refusal(spec: Any) -> str | None:
     if type(spec).__name__ == "SlidingWindowSpec":
         return "sliding_window"
     return _first(spec, _CACHE) or (None if type(spec).__name__ in _SPECS else "cache_spec")

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
@@ -44,9 +45,15 @@ def caches(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+def by_layer(*specs: Any) -> KVCacheConfig:
+    """One group of layers that vLLM could not join, though all of them keep all tokens."""
+    return caches(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(zip("abc", specs, strict=False))))
+
+
 ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
 # Of a model with a window, or chunks, in some layers, whose cache holds all tokens all the same.
 WINDOWED = caches(FullAttentionSpec(**SHAPE, sliding_window=64))
+WINDOWED_BY_LAYER = by_layer(FullAttentionSpec(**SHAPE, sliding_window=64), FullAttentionSpec(**SHAPE))
 CHUNKED = caches(FullAttentionSpec(**SHAPE, attention_chunk_size=64))
 REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("kv_role", "kv_transfer_config.kv_role", ("kv_producer", "kv_consumer", None)),
@@ -107,6 +114,7 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     assert engine_refusal_of(config, ONE_GROUP) is None
     assert engine_refusal_of(config, WINDOWED) is None
+    assert engine_refusal_of(config, WINDOWED_BY_LAYER) is None
     assert engine_refusal_of(config, CHUNKED) is None
     assert engine_refusal_of(config, None) is None
 
@@ -211,6 +219,9 @@ def test_newer_versions_are_not_refused(monkeypatch: pytest.MonkeyPatch, version
         ("cache_spec", caches(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64))),
         ("cache_spec", caches(type("PackedSpec", (FullAttentionSpec,), {})(**SHAPE))),
         ("cache_spec", caches(None)),
+        ("cache_spec", by_layer(FullAttentionSpec(**SHAPE), None)),
+        ("cache_spec", by_layer(None)),
+        ("sliding_window", by_layer(SlidingWindowSpec(**SHAPE, sliding_window=64))),
         ("non_causal", caches(FullAttentionSpec(**SHAPE, non_causal=True))),
     ],
 )

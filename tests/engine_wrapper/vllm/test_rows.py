@@ -37,8 +37,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     metadata = VllmRows._metadata
 
-    def counted(rows: VllmRows, slots: Any) -> Any:
-        built = metadata(rows, slots)
+    def counted(rows: VllmRows, *asked: Any) -> Any:
+        built = metadata(rows, *asked)
         found.append(len(built.seq_lens))
         return built
 
