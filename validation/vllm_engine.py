@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from validation.arms import Arm
     from validation.engines import ArmEngine, Asked, EngineSettings
 
-_BLOCK_SIZE = 32
+# Tokens of a block; on a card vLLM 0.25.1 gives layers with a window the shorter ones, and all are to be alike.
+_BLOCK_SIZE, _WINDOWED_BLOCK_SIZE = 32, 16
 # What KVTransferConfig takes, but for the settings of a connector.
 TRANSFER = {
     "kv_connector": "SemBlendConnector",
@@ -47,7 +48,6 @@ class VllmEngines:
     """
 
     starts_slowly = True
-    prefix_unit = _BLOCK_SIZE
     notes = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold tells how much).",
@@ -67,6 +67,8 @@ class VllmEngines:
         self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
         self.facts = model_facts(model, None, True)  # vLLM tells the scales of its caches
         self.tokenizer: Any = load_tokenizer(model)
+        is_windowed = any(self.facts.windows) and torch.cuda.is_available()
+        self.prefix_unit = _WINDOWED_BLOCK_SIZE if is_windowed else _BLOCK_SIZE
 
     @property
     def token_bytes(self) -> int:
@@ -81,10 +83,10 @@ class VllmEngines:
         if any(self.facts.windows) or self.facts.chunk:
             # As vLLM does with a connector, and the blocks are counted for one group of layers.
             options["disable_hybrid_kv_cache_manager"] = True
-        blocks = max(settings.pool_tokens, self.facts.max_positions) // _BLOCK_SIZE + 2
+        blocks = max(settings.pool_tokens, self.facts.max_positions) // self.prefix_unit + 2
         if torch.cuda.is_available():
             # Or vLLM asks for nearly all of the card, which others may use as well.
-            options["kv_cache_memory_bytes"] = blocks * _BLOCK_SIZE * self.token_bytes
+            options["kv_cache_memory_bytes"] = blocks * self.prefix_unit * self.token_bytes
             options["gpu_memory_utilization"] = _LEAST_FREE
         if arm.chunk_tokens is not None:
             options["max_num_batched_tokens"] = arm.chunk_tokens
@@ -99,7 +101,7 @@ class VllmEngines:
                     kv_cache_dtype=self._kv_dtype,
                     enforce_eager=True,
                     async_scheduling=False,
-                    block_size=_BLOCK_SIZE,
+                    block_size=self.prefix_unit,
                     max_num_seqs=settings.batch_size,
                     num_gpu_blocks_override=blocks,
                     **options,
