@@ -130,9 +130,10 @@ vllm-lock: | $(VLLM_RUN) ## pin what runs vLLM and the product on a CPU, with ha
 	$(VLLM_RUN) .ci/lock.py $(VLLM)/vllm.json $(VLLM)/needs.json > $(VLLM)/lock.txt
 	mv $(VLLM)/lock.txt requirements-vllm.txt
 
-# Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go.
+# Numba keeps compiled code beside the sources, for one version of itself: what `make test` keeps would go. Two engines
+# at a time need some 8 GB.
 VLLM_TEST = VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
-	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest -n 0 tests/engine_wrapper/vllm
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba $(VLLM_RUN) -m pytest -n 2 --dist loadfile tests/engine_wrapper/vllm
 vllm-test: vllm-env ## run the tests of the product inside vLLM, on a CPU, and the exactness part inside a second version
 	$(VLLM_TEST) $(ARGS)
 	PYTHONPATH=$(abspath $(VLLM))/next $(VLLM_TEST) -m every_version $(ARGS)
