@@ -55,11 +55,11 @@ def run_on_card(name: str, measure: Callable[[Results], None], description: str 
     results.write(options.json, name)
 
 
-def add_share(results: Results, name: str, milliseconds: float, num_bytes: float) -> float:
+def add_share(results: Results, name: str, milliseconds: float, num_bytes: float, goal: float | None = None) -> float:
     """Adds how fast bytes were read and written as a share of the card's copy; returns that share."""
     speed = num_bytes / milliseconds / 1e6
     baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s; copy {copy_gbps():.0f} GB/s, read + written"
-    results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", baseline, better="higher")
+    results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", baseline, goal, "higher")
     return speed / copy_gbps()
 
 

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 GOAL_TOKENS = 24576
 COPY_GOAL, MILLISECONDS_GOAL = 0.90, 0.75
+# Of moves in fp8, and of latent rows.
+OTHER_COPY_GOAL = 0.85
 
 
 def measure(results: Results) -> None:
@@ -169,7 +171,7 @@ def _measure_latents(results: Results) -> None:
     place = [Move(donor, 0, SHIFT, tokens)]
     time_of = partial(kernel_ms, rotation=LATENT_ROTATION)
     show_tilings(f"{tokens} latent rows", moved, tilings(), partial(time_of, place, held))
-    add_share(results, "kv_move_mla", time_of(place, held), moved)
+    add_share(results, "kv_move_mla", time_of(place, held), moved, OTHER_COPY_GOAL)
     add_share(results, "kv_move_mla_save", time_of([Move(held, 0, 0, tokens)], donor), moved)
 
 
@@ -194,7 +196,8 @@ def _measure_variants(results: Results) -> None:
     results.add("kv_move_checks_ms", checks, "ms", "host checks of three spans")
     fp8 = torch.float8_e4m3fn
     fp8_move = Move(random_donor(tokens, fp8), 0, SHIFT, tokens)
-    add_share(results, "kv_move_fp8", kernel_ms([fp8_move], random_pool(tokens + 32, fp8)), bytes_moved(tokens, fp8))
+    milliseconds = kernel_ms([fp8_move], random_pool(tokens + 32, fp8))
+    add_share(results, "kv_move_fp8", milliseconds, bytes_moved(tokens, fp8), OTHER_COPY_GOAL)
     pinned = ContiguousKv(donor.tensor.cpu().pin_memory())
     milliseconds = time_ms(lambda: kv_move([Move(pinned, 0, SHIFT, tokens)], target, ROTATION), repeats=5)
     share = bytes_moved(tokens) / 2 / milliseconds / 1e6 / host_gbps(to_device=True)

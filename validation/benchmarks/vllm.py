@@ -220,7 +220,7 @@ def _other_kv_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> 
     told = f"{_reused(ours)}; {_spread(times)}"
     for name, of, goal in (("cold", "cold_ms", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", "exact_hit_ms", None)):
         ttft, theirs = _median(times), _median(stock[of])
-        baseline = f"{ttft:,.1f} ms over stock vLLM's {of.removesuffix('_ms')} {theirs:,.1f} ms; {told}"
+        baseline = f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {told}"
         rows.add(f"vllm_{kv}_shifted_over_{name}_{size}", ttft / theirs, "x", baseline, goal)
 
 
