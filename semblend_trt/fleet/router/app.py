@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import numpy as np
 from aiohttp import web
 
+from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
@@ -54,8 +54,6 @@ from semblend_trt.outcome import RECEIPT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-    import numpy.typing as npt
-
     from semblend_trt.fleet.connection import ConnectionOptions
     from semblend_trt.fleet.router.config import RouterConfig
     from semblend_trt.fleet.router.tenants import Caller
@@ -80,9 +78,9 @@ STATUS_CONNECTIONS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPrompt:
-    """A prompt to place: its token ids (int64 [n], None where unreadable), their number or an estimate, and holders."""
+    """A prompt to place: its token ids (int32 [n], None where unreadable), their number or an estimate, and holders."""
 
-    token_ids: npt.NDArray[np.int64] | None
+    token_ids: TokenArray | None
     tokens: int
     holders: tuple[Holder, ...] = ()
 
@@ -159,10 +157,10 @@ class Placer:
 
     def _read(self, reader: PromptReader, body: Mapping[str, Any], salt: str | None) -> ReadPrompt:
         ids = reader.chat(body) if "messages" in body else reader.completion(body)
-        token_ids = np.array(ids, dtype=np.int64)
+        token_ids = as_token_array(ids)
         return ReadPrompt(token_ids, len(ids), self._holders(token_ids, salt))
 
-    def _holders(self, token_ids: npt.NDArray[np.int64], salt: str | None) -> tuple[Holder, ...]:
+    def _holders(self, token_ids: TokenArray, salt: str | None) -> tuple[Holder, ...]:
         if self._directory is None:
             return ()
         try:

@@ -484,7 +484,8 @@ class Failing:
     [
         ({"body": {"prompt": 5}}, "unread_prompt", 1000),
         ({"body": {"prompt": [1 << 70]}}, "unread_prompt", 1000),
-        ({"body": {"prompt": [-1] * 64}}, "directory_failed", 64),
+        ({"body": {"prompt": [1 << 31]}}, "unread_prompt", 1000),
+        ({"body": {"prompt": [-1]}}, "unread_prompt", 1000),
         ({"reader": Failing()}, "unread_prompt", 1000),
         ({"known": Failing()}, "directory_failed", len(PROMPT)),
     ],
