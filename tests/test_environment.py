@@ -132,7 +132,7 @@ def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_pat
     steps = make("--dry-run", "vllm-test", "GPU=").stdout
     assert f"-m venv {tmp_path}/venv-vllm" in steps
     assert "--no-deps --require-hashes -r requirements-vllm.txt" in steps
-    assert "-n 0 tests/engine_wrapper/vllm" in steps
+    assert "-n 2 --dist loadfile tests/engine_wrapper/vllm" in steps
     assert f"--require-hashes --target {tmp_path}/venv-vllm/next -r requirements-vllm-next.txt" in steps
     (second,) = (line for line in steps.splitlines() if line.startswith(f"PYTHONPATH={tmp_path}/venv-vllm/next "))
     assert "-m every_version" in second
