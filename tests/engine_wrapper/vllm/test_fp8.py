@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,14 +17,12 @@ from torch.cuda import is_available
 
 from engine_wrapper.layer_schedule import DeviationCheck
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, taught
 from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, written
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from tests.engine_wrapper.vllm.conftest import Answered, Cold, Served
 
@@ -129,9 +131,20 @@ def turned(codes: torch.Tensor, shift: int, frequencies: Sequence[float]) -> tor
     return torch.cat([planes.real, planes.imag], -1).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def with_scales(folder: Path, strategy: str) -> Path:
+@pytest.fixture(scope="module")
+def unscaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model. Another process makes it: classes of Transformers that vLLM has run in this one are vLLM's."""
+    folder = tmp_path_factory.mktemp("unscaled")
+    sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
+    made = f"save_tiny_model('qwen3', Path({str(folder)!r}), **{sizes})"
+    code = f"from pathlib import Path; from tests.conftest import save_tiny_model; {made}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+    return folder
+
+
+def with_scales(unscaled: Path, folder: Path, strategy: str) -> Path:
     """A checkpoint that asks for KV in fp8 and holds its scales, as compressed-tensors writes them."""
-    save_tiny_model("qwen3", folder, head_dim=32, vocab_size=2000, max_position_embeddings=2048)
+    shutil.copytree(unscaled, folder, dirs_exist_ok=True)
     scales = torch.tensor([[[1.0]], [[2.0]]]) if strategy == "attn_head" else torch.ones(1)
     weights = load_file(folder / "model.safetensors")
     for layer in range(3):
@@ -182,16 +195,16 @@ def served_by_its_scales(engine: Callable[..., Served], model: Path) -> Served:
     return served
 
 
-def test_a_checkpoint_brings_its_scales(engine: Callable[..., Served], tmp_path: Path) -> None:
-    served = served_by_its_scales(engine, with_scales(tmp_path, "tensor"))
+def test_a_checkpoint_brings_its_scales(engine: Callable[..., Served], unscaled: Path, tmp_path: Path) -> None:
+    served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "tensor"))
     assert served.worker._forward._parts.head_scales == ()
 
 
 @pytest.mark.usefixtures("by_head")
 def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
-    engine: Callable[..., Served], compared: list[float], tmp_path: Path
+    engine: Callable[..., Served], compared: list[float], unscaled: Path, tmp_path: Path
 ) -> None:
-    served = served_by_its_scales(engine, with_scales(tmp_path, "attn_head"))
+    served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
     assert len(compared) > 500
     assert max(compared) <= (0.05 if is_available() else 0.0)
     wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
@@ -199,9 +212,9 @@ def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
 
 
 def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(
-    engine: Callable[..., Served], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: Callable[..., Served], unscaled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = engine("position_fix", model=with_scales(tmp_path, "attn_head"))
+    served = engine("position_fix", model=with_scales(unscaled, tmp_path, "attn_head"))
     assert served.runtime.refusal == "kv_scales"
     assert "by which this attention backend stores none" in caplog.text
     assert len(served.ask(DONOR, max_tokens=4).tokens) == 4
