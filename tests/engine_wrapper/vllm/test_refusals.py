@@ -47,7 +47,9 @@ def caches(*specs: Any) -> KVCacheConfig:
 
 def by_layer(*specs: Any) -> KVCacheConfig:
     """One group of layers that vLLM could not join, though all of them keep all tokens."""
-    return caches(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(zip("abc", specs, strict=False))))
+    joined = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layers.0": FullAttentionSpec(**SHAPE)})
+    object.__setattr__(joined, "kv_cache_specs", dict(zip("abc", specs, strict=False)))
+    return caches(joined)
 
 
 ONE_GROUP = caches(FullAttentionSpec(**SHAPE))
