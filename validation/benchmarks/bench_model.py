@@ -111,18 +111,14 @@ def make_runner(
     return ModelRunner.from_model(model, folder, ranks=ranks)
 
 
-def write_config(folder: Path, small: Mapping[str, Any] | None = None) -> Qwen2Config:
-    """Writes the model's config.json to `folder`, for an engine that makes the weights itself; `small` changes it."""
-    config = Qwen2Config(**_QWEN_7B | dict(small or {}))
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(folder)
-    return config
-
-
-def write_latent_config(folder: Path, small: Mapping[str, Any] | None = None) -> DeepseekV3Config:
-    """As `write_config`, for a model with latent attention (MLA)."""
-    config = DeepseekV3Config(**_DEEPSEEK_V3 | dict(small or {}))
-    config.architectures = ["DeepseekV3ForCausalLM"]
+def write_config(
+    folder: Path, small: Mapping[str, Any] | None = None, *, is_latent: bool = False
+) -> Qwen2Config | DeepseekV3Config:
+    """Writes the model's config.json to `folder`, for an engine that makes the weights itself; `small` changes it.
+    `is_latent`: of the model with latent attention (MLA) in its place."""
+    kind, own = (DeepseekV3Config, _DEEPSEEK_V3) if is_latent else (Qwen2Config, _QWEN_7B)
+    config = kind(**own | dict(small or {}))
+    config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(folder)
     return config
 

@@ -20,14 +20,7 @@ import torch
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileMatcher, ReuseProfile
-from validation.benchmarks.bench_model import (
-    INSTRUCTION,
-    NEW_TOKENS,
-    QUESTION,
-    Prompts,
-    write_config,
-    write_latent_config,
-)
+from validation.benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from validation.calibration.search import SAMPLE_EVERY
 from validation.models import PROFILE_NAME, shipped_model
 from validation.vllm_engine import TRANSFER, settle
@@ -178,8 +171,7 @@ class VllmArm:
         from vllm.config import KVTransferConfig
 
         self.name, self.sizes, self._turn, self._kv = name, sizes, turn, kv
-        write = write_latent_config if kv == MLA else write_config
-        config = write(folder, _SMALL_MODEL if small else None)
+        config = write_config(folder, _SMALL_MODEL if small else None, is_latent=kv == MLA)
         given: dict[str, Any] = {
             "model": str(folder),
             "load_format": "dummy",

@@ -255,7 +255,7 @@ class Trials:
         if not cases:
             return []  # a user's own have come to their end
         samples = self._server.samples(arm, cases, on_step)
-        _check_profile_was_used(samples)
+        _check_candidate_was_tried(samples)
         return samples
 
     def _compared(self, family: str, samples: Sequence[Sample], rule: Rule) -> Comparison:
@@ -302,7 +302,7 @@ def _joined(samples: Mapping[str, Sequence[Sample]]) -> tuple[Sample, ...]:
     return tuple(itertools.chain(*samples.values()))
 
 
-def _check_profile_was_used(samples: Sequence[Sample]) -> None:
+def _check_candidate_was_tried(samples: Sequence[Sample]) -> None:
     for sample in samples:
         if sample.reason in ("no_profile", "profile_mismatch", "profile_unreadable", "profile_check_layer"):
             raise SemBlendError(

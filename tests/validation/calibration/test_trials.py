@@ -21,7 +21,7 @@ from validation.calibration.trials import (
     Rule,
     Trials,
     Verdict,
-    _check_profile_was_used,
+    _check_candidate_was_tried,
     write_plants,
 )
 from validation.cases import Case, Tokeniser
@@ -220,4 +220,4 @@ def test_an_engine_that_cannot_serve_a_candidate_ends_the_trial(
     make_sample: Callable[..., Sample], reason: str, told: str
 ) -> None:
     with pytest.raises(SemBlendError, match=told):
-        _check_profile_was_used([make_sample(), make_sample(reason=reason)])
+        _check_candidate_was_tried([make_sample(), make_sample(reason=reason)])
