@@ -91,12 +91,6 @@ def prepared(
 
 
 @triton.jit
-def _copy(source, target, from_rows, to_rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """Moves channels bit for bit."""
-    store_part(target, to_rows, live, load_part(source, from_rows, live, FIRST, COUNT, PADDED), FIRST, COUNT, PADDED)
-
-
-@triton.jit
 def _as_element(values, ELEMENT: tl.constexpr):
     """float32 to the stored type; float8_e4m3fn, which has no infinity, saturates."""
     if tl.float8e4nv == ELEMENT:
@@ -166,6 +160,11 @@ def move_kernel(
             if head < heads:
                 source = plane_at(base, table, span, from_index, head, UNIT)
                 target = plane_at(base, table, table, to_index, head, UNIT)
+                # All loads come before the stores, which they could not pass: the memory is one for the compiler.
+                if PAD_BEFORE > 0:
+                    before = load_part(source, from_rows, live, 0, FIRST, PAD_BEFORE)
+                if PAD_AFTER > 0:
+                    after = load_part(source, from_rows, live, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
                 first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
                 rotated_first = _as_element(first * cos - second * sin, base.dtype.element_ty)
                 rotated_second = _as_element(second * cos + first * sin, base.dtype.element_ty)
@@ -176,17 +175,10 @@ def move_kernel(
                     store_part(target, to_rows, live, rotated_first, FIRST, HALF, PAD_HALF)
                     store_part(target, to_rows, live, rotated_second, FIRST + HALF, HALF, PAD_HALF)
                 if PAD_BEFORE > 0:
-                    _copy(source, target, from_rows, to_rows, live, 0, FIRST, PAD_BEFORE)
+                    store_part(target, to_rows, live, before, 0, FIRST, PAD_BEFORE)
                 if PAD_AFTER > 0:
-                    _copy(
-                        source,
-                        target,
-                        from_rows,
-                        to_rows,
-                        live,
-                        FIRST + 2 * HALF,
-                        HEAD_DIM - FIRST - 2 * HALF,
-                        PAD_AFTER,
+                    store_part(
+                        target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER
                     )
     else:
         from_rows = rows_at(table, span, from_positions, live, UNIT)
@@ -196,4 +188,5 @@ def move_kernel(
             if head < heads:
                 source = plane_at(base, table, span, from_index, head, UNIT)
                 target = plane_at(base, table, table, to_index, head, UNIT)
-                _copy(source, target, from_rows, to_rows, live, 0, HEAD_DIM, PAD_HEAD)
+                row = load_part(source, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
+                store_part(target, to_rows, live, row, 0, HEAD_DIM, PAD_HEAD)
