@@ -177,9 +177,7 @@ def move_kernel(
                 if PAD_BEFORE > 0:
                     store_part(target, to_rows, live, before, 0, FIRST, PAD_BEFORE)
                 if PAD_AFTER > 0:
-                    store_part(
-                        target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER
-                    )
+                    store_part(target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
     else:
         from_rows = rows_at(table, span, from_positions, live, UNIT)
         to_rows = rows_at(table, table, to_positions, live, UNIT)
