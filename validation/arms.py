@@ -49,7 +49,7 @@ class Arm:
 
     An `isolated` arm gives each group of cases its own cache salt: the group's first request is computed in full, and
     further questions find its exact KV. `full_layers`: lowest layers that are computed for every token of an
-    approximate plan. `chunk_tokens`: most tokens of one forward, None for the engine's default.
+    approximate plan. `chunk_tokens`: most tokens of one prompt in a forward, None for the engine's default.
     """
 
     name: str

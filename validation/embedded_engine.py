@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.llm import LLM
-from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
+from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.sampling import SamplingParams
 from validation.engines import connector_variables, environment
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 # Weights made on the spot have no revision; every engine of a run holds the same ones.
 RANDOM_WEIGHTS = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none"}
+# Of a forward, for each request that runs at once: a batch's prompts take few forwards then, which a card is quick at.
+_ROWS_OF_A_REQUEST = 256
 
 
 def open_llm(
@@ -117,7 +119,7 @@ class EmbeddedEngines:
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
         """The arm's engine, over the shared weights with a pool of its own."""
         connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
-        chunks = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
+        rows = max(LlmArgs.model_fields["max_num_tokens"].default, _ROWS_OF_A_REQUEST * settings.batch_size)
         with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,
@@ -125,5 +127,6 @@ class EmbeddedEngines:
                 max_batch_size=settings.batch_size,
                 kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
                 kv_connector_config=connector,
-                **chunks,
+                max_num_tokens=rows,
+                long_prefill_token_threshold=arm.chunk_tokens or 0,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from validation.arms import Arm
 
 SCHEMA = 1
-FILE_NAME = "quality.json"
 MIN_REUSED_SHARE = 0.90
 MAX_PPL_RATIO = 1.005
 
@@ -58,6 +57,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, help="Markdown page (default: beside the JSON)")
     parser.add_argument("--plot", type=Path, help="PNG plot (default: beside the page)")
     arguments.add(parser, "--record", "--machine")
+    parser.add_argument("--name", help="at the end of the names of result rows and of their file")
     return parser.parse_args(given)
 
 
@@ -69,7 +69,9 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     page = options.page or beside(options.output, ".md")
     plot = options.plot or (page and beside(page, ".png"))
     paths = [options.output, *filter(None, (page, plot))]
-    for path in (*paths, *filter(None, [options.record and options.record / FILE_NAME])):
+    suffix = "" if options.name is None else f"_{options.name}"
+    file_name = f"quality{suffix}.json"
+    for path in (*paths, *filter(None, [options.record and options.record / file_name])):
         check_writable(path)
     settings, asked = arguments.serving_settings(options), arguments.family_request(options)
     profile = models.profile_of(options.model, options.profile)
@@ -97,7 +99,8 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     if page is not None:
         write_text(page, report.page(None if plot is None else plot.name))
     if options.record is not None:
-        write_rows(options.record / report.measured.machine["name"] / FILE_NAME, quality_rows(report))
+        rows = [replace(row, name=row.name + suffix) for row in quality_rows(report)]
+        write_rows(options.record / report.measured.machine["name"] / file_name, rows)
     return _show(report, paths)
 
 

@@ -89,7 +89,7 @@ class VllmEngines:
             options["kv_cache_memory_bytes"] = blocks * self.prefix_unit * self.token_bytes
             options["gpu_memory_utilization"] = _LEAST_FREE
         if arm.chunk_tokens is not None:
-            options["max_num_batched_tokens"] = arm.chunk_tokens
+            options["long_prefill_token_threshold"] = min(arm.chunk_tokens, self.facts.max_positions)
         variables = connector_variables(arm, settings, str(audit_path))
         if arm.variables is not None:
             options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=variables)

@@ -59,7 +59,8 @@ class ScheduledBatch:
 
 
 class BatchScheduler:
-    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
+    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests, and gives a prompt at
+    most `long_prefill_token_threshold` of them.
 
     Requests move from `waiting`, which `line_up` keeps in order, to `active`, which is by id and oldest first. `pause`,
     which only V2 has, takes a request's blocks away and puts it back into `waiting`.
@@ -117,7 +118,7 @@ class BatchScheduler:
             return False
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
-        chunk = self._chunk(request.prompt_len - matched, matched, budget)
+        chunk = self._chunk(request.prompt_len - matched, matched, self._allowance(budget))
         if not chunk or not blocks.fits(match, matched + chunk if self._is_v2 else request.max_total_tokens):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
@@ -129,13 +130,18 @@ class BatchScheduler:
 
     def _add_context(self, batch: ScheduledBatch, request: LlmRequest, budget: int) -> int:
         """Adds the request's next chunk and returns the budget that is left."""
-        request.chunk_allowance = budget
+        request.chunk_allowance = self._allowance(budget)
         self.resize_chunk(request)
         if not request.context_chunk_size:
             return budget
         batch.context_requests.append(request)
-        # A chunk that is not the last takes the whole budget: the connector may still move its start.
-        return budget - request.context_chunk_size if request.is_last_context_chunk else 0
+        # A chunk that is not the last takes its whole allowance: the connector may still move its start.
+        taken = request.context_chunk_size if request.is_last_context_chunk else request.chunk_allowance
+        return budget - taken
+
+    def _allowance(self, budget: int) -> int:
+        """The most tokens of one prompt within the budget."""
+        return min(budget, self._args.long_prefill_token_threshold or budget)
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
         """Tokens to run from `position`: the rest of the prompt, or up to a block boundary, or none."""

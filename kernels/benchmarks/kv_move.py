@@ -83,6 +83,8 @@ def tilings() -> list[Tiling]:
         Tiling(tile_bytes=4096, warps=2, heads=4),
         Tiling(tile_bytes=2048, warps=1),
         Tiling(tile_bytes=2048, warps=1, tokens_first=False),
+        Tiling(tile_bytes=4096, warps=1),
+        Tiling(tile_bytes=8192, warps=2),
         Tiling(tile_bytes=8192),
         Tiling(tile_bytes=8192, heads=4),
         Tiling(warps=8),

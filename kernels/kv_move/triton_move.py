@@ -40,11 +40,11 @@ def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
     """The fastest in the sweep on an H200: small tiles, and neighbouring programs write neighbouring memory.
 
     A paged pool keeps all layers of a block together; a contiguous tensor, all tokens of a layer, and so do the pools
-    of latent rows (MLA), of which fewer are a tile.
+    of latent rows (MLA), of which a warp takes twice as many.
     """
     is_contiguous, is_latent = isinstance(target, ContiguousKv), sizes_of(target)[1] == 1
     if is_latent and not is_contiguous:
-        return Tiling(tile_bytes=2048, warps=1, tokens_first=True)
+        return Tiling(tile_bytes=4096, warps=1, tokens_first=True)
     return Tiling(tile_bytes=4096, warps=2, tokens_first=is_contiguous)
 
 
@@ -88,12 +88,6 @@ def prepared(
         keep_until_read([tensor_of(move.source) for move in moves], memory)
 
     return run
-
-
-@triton.jit
-def _copy(source, target, from_rows, to_rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """Moves channels bit for bit."""
-    store_part(target, to_rows, live, load_part(source, from_rows, live, FIRST, COUNT, PADDED), FIRST, COUNT, PADDED)
 
 
 @triton.jit
@@ -166,6 +160,11 @@ def move_kernel(
             if head < heads:
                 source = plane_at(base, table, span, from_index, head, UNIT)
                 target = plane_at(base, table, table, to_index, head, UNIT)
+                # All loads come before the stores, which they could not pass: the memory is one for the compiler.
+                if PAD_BEFORE > 0:
+                    before = load_part(source, from_rows, live, 0, FIRST, PAD_BEFORE)
+                if PAD_AFTER > 0:
+                    after = load_part(source, from_rows, live, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
                 first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
                 rotated_first = _as_element(first * cos - second * sin, base.dtype.element_ty)
                 rotated_second = _as_element(second * cos + first * sin, base.dtype.element_ty)
@@ -176,18 +175,9 @@ def move_kernel(
                     store_part(target, to_rows, live, rotated_first, FIRST, HALF, PAD_HALF)
                     store_part(target, to_rows, live, rotated_second, FIRST + HALF, HALF, PAD_HALF)
                 if PAD_BEFORE > 0:
-                    _copy(source, target, from_rows, to_rows, live, 0, FIRST, PAD_BEFORE)
+                    store_part(target, to_rows, live, before, 0, FIRST, PAD_BEFORE)
                 if PAD_AFTER > 0:
-                    _copy(
-                        source,
-                        target,
-                        from_rows,
-                        to_rows,
-                        live,
-                        FIRST + 2 * HALF,
-                        HEAD_DIM - FIRST - 2 * HALF,
-                        PAD_AFTER,
-                    )
+                    store_part(target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
     else:
         from_rows = rows_at(table, span, from_positions, live, UNIT)
         to_rows = rows_at(table, table, to_positions, live, UNIT)
@@ -196,4 +186,5 @@ def move_kernel(
             if head < heads:
                 source = plane_at(base, table, span, from_index, head, UNIT)
                 target = plane_at(base, table, table, to_index, head, UNIT)
-                _copy(source, target, from_rows, to_rows, live, 0, HEAD_DIM, PAD_HEAD)
+                row = load_part(source, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
+                store_part(target, to_rows, live, row, 0, HEAD_DIM, PAD_HEAD)

@@ -28,6 +28,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
+    places += ["--name", "shipped"]
     arms = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
     assert main(["quality", *SHORT, *arms, *places]) == 0
     document = json.loads((tmp_path / "out" / "quality.json").read_text())
@@ -45,8 +46,9 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
         assert lines[family, "cold_again"]["first_token_kl"] < 1e-6
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
     assert "(quality.png)" in (tmp_path / "out" / "quality.md").read_text()
-    [rows] = scoreboard.read_rows(tmp_path / "rows").values()
-    assert [row.name for row in rows] == ["position_fix_em_header_trap", "unrelated_fires"]
+    [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
+    assert place == "m/quality_shipped"
+    assert [row.name for row in rows] == ["position_fix_em_header_trap_shipped", "unrelated_fires_shipped"]
     shown = capsys.readouterr().out.splitlines()
     assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
 

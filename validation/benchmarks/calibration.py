@@ -1,13 +1,17 @@
 """What a calibration owes to its prompts: one model, several seeds, and each profile on the next seed's prompts.
 
-`python -m validation.benchmarks.calibration --name NAME --folder DIR` keeps the profiles in DIR and makes those that
-are not there, so that a run may be spread over several calls. What stands behind `--` goes to every calibration, as
-`--model M --dtype bfloat16 --device cuda`. With margins or budgets of one's own it is a dry run.
+`python -m validation.benchmarks.calibration --name NAME --folder DIR` keeps the profiles, and those that hold on the
+next seed's prompts, in DIR and makes what is not there, so that a run may be spread over several calls; `--at-once` is
+how many commands run side by side. What stands behind `--` goes to every calibration, as `--model M --dtype bfloat16
+--device cuda`. With margins or budgets of one's own it is a dry run.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +20,6 @@ import torch
 from kernels.results import Results, parser_of
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.families.catalog import Kind, family
 
 if TYPE_CHECKING:
@@ -26,25 +29,46 @@ SEEDS = 5
 # Seeds of one calibration's confirmations follow its own.
 _APART = 100
 GOAL_SPREAD, GOAL_REUSED = 1.5, 0.8
-_MODEL_OPTIONS = ("--model", "--engine", "--device", "--dtype", "--kv-dtype")
+_MODEL_OPTIONS = ("--model", "--engine", "--device", "--dtype", "--kv-dtype", "--batch")
 _OWN_RULE = ("--margin", "--budget", "--groups", "--screening-groups", "--families", "--tokens")
 
 
-def made(folder: Path, seeds: int, given: Sequence[str]) -> list[Path]:
+def made(folder: Path, seeds: int, at_once: int, given: Sequence[str]) -> list[Path]:
     """The profiles of `seeds` calibrations; those that are in the folder are taken as they are."""
     paths = [folder / f"seed-{seed}.json" for seed in range(seeds)]
-    for seed, path in enumerate(paths):
-        if not path.is_file():
-            options = [*given, "--seed", str(_APART * seed), "--output", str(path)]
-            run_calibrate(parse_calibrate(options), f"python -m validation calibrate {' '.join(given)}")
+    asked = [
+        ["calibrate", *given, "--seed", str(_APART * seed), "--output", str(path)]
+        for seed, path in enumerate(paths)
+        if not path.is_file()
+    ]
+    _run_all(asked, at_once)
     return paths
 
 
-def holds_elsewhere(path: Path, seed: int, given: Sequence[str]) -> bool:
-    """Whether the profile holds on prompts of another seed; its file stays as it is."""
-    copy = path.with_suffix(".confirmed")
-    options = ["--profile", str(path), "--output", str(copy), "--seed", str(_APART * seed + 1), *given]
-    return run_confirm(parse_confirm(options), f"python -m validation confirm {' '.join(given)}")
+def held_elsewhere(paths: Sequence[Path], at_once: int, given: Sequence[str]) -> list[bool]:
+    """Whether each profile holds on the next seed's prompts; the profiles' files stay as they are."""
+    copies = {path: path.with_suffix(".confirmed") for path in paths if ReuseProfile.read(path).terms is not None}
+    asked = []
+    for seed, path in enumerate(paths):
+        if path in copies and not copies[path].is_file():
+            other = _APART * ((seed + 1) % len(paths)) + 1
+            places = ["--profile", str(path), "--output", str(copies[path]), "--seed", str(other)]
+            asked.append(["confirm", *places, *given])
+    _run_all(asked, at_once)
+    return [copy.is_file() for copy in copies.values()]
+
+
+def _run_all(commands: Sequence[Sequence[str]], at_once: int) -> None:
+    """Runs these commands of `python -m validation`. Raises CalledProcessError for one that ends with an error."""
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(_run, commands))
+
+
+def _run(command: Sequence[str]) -> None:
+    arguments = [sys.executable, "-m", "validation", *command]
+    code = subprocess.run(arguments, check=False).returncode
+    if code not in (0, 1):  # 1: nothing is shown to hold
+        raise subprocess.CalledProcessError(code, arguments)
 
 
 def reused_share(profile: ReuseProfile) -> float:
@@ -85,13 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", required=True, help="of model and dtype, at the end of the rows' names")
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="where the profiles are kept")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="calibrations")
+    parser.add_argument("--at-once", type=int, default=1, help="commands that run side by side")
     parser.add_argument("given", nargs="*", metavar="OPTION", help="options of every calibration")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     is_dry = options.seeds < SEEDS or any(each in _OWN_RULE for each in options.given)
     rows = Results(arguments, device, dry=is_dry)
     options.folder.mkdir(parents=True, exist_ok=True)
-    paths = made(options.folder, options.seeds, options.given)
+    paths = made(options.folder, options.seeds, options.at_once, options.given)
     profiles = [ReuseProfile.read(path) for path in paths]
     places = [
         each
@@ -99,11 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if option in _MODEL_OPTIONS
         for each in (option, value)
     ]
-    held = [
-        holds_elsewhere(path, (seed + 1) % len(paths), places)
-        for seed, (path, profile) in enumerate(zip(paths, profiles, strict=True))
-        if profile.terms is not None
-    ]
+    held = held_elsewhere(paths, options.at_once, places)
     add_rows(rows, options.name, profiles, held)
     rows.write(options.json, f"calibration_{options.name}")
 

@@ -101,9 +101,7 @@ class PromptDeviations:
         compared[kept] = sampled | suspects
         computed = np.zeros_like(suspects)
         if suspects.any():
-            ends = np.cumsum(lengths).tolist()
-            spans = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-            parts = [len(part) for part in stretches(spans, suspects)]
+            parts = lengths if suspects.all() else _stretch_lengths(lengths, suspects)
             computed[suspects] = choose(check, deviations[suspects], parts, exact, self.promised).computed
         kept[kept] = ~computed
         return kept, compared
@@ -220,6 +218,13 @@ class DeviationCollector:
         )
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
         return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
+
+
+def _stretch_lengths(lengths: Sequence[int], suspects: npt.NDArray[np.bool_]) -> list[int]:
+    """Tokens of each stretch of suspects. `lengths`: of the spans."""
+    ends = np.cumsum(lengths).tolist()
+    spans = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return [len(part) for part in stretches(spans, suspects)]
 
 
 def _at_once(items: Iterable[_Item], tokens_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:

@@ -23,11 +23,12 @@ def request(request_id, prompt_len, max_new_tokens=2, priority=0):
 class Engine:
     """Scheduler and blocks, with a forward that only moves positions. Requests are given as (prompt, new tokens)."""
 
-    def __init__(self, *shapes, blocks=64, batch=4, rows=16, chunked=True):
+    def __init__(self, *shapes, blocks=64, batch=4, rows=16, threshold=0, chunked=True):
         args = LlmArgs(
             model="m",
             max_batch_size=batch,
             max_num_tokens=rows,
+            long_prefill_token_threshold=threshold,
             enable_chunked_prefill=chunked,
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK),
         )
@@ -60,6 +61,12 @@ class Engine:
     [
         pytest.param([(21,)], {"rows": 10}, [[(1, 0, 8)], [(1, 8, 8)], [(1, 16, 5)]], id="chunks end on boundaries"),
         pytest.param([(21,), (2,)], {"rows": 10}, [[(1, 0, 8)]], id="nothing follows a chunk that is not the last"),
+        pytest.param(
+            [(11,), (6,)],
+            {"threshold": 5},
+            [[(1, 0, 4), (2, 0, 4)], [(1, 4, 4), (2, 4, 2)], [(1, 8, 3), (2, 6, 1)]],
+            id="no prompt takes more than the threshold",
+        ),
         pytest.param(
             [(3, 9), (20,)], {"rows": 6}, [[(1, 0, 3)], [(2, 0, 4), (1, 3, 1)]], id="no chunk below a block's budget"
         ),

@@ -255,6 +255,7 @@ def test_settings_that_do_not_fit_are_refused(make_llm, arguments, message):
         ({"max_batch_size": 0}, r"LlmArgs\.max_batch_size: .*\(given: 0\)"),
         ({"max_num_tokens": 4}, "max_num_tokens 4 is below max_batch_size 8"),
         ({"max_num_tokens": 16}, "max_num_tokens 16 is below tokens_per_block 32"),
+        ({"long_prefill_token_threshold": 16}, "long_prefill_token_threshold 16 is below tokens_per_block 32"),
         ({"tensor_parallel_size": 0}, r"LlmArgs\.tensor_parallel_size"),
         ({"tensor_parallel_size": 2}, "the runner holds one of 1 parts"),
         ({"tensor_parallel_size": 2, "runner": None}, "has joined no torch.distributed group of 2"),

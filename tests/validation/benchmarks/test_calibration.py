@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,9 +28,15 @@ def test_a_dry_run_makes_profiles_once_and_holds_each_on_other_prompts(tmp_path:
         [f"calibration_{each}_shipped" for each in ("alike", "policy", "threshold_spread", "confirmed")]
     )
     assert rows["calibration_confirmed_shipped"].value in (0.0, 1.0)
-    first = (tmp_path / "made" / "seed-0.json").read_bytes()
-    main([*asked, "--", *SHORT])
-    assert (tmp_path / "made" / "seed-0.json").read_bytes() == first
+    first = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
+    main([*asked, "--at-once", "2", "--", *SHORT])
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}.items() >= first.items()
+
+
+def test_a_command_that_ends_with_an_error_ends_the_run(tmp_path: Path) -> None:
+    asked = ["--name", "none", "--folder", str(tmp_path), "--seeds", "2", "--at-once", "2"]
+    with pytest.raises(subprocess.CalledProcessError):
+        main([*asked, "--", "--model", str(tmp_path / "nothing")])
 
 
 @pytest.fixture
