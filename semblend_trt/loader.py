@@ -19,7 +19,7 @@ from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, current_stream, record, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 LAYER_GROUPS = 14
 # A group of fewer bytes arrives sooner than the host queues the next one.
 GROUP_BYTES = 24 << 20
+# Groups that are queued beyond the layers that a forward has come to. Queueing one takes the host up to half of its
+# transfer, and preparing the forward up to two transfers.
+GROUPS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class PlanLoader:
         """Queues the plans' loads behind the current stream's work; what follows on it sees all of them.
 
         Returns the plans that could not be loaded, with the reason: nothing, or nothing that may be read, of them
-        is in the pool. Host donors need not be held any longer once this returns; see `DeviceTier` for the others.
+        is in the pool. Host donors are read until `readiness` has no more to ask for; see `DeviceTier` for the others.
         """
         stream = current_stream(self._pool.device)
         self._readiness.join(stream)
@@ -89,14 +92,10 @@ class PlanLoader:
                     prepared.append((plan, self._prepare(plan, reads)))
                 except Exception as error:
                     failed.append((plan, error))
-            loads = [load for _, load in prepared]
             try:
-                self._issue(loads, began)
+                self._issue([load for _, load in prepared], began, reads)
             except Exception as error:
-                if self._reader is not None:
-                    end = self._reader.abandoned()
-                    self._store.host.read_until(end)
-                    wait(stream, [end])
+                self._readiness.abandon(stream)
                 return [*failed, *((plan, error) for plan, _ in prepared)]
         return failed
 
@@ -114,7 +113,7 @@ class PlanLoader:
             (load.near if is_near else load.far).append(move)
         return load
 
-    def _issue(self, loads: Sequence[_Load], began: Event | None) -> None:
+    def _issue(self, loads: Sequence[_Load], began: Event | None, reads: ExitStack) -> None:
         for load in loads:
             if load.near:
                 prepared(load.near, load.target, self._rotation)(range(self._geometry.num_layers), 0)
@@ -122,22 +121,33 @@ class PlanLoader:
         if self._reader is None or not distant:
             return
         self._reader.begin(began)
-        groups: list[tuple[int, Event | None]] = []
-        num_layers = self._geometry.num_layers
-        tokens = sum(move.length for load in distant for move in load.far)
-        layer_bytes = tokens * self._token_bytes // num_layers
-        most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
-        step = self._reader.layers_at_once(min(most, num_layers), tokens)
-        placing = [self._reader.placing(load.far, load.target, step) for load in distant]
-        # The last layer comes alone: nothing but its own computing is then left behind the transfer.
-        for first, end in pairwise(sorted({*range(0, num_layers, step), num_layers - 1, num_layers})):
-            for place in placing:
-                place(first, end)
-            groups.append((end, self._reader.placed()))
-        self._store.host.read_until(groups[-1][1])
-        self._readiness.expect(groups)
+        self._readiness.expect(self._placed(distant, self._reader, reads.pop_all()), GROUPS_AHEAD)
         if not self._readiness.is_awaited:
             self._readiness.join(current_stream(self._pool.device))
+
+    def _placed(
+        self, loads: Sequence[_Load], reader: HostReader, reads: ExitStack
+    ) -> Generator[tuple[int, Event | None]]:
+        """Queues the loads from the host, a group of layers each time that it is asked for one, as `LayerReadiness` has
+        it; `reads` are let go behind the last."""
+        num_layers = self._geometry.num_layers
+        tokens = sum(move.length for load in loads for move in load.far)
+        layer_bytes = tokens * self._token_bytes // num_layers
+        most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
+        step = reader.layers_at_once(min(most, num_layers), tokens)
+        with reads:
+            try:
+                placing = [reader.placing(load.far, load.target, step) for load in loads]
+                # The last layer comes alone: nothing but its own computing is then left behind the transfer.
+                for first, end in pairwise(sorted({*range(0, num_layers, step), num_layers - 1, num_layers})):
+                    for place in placing:
+                        place(first, end)
+                    yield end, reader.placed()
+            except BaseException:  # also where no further group is asked for
+                wait(current_stream(self._pool.device), [reader.abandoned()])
+                raise
+            finally:
+                self._store.host.read_until(reader.abandoned())
 
 
 def target_of(plan: SemanticKvPlan, pool: torch.Tensor, geometry: KvGeometry) -> PagedKv:

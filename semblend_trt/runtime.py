@@ -18,7 +18,7 @@ from semblend_trt.ranks import Ranks
 from semblend_trt.streams import Event, Stream, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
     import torch
 
@@ -94,30 +94,51 @@ class LayerReadiness:
 
     def __init__(self) -> None:
         self.is_awaited = False
-        self._arriving: deque[tuple[int, Event]] = deque()
-        self._arrived_layers = 0
+        self._groups: Generator[tuple[int, Event | None]] | None = None
+        self._queued: deque[tuple[int, Event | None]] = deque()
+        self._ahead = self._arrived_layers = 0
 
     @property
     def is_arriving(self) -> bool:
         """True while some layers are not waited for yet: what reads them must call `wait` or `join`."""
-        return bool(self._arriving)
+        return bool(self._queued) or self._groups is not None
 
-    def expect(self, groups: Iterable[tuple[int, Event | None]]) -> None:
+    def expect(self, groups: Generator[tuple[int, Event | None]], ahead: int = 1) -> None:
         """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool behind
-        `event`. What was announced before must have been joined."""
-        self._arrived_layers = 0
-        self._arriving.extend((end_layer, event) for end_layer, event in groups if event is not None)
+        `event`. Asking `groups` for one queues its transfer: here for the first `ahead`, which is at least 1, and then
+        for so many beyond the layers that a forward has come to. What was announced before must have been joined."""
+        self._groups, self._ahead, self._arrived_layers = groups, ahead, 0
+        self._ask()
 
     def wait(self, layer: int, stream: Stream | None) -> None:
-        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool."""
-        while self._arriving and self._arrived_layers <= layer:
-            self._arrived_layers, event = self._arriving.popleft()
+        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool. Raises
+        what a further transfer raises."""
+        while self._queued and self._arrived_layers <= layer:
+            self._arrived_layers, event = self._queued.popleft()
             wait(stream, [event])
+            self._ask()
 
     def join(self, stream: Stream | None) -> None:
         """Queues on `stream` that what follows starts once every layer is in the pool."""
-        while self._arriving:
-            wait(stream, [self._arriving.popleft()[1]])
+        while self._queued:
+            wait(stream, [self._queued.popleft()[1]])
+            self._ask()
+
+    def abandon(self, stream: Stream | None) -> None:
+        """Has no further transfer queued, and those that were precede what follows on `stream`: the forward that was to
+        read the layers has failed."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+        self.join(stream)
+
+    def _ask(self) -> None:
+        while self._groups is not None and len(self._queued) < self._ahead:
+            group = next(self._groups, None)
+            if group is None:
+                self._groups = None
+            else:
+                self._queued.append(group)
 
 
 # The scheduler takes events at every look-up and at every request's end, so few ever wait.

@@ -124,7 +124,8 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def all_to_device(vectors: Sequence[torch.Tensor], device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """Copies vectors of one dtype as `to_device` does, in one copy: each costs the host as much as some kernels."""
-    return to_device(torch.cat(tuple(vectors)), device).split([len(each) for each in vectors])
+    joined = to_device(torch.cat(tuple(vectors)), device)
+    return torch.split(joined, [len(each) for each in vectors])
 
 
 def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:

@@ -181,7 +181,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
         With several ranks, one that cannot place its part of a plan keeps all of them from using it.
         """
-        self._begin_iteration()
+        self._begin_iteration(stream)
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other shall not have it applied twice
         metadata = readable_metadata(bound, self._runtime)
@@ -322,9 +322,11 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             for donor_id in commands.promotions:
                 self.saver.promote(donor_id, loaded)
 
-    def _begin_iteration(self) -> None:
-        """Requests whose forward has failed are not kept: what it was to write is unknown."""
+    def _begin_iteration(self, stream: torch.cuda.Stream | None) -> None:
+        """Requests whose forward has failed are not kept: what it was to write is unknown. Their blocks may be others'
+        already, so what was still to be placed there is not."""
         if self._completed_iteration != self._iteration:
+            self._runtime.readiness.abandon(stream)
             for followed in self._followed.values():
                 followed.is_whole &= followed.iteration != self._iteration
         self._completed_iteration = self._iteration

@@ -203,17 +203,24 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
     assert used_blocks(store.device) == 0
 
 
-@pytest.mark.parametrize(("group_bytes", "groups"), [(1, [(0, 1), (1, 2), (2, 3)]), (1 << 20, [(0, 2), (2, 3)])])
-def test_layers_come_in_groups_of_some_bytes_and_the_last_one_alone(store, monkeypatch, group_bytes, groups):
-    monkeypatch.setattr(loader_module, "GROUP_BYTES", group_bytes)
+def recorded_reader(monkeypatch, placed):
+    """A reader from the host, which notes in `placed` the layers of every group that it places."""
     reader = HostReader(CPU, ROTATION, Staging(2 * 36 * 128, 2, GEOMETRY, torch.float32, CPU))
-    placing, placed = reader.placing, []
+    placing = reader.placing
 
     def recorded(*arguments):
         place = placing(*arguments)
         return lambda first, end: placed.append((first, end)) or place(first, end)
 
     monkeypatch.setattr(reader, "placing", recorded)
+    return reader
+
+
+@pytest.mark.parametrize(("group_bytes", "groups"), [(1, [(0, 1), (1, 2), (2, 3)]), (1 << 20, [(0, 2), (2, 3)])])
+def test_layers_come_in_groups_of_some_bytes_and_the_last_one_alone(store, monkeypatch, group_bytes, groups):
+    monkeypatch.setattr(loader_module, "GROUP_BYTES", group_bytes)
+    placed = []
+    reader = recorded_reader(monkeypatch, placed)
     pool, expected = empty_pool(), empty_pool()
     assert loader(store, pool, reader).load([MIXED]) == []
     assert placed == groups
@@ -221,9 +228,43 @@ def test_layers_come_in_groups_of_some_bytes_and_the_last_one_alone(store, monke
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.fixture
+def awaited(store, monkeypatch):
+    """A load from the host whose layers a forward waits for: the pool, its readiness, and the groups placed so far."""
+    monkeypatch.setattr(loader_module, "GROUP_BYTES", 1)
+    monkeypatch.setattr(loader_module, "GROUPS_AHEAD", 1)
+    pool, placed, readiness = empty_pool(), [], LayerReadiness()
+    readiness.is_awaited = True
+    assert loader(store, pool, recorded_reader(monkeypatch, placed), readiness).load([MIXED]) == []
+    return pool, readiness, placed
+
+
+def test_layers_are_placed_while_the_forward_runs(store, awaited):
+    pool, readiness, placed = awaited
+    expected = empty_pool()
+    loader(store, expected).load([MIXED])
+    assert placed == [(0, 1)]
+    for layer in range(3):
+        readiness.wait(layer, None)
+        assert placed[-1] == (min(layer + 1, 2), min(layer + 2, 3))
+        torch.testing.assert_close(pool[:, layer], expected[:, layer], atol=0, rtol=0, equal_nan=True)
+    assert not readiness.is_arriving
+
+
+@pytest.mark.parametrize("end", [LayerReadiness.join, LayerReadiness.abandon])
+def test_a_donor_on_the_host_is_let_go_behind_its_last_layer(store, awaited, end):
+    _, readiness, placed = awaited
+    used = store.host.used_bytes
+    assert store.drop("far")
+    assert store.host.used_bytes == used
+    end(readiness, None)
+    assert store.host.used_bytes == 0
+    assert len(placed) == (3 if end is LayerReadiness.join else 1)
+
+
 def test_leftovers_of_the_load_before_are_joined_first(store):
     readiness = LayerReadiness()
-    readiness.expect([(3, object())])
+    readiness.expect((end, None) for end in (2, 3))
     loader(store, empty_pool(), None, readiness).load([])
     assert not readiness.is_arriving
 

@@ -190,9 +190,20 @@ class RecordingStream:
         self.waited.append(event)
 
 
-def expecting(*ends):
+def groups_below(*ends, asked=None):
+    """Groups of layers that end at `ends`; `asked` hears of each when it is asked for, and of the end."""
+    asked = [] if asked is None else asked
+    try:
+        for end in ends:
+            asked.append(end)
+            yield end, f"below {end}"
+    finally:
+        asked.append("end")
+
+
+def expecting(*ends, asked=None, ahead=1):
     readiness = LayerReadiness()
-    readiness.expect((end, f"below {end}") for end in ends)
+    readiness.expect(groups_below(*ends, asked=asked), ahead)
     return readiness
 
 
@@ -212,22 +223,62 @@ def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
     readiness.wait(0, stream)
     readiness.join(stream)
     assert stream.waited == ["below 2", "below 4"]
-    readiness.expect([(1, "again")])
+    readiness.expect(groups_below(1))
     readiness.wait(0, stream)
-    assert stream.waited[-1] == "again"
+    assert stream.waited[-1] == "below 1"
 
 
-def test_on_the_cpu_nothing_is_ever_on_its_way():
+def test_on_the_cpu_nothing_is_waited_for():
     readiness = LayerReadiness()
-    readiness.expect([(2, None), (4, None)])
-    assert not readiness.is_arriving
+    readiness.expect((end, None) for end in (2, 4))
     readiness.wait(0, None)
+    assert readiness.is_arriving
     readiness.join(None)
+    assert not readiness.is_arriving
+
+
+def test_a_group_is_asked_for_when_a_forward_comes_near_it():
+    asked, stream = [], RecordingStream()
+    readiness = expecting(2, 4, 6, 8, asked=asked, ahead=2)
+    assert asked == [2, 4]
+    readiness.wait(1, stream)
+    assert asked == [2, 4, 6]
+    readiness.wait(1, stream)
+    readiness.wait(3, stream)
+    assert asked == [2, 4, 6, 8]
+    readiness.wait(7, stream)
+    assert asked == [2, 4, 6, 8, "end"]
+    assert not readiness.is_arriving
+
+
+def test_what_is_abandoned_is_not_asked_for_and_what_was_is_waited_for():
+    asked, stream = [], RecordingStream()
+    readiness = expecting(2, 4, 6, 8, asked=asked, ahead=2)
+    readiness.wait(0, stream)
+    readiness.abandon(stream)
+    assert asked == [2, 4, 6, "end"]
+    assert stream.waited == ["below 2", "below 4", "below 6"]
+    assert not readiness.is_arriving
+    readiness.abandon(stream)
+    assert len(stream.waited) == 3
+
+
+def test_a_group_that_fails_is_told_to_the_forward_and_no_further_one_is_asked_for():
+    def groups():
+        yield 2, "below 2"
+        raise RuntimeError("injected")
+
+    readiness, stream = LayerReadiness(), RecordingStream()
+    readiness.expect(groups())
+    with pytest.raises(RuntimeError, match="injected"):
+        readiness.wait(0, stream)
+    readiness.abandon(stream)
+    assert not readiness.is_arriving
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.data())
 def test_what_has_waited_for_a_layer_has_waited_for_its_group(ends, data):
-    readiness, stream = expecting(*ends), RecordingStream()
+    readiness, stream = expecting(*ends, ahead=data.draw(st.integers(1, 9))), RecordingStream()
     for layer in data.draw(st.lists(st.integers(0, ends[-1] - 1), max_size=10)):
         readiness.wait(layer, stream)
         assert f"below {next(end for end in ends if end > layer)}" in stream.waited
