@@ -218,9 +218,12 @@ class Batch:
 
 def _schedule(parts: Sequence[Part], input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:
     """`input_ids`: the parts' tokens that the engine scheduled; they stand behind the plans' rows of each sequence."""
-    ends = np.cumsum([len(part.work.positions) for part in parts])
-    own = [np.arange(end - part.scheduled, end) for end, part in zip(ends, parts, strict=True)]
     schedule = schedule_of([part.work for part in parts], num_layers).to(input_ids.device)
     tokens = schedule.token_ids.to(input_ids.dtype)
+    if len(parts) == 1:  # most often, and then the host has nothing to tell the device
+        tokens[len(tokens) - len(input_ids) :] = input_ids
+        return replace(schedule, token_ids=tokens)
+    ends = np.cumsum([len(part.work.positions) for part in parts])
+    own = [np.arange(end - part.scheduled, end) for end, part in zip(ends, parts, strict=True)]
     tokens[to_device(torch.from_numpy(np.concatenate(own)), input_ids.device)] = input_ids
     return replace(schedule, token_ids=tokens)

@@ -20,7 +20,7 @@ from kernels.deviation import FreshRows, Move, deviation, relative, row_squares,
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
 from kernels.rope import still
 from kernels.sparse_prefill import SequenceRows
-from kernels.sparse_prefill.rows import to_device
+from kernels.sparse_prefill.rows import all_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,10 +52,16 @@ class Stage:
         """Active rows."""
         return sum(sequence.count for sequence in self.sequences)
 
-    def to(self, device: torch.device | str) -> Stage:
-        """The same stage with its tensors on `device`, copied without waiting."""
-        keep = None if self.keep is None else to_device(self.keep, device)
-        return Stage(self.first_layer, keep, tuple(sequence.to(device) for sequence in self.sequences))
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """Its tensors, in the order in which `moved` takes them."""
+        own = [] if self.keep is None else [self.keep]
+        return own + [each for sequence in self.sequences for each in (sequence.positions, sequence.block_ids)]
+
+    def moved(self, vectors: Iterator[torch.Tensor]) -> Stage:
+        """The same stage with these copies of its tensors."""
+        keep = None if self.keep is None else next(vectors)
+        return Stage(self.first_layer, keep, tuple(each.moved(next(vectors), next(vectors)) for each in self.sequences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +90,13 @@ class LayerSchedule:
             yield stage, range(first, last)
 
     def to(self, device: torch.device | str) -> LayerSchedule:
-        """The same schedule with its tensors on `device`, copied without waiting."""
-        stages = tuple(stage.to(device) for stage in self.stages)
-        outputs, tokens = to_device(self.output_rows, device), to_device(self.token_ids, device)
-        return replace(self, stages=stages, output_rows=outputs, token_ids=tokens)
+        """The same schedule with its tensors on `device`, in one copy that the host does not wait for."""
+        vectors = [self.output_rows, self.token_ids, *(each for stage in self.stages for each in stage.vectors)]
+        outputs, tokens, *rest = all_to_device(vectors, device)
+        moved = iter(rest)
+        return replace(
+            self, stages=tuple(stage.moved(moved) for stage in self.stages), output_rows=outputs, token_ids=tokens
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, help="Markdown page (default: beside the JSON)")
     parser.add_argument("--plot", type=Path, help="PNG plot (default: beside the page)")
     arguments.add(parser, "--record", "--machine")
-    parser.add_argument("--name", help="at the end of the names of result rows and of their file")
+    parser.add_argument("--name", help="what is served, in the names of result rows and of their file")
     return parser.parse_args(given)
 
 
@@ -99,8 +99,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     if page is not None:
         write_text(page, report.page(None if plot is None else plot.name))
     if options.record is not None:
-        rows = [replace(row, name=row.name + suffix) for row in quality_rows(report)]
-        write_rows(options.record / report.measured.machine["name"] / file_name, rows)
+        write_rows(options.record / report.measured.machine["name"] / file_name, quality_rows(report, suffix))
     return _show(report, paths)
 
 
@@ -275,29 +274,30 @@ def draw(kind_lines: Sequence[Line], title: str) -> bytes:
     return png(figure, title)
 
 
-def quality_rows(report: QualityReport) -> list[Row]:
-    """Rows of the figures that the run measured."""
+def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
+    """Rows of the figures that the run measured; `suffix` stands behind what a row tells, in front of its family."""
     results = Results(measured=report.measured, is_shown=False)
     lines = report.lines()
     for line in lines:
         if line.arm == VERIFIED:
-            _add_verified(results, line)
+            _add_verified(results, line, suffix)
     for line in report.kind_lines():
         if line.family == Kind.HARMLESS.value and line.arm == VERIFIED:
-            _add_harmless(results, line)
+            _add_harmless(results, line, suffix)
     cold = {line.family: line.exact_match or 0.0 for line in lines if line.arm == COLD}
     for line in lines:
         if line.arm == POSITION_FIX and report.kinds[line.family] == Kind.TRAP.value:
-            _add_unchecked(results, line, cold.get(line.family, 0.0))
+            _add_unchecked(results, line, cold.get(line.family, 0.0), suffix)
     unrelated = [s for s in report.samples if report.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
     if unrelated:
         arms = list(dict.fromkeys(sample.arm for sample in unrelated))
         baseline = f"{len(unrelated) // len(arms)} unrelated prompts under each of {', '.join(arms)}"
-        results.add("unrelated_fires", sum(sample.reused_tokens > 0 for sample in unrelated), "requests", baseline, 0)
+        fires = sum(sample.reused_tokens > 0 for sample in unrelated)
+        results.add(f"unrelated_fires{suffix}", fires, "requests", baseline, 0)
     return results.rows
 
 
-def _add_verified(results: Results, line: Line) -> None:
+def _add_verified(results: Results, line: Line, suffix: str) -> None:
     bound = line.exact_match_bound
     if bound is None or line.exact_match is None:
         return
@@ -308,25 +308,27 @@ def _add_verified(results: Results, line: Line) -> None:
         f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
     )
     where = f"cold {cold:.3f}; {bound.samples} prompts in {bound.groups} groups; {reused}"
-    results.add(f"verified_em_vs_cold_{line.family}", bound.difference, "exact match", where, -MARGIN, "higher")
+    results.add(f"verified_em_vs_cold{suffix}_{line.family}", bound.difference, "exact match", where, -MARGIN, "higher")
     if bound.groups > 1:
         how = f"one-sided 95 % lower bound of the difference, paired bootstrap over {bound.groups} groups"
-        results.add(f"verified_em_bound_{line.family}", bound.lower, "exact match", how, -bound.margin, "higher")
+        results.add(
+            f"verified_em_bound{suffix}_{line.family}", bound.lower, "exact match", how, -bound.margin, "higher"
+        )
 
 
-def _add_unchecked(results: Results, line: Line, cold: float) -> None:
+def _add_unchecked(results: Results, line: Line, cold: float, suffix: str) -> None:
     """What reuse without a check makes of a trap that the model answers cold. The header trap has to bite."""
     if line.exact_match is None or cold < MIN_COLD_SCORE:
         return
     baseline = f"cold {cold:.3f}; {line.samples} prompts, {line.fires} fires"
     goal = cold / 2 if line.family == HEADER_TRAP else None
-    results.add(f"position_fix_em_{line.family}", line.exact_match, "exact match", baseline, goal)
+    results.add(f"position_fix_em{suffix}_{line.family}", line.exact_match, "exact match", baseline, goal)
 
 
-def _add_harmless(results: Results, line: Line) -> None:
+def _add_harmless(results: Results, line: Line, suffix: str) -> None:
     if line.reused_share is not None:
         where = f"tokens that the plans offered, harmless families, {line.samples} prompts"
-        results.add("verified_reused_share", line.reused_share, "share", where, MIN_REUSED_SHARE, "higher")
+        results.add(f"verified_reused_share{suffix}", line.reused_share, "share", where, MIN_REUSED_SHARE, "higher")
     if (loss := line.loss_bound) is not None and line.ppl_ratio is not None:
         where = f"cold, {loss.samples} texts; one-sided 95 % upper bound {loss.largest_ratio:.5f}"
-        results.add("verified_ppl_ratio", line.ppl_ratio, "ratio", where, MAX_PPL_RATIO)
+        results.add(f"verified_ppl_ratio{suffix}", line.ppl_ratio, "ratio", where, MAX_PPL_RATIO)

@@ -108,9 +108,10 @@ class Decoder:
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
-    """The modules that run as plain torch where vLLM compiles, and have a kernel of its own for a card."""
+    """The modules that run as plain torch where vLLM compiles, some in a graph of their own, and have a kernel of its
+    own for a card."""
     found = (each for each in decoder.modules() if isinstance(each, CustomOp))
-    return tuple(each for each in found if each._forward_method == each.forward_native)
+    return tuple(each for each in found if each._forward_method not in (each.forward_cuda, each.forward_hip))
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
@@ -210,7 +211,7 @@ class VllmRows:
         self._residual: torch.Tensor | None = None
         self._positions = schedule.positions
         self._sequences: tuple[SequenceRows, ...] = ()
-        self._sparse = sparse
+        self._sparse, self._is_attending = sparse, False
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
@@ -224,11 +225,6 @@ class VllmRows:
         context.moe_layer_index = 0
         self._left.callback(setattr, context, "moe_layer_index", 0)
         self._context = context
-        if self._sparse:
-            for layer, attention in enumerate(self._parts.attention):
-                stock = attention.impl.forward
-                self._left.callback(vars(attention.impl).pop, "forward")
-                attention.impl.forward = partial(self._attend, layer, stock)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -248,6 +244,8 @@ class VllmRows:
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
         chunks, size = self._parts.chunks, self._parts.geometry.block_size
         is_ours, metadata = self._stand_apart(), dict[int | None, Any]()
+        if is_ours and not self._is_attending:
+            self._begin_to_attend()
         for chunk in set(chunks):
             seen = in_chunks(self._sequences, chunk, size) if chunk else self._sequences
             metadata[chunk] = seen if is_ours else self._metadata(seen, slots)
@@ -306,9 +304,10 @@ class VllmRows:
 
     def _begin(self) -> None:
         """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels."""
+        # A module's own `__setattr__` takes twenty times as long.
         for each in self._parts.unfused:
-            self._left.callback(setattr, each, "_forward_method", each._forward_method)
-            each._forward_method = each.forward_cuda
+            self._left.callback(vars(each).update, _forward_method=each._forward_method)
+            vars(each)["_forward_method"] = each.forward_cuda
         for op in _ir_ops() if self._parts.unfused else ():
             self._left.enter_context(op.set_priority(["vllm_c", "native"]))
         self._hidden = self._parts.calls.embed(self._schedule.token_ids)
@@ -321,6 +320,13 @@ class VllmRows:
         rows = sum(each.count for each in self._sequences)
         gaps = [np.count_nonzero(np.diff(each.host_positions.numpy()) != 1) for each in self._sequences]
         return rows < ROWS_PER_GAP * sum(gaps)
+
+    def _begin_to_attend(self) -> None:
+        """Puts our kernel in the backend's place, where metadata is ours."""
+        self._is_attending = True
+        for layer, attention in enumerate(self._parts.attention):
+            self._left.callback(vars(attention.impl).pop, "forward")
+            attention.impl.forward = partial(self._attend, layer, attention.impl.forward)
 
     def _attend(
         self,
@@ -349,9 +355,9 @@ class VllmRows:
     def _slots(self) -> torch.Tensor:
         """Of the rows' K and V, int64 [rows]."""
         size = self._parts.geometry.block_size
-        pairs = [(each.host_positions, each.host_block_ids) for each in self._sequences]
-        slots = torch.cat([blocks[own // size] * size + own % size for own, blocks in pairs])
-        return to_device(slots, self._positions.device)
+        pairs = [(each.host_positions.numpy(), each.host_block_ids.numpy()) for each in self._sequences]
+        slots = np.concatenate([blocks[own // size] * size + own % size for own, blocks in pairs])
+        return to_device(torch.from_numpy(slots), self._positions.device)
 
     def _metadata(self, sequences: Sequence[SequenceRows], slots: torch.Tensor) -> Any:
         """The backend's metadata for the rows, as the sequences that their layers see."""

@@ -10,7 +10,7 @@ from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, layer_view, pool_view
 from kernels.rope import RopeRotation, rotate_keys
-from kernels.sparse_prefill.rows import to_device
+from kernels.sparse_prefill.rows import all_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,20 +55,16 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
     host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
     """
-    blocks, slots = _places(kv, positions)
-    rows = to_device(rows, fresh.k.device)
-    found = [
-        token_squares(own.index_select(0, rows), layer_view(kv.pool, kv.geometry, layer, kind)[blocks, :, slots])
-        for kind, own in enumerate((fresh.k, fresh.v))
-        if own is not None
-    ]
-    return torch.stack(found, dim=1)
+    rows, blocks, slots = all_to_device((rows, *_places(kv, positions)), fresh.k.device)
+    own = [each.index_select(0, rows) for each in (fresh.k, fresh.v) if each is not None]
+    donor = [layer_view(kv.pool, kv.geometry, layer, kind)[blocks, :, slots] for kind in range(len(own))]
+    return token_squares(torch.stack(own), torch.stack(donor))
 
 
 def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
     """A copy of K and V of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim], on the
     pool's device. `positions`: int64 [tokens], on the host, which does not wait for the device."""
-    blocks, slots = _places(kv, positions)
+    blocks, slots = all_to_device(_places(kv, positions), kv.pool.device)
     if isinstance(kv.pool, LayeredPool):
         layers = zip(*kv.pool.kinds, strict=True)
         return torch.stack([torch.stack([each[blocks, :, slots] for each in kinds]) for kinds in layers])
@@ -83,10 +79,9 @@ def token_squares(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(kv: PagedKv, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and slots of single positions, each int64 [tokens], on the pool's device."""
+    """Blocks and slots of single positions, each int64 [tokens], on the host."""
     size = kv.geometry.block_size
-    blocks, slots = kv.block_ids[positions // size], positions % size
-    return to_device(blocks, kv.pool.device), to_device(slots, kv.pool.device)
+    return kv.block_ids[positions // size], positions % size
 
 
 def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:

@@ -74,10 +74,14 @@ class SequenceRows:
 
     def to(self, device: torch.device | str) -> SequenceRows:
         """The same rows with their tensors on `device`, copied without waiting."""
+        return self.moved(*all_to_device([self.positions, self.block_ids], device))
+
+    def moved(self, positions: torch.Tensor, block_ids: torch.Tensor) -> SequenceRows:
+        """The same rows with these copies of their tensors."""
         moved = object.__new__(SequenceRows)
         object.__setattr__(moved, "first_row", self.first_row)
-        object.__setattr__(moved, "positions", to_device(self.positions, device))
-        object.__setattr__(moved, "block_ids", to_device(self.block_ids, device))
+        object.__setattr__(moved, "positions", positions)
+        object.__setattr__(moved, "block_ids", block_ids)
         object.__setattr__(moved, "host_positions", self.host_positions)
         object.__setattr__(moved, "host_block_ids", self.host_block_ids)
         object.__setattr__(moved, "memo", {})
@@ -116,6 +120,12 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def all_to_device(vectors: Sequence[torch.Tensor], device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """Copies vectors of one dtype as `to_device` does, in one copy: each costs the host as much as some kernels."""
+    joined = to_device(torch.cat(tuple(vectors)), device)
+    return torch.split(joined, [len(each) for each in vectors])
 
 
 def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:

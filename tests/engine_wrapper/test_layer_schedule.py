@@ -268,6 +268,22 @@ def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
     assert rest.output_rows.tolist() == [13, 14]
 
 
+def test_a_schedule_is_moved_whole(make_plan: PlanMaker) -> None:
+    plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, **SIZES)
+    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS)
+    moved = schedule.to("cpu")
+    assert [stage.first_layer for stage in moved.stages] == [stage.first_layer for stage in schedule.stages] == [0, 2]
+    assert [stage.keep is None for stage in moved.stages] == [True, False]
+    for found, own in zip(moved.stages, schedule.stages, strict=True):
+        assert [each.tolist() for each in found.vectors] == [each.tolist() for each in own.vectors]
+        assert found.num_rows == own.num_rows
+    assert (moved.output_rows.tolist(), moved.token_ids.tolist(), moved.positions.tolist()) == (
+        schedule.output_rows.tolist(),
+        schedule.token_ids.tolist(),
+        schedule.positions.tolist(),
+    )
+
+
 def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMaker) -> None:
     """Planted: fresh K and V differ from the pool at known positions of two requests, in both tensors in turn."""
     geometry = KvGeometry(NUM_LAYERS, 2, 16, BLOCK_SIZE)

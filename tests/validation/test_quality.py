@@ -48,7 +48,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     assert "(quality.png)" in (tmp_path / "out" / "quality.md").read_text()
     [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
     assert place == "m/quality_shipped"
-    assert [row.name for row in rows] == ["position_fix_em_header_trap_shipped", "unrelated_fires_shipped"]
+    assert [row.name for row in rows] == ["position_fix_em_shipped_header_trap", "unrelated_fires_shipped"]
     shown = capsys.readouterr().out.splitlines()
     assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
 

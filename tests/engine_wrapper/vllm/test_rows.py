@@ -12,12 +12,13 @@ import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context, override_forward_context
+from vllm.model_executor.custom_op import CustomOp
 
 from engine_wrapper import sequence_work
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward, rows
-from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder
+from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder, unfused_of
 from semblend_trt.plan import SpanCheck
 from tests.engine_wrapper.vllm.conftest import near, random_tokens
 
@@ -107,6 +108,44 @@ def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(
     found = evidence_of(served)
     assert (found["reused_tokens"], found["recomputed_tokens"]) == (0, found["offered_tokens"])
     assert not served.runtime.faults
+
+
+def test_the_backend_is_left_as_it_is_where_it_attends(
+    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = taught(engine)
+    attended: list[int] = []
+    monkeypatch.setattr(VllmRows, "_attend", lambda _, layer, *__, **___: attended.append(layer))
+    assert served.ask(MOVED).cached > 500
+    assert not attended
+    assert not served.runtime.faults
+
+
+class Op(CustomOp):
+    """One that runs as `kind` says: by a kernel, as plain torch, or as torch in a graph of its own."""
+
+    def __init__(self, kind: str) -> None:
+        torch.nn.Module.__init__(self)
+        self._forward_method = {"kernel": self.forward_cuda, "plain": self.forward_native}.get(kind, lambda: kind)
+
+    def forward_native(self) -> str:
+        return "plain"
+
+    def forward_cuda(self) -> str:
+        return "kernel"
+
+
+def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were() -> None:
+    kinds = ["plain", "kernel", "compiled"]
+    ops = torch.nn.ModuleList(map(Op, kinds))
+    parts: Any = SimpleNamespace(unfused=unfused_of(ops), calls=SimpleNamespace(embed=lambda ids: ids))
+    assert parts.unfused == (ops[0], ops[2])
+    nothing = torch.empty(0)
+    schedule: Any = SimpleNamespace(positions=nothing, token_ids=nothing)
+    with override_forward_context(SimpleNamespace()), VllmRows(parts, schedule, sparse=False) as rows:  # type: ignore[arg-type]
+        rows._begin()
+        assert [op() for op in ops] == ["kernel"] * 3
+    assert [op() for op in ops] == kinds
 
 
 def test_the_builder_is_our_own_and_the_engine_keeps_its(engine: Callable[..., Served]) -> None:
