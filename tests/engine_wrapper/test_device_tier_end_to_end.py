@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semblend_trt import loader
+from semblend_trt import loader as loader_module
 from semblend_trt.donors.donor_table import Tier
+from semblend_trt.staging import HostReader, Staging
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text
 from tests.semblend_trt.held_donors import held_in
@@ -90,15 +91,46 @@ def test_device_tier_answers_as_the_host_tier(engine):
     assert_same(output, serve(on_host, question_about(0)))
 
 
+def reads_layer_by_layer(llm, monkeypatch):
+    """Has donors of the host come one layer at a time, on the CPU through staging memory as on a card."""
+    monkeypatch.setattr(loader_module, "GROUP_BYTES", 1)
+    monkeypatch.setattr(loader_module, "GROUPS_AHEAD", 1)
+    loader = llm.connector_worker.loader
+    if loader._reader is None:
+        room = 3 * 600 * loader._token_bytes // loader._geometry.num_layers
+        staging = Staging(room, 3, loader._geometry, loader._pool.dtype, loader._pool.device)
+        loader._reader = HostReader(loader._pool.device, loader._rotation, staging)
+    return llm
+
+
 def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch):
-    monkeypatch.setattr(loader, "GROUP_BYTES", 1)
-    llm, reference = engine(), engine(device_bytes=1 << 26)
+    llm, reference = reads_layer_by_layer(engine(), monkeypatch), engine(device_bytes=1 << 26)
     for each in (llm, reference):
         keep(each, 0, 1, 2)
     for numbers in ((0,), (2, 1), (0, 1, 2)):
         output = serve(llm, question_about(*numbers))
         assert output.reused_tokens == 200 * len(numbers)
         assert_same(output, serve(reference, question_about(*numbers)))
+
+
+def test_layers_that_an_interrupted_forward_left_out_harm_no_later_request(engine, monkeypatch):
+    llm, reference = reads_layer_by_layer(engine(), monkeypatch), engine(device_bytes=1 << 26)
+    for each in (llm, reference):
+        keep(each, 0, 1)
+    runner, readiness = llm.executor.model_runner, llm.executor.model_runner.readiness
+
+    def interrupted(layer):
+        assert readiness.is_arriving
+        raise KeyboardInterrupt
+
+    runner.after_layer = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(question_about(0), PREFILL)
+    runner.after_layer = None
+    output = serve(llm, question_about(1))
+    assert output.reused_tokens == 200
+    assert_same(output, serve(reference, question_about(1)))
+    assert not any(slot.readers for slot in llm.connector_worker.store.host._slots.values())
 
 
 def test_full_device_tier_moves_the_oldest_down_and_it_still_answers(engine):
