@@ -16,7 +16,7 @@ from kernels.layout import PagedKv
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
-from semblend_trt.streams import Event, current_stream, record, wait
+from semblend_trt.streams import Event, Stream, current_stream, record, wait
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -83,7 +83,6 @@ class PlanLoader:
         plans = [plan for plan in plans if plan.spans and plan.kind is not PlanKind.DISCOVERY_ONLY]
         if not plans:
             return []
-        began = record(stream)
         failed: list[tuple[SemanticKvPlan, Exception]] = []
         prepared: list[tuple[SemanticKvPlan, _Load]] = []
         with ExitStack() as reads:
@@ -93,7 +92,7 @@ class PlanLoader:
                 except Exception as error:
                     failed.append((plan, error))
             try:
-                self._issue([load for _, load in prepared], began, reads)
+                self._issue([load for _, load in prepared], stream, reads)
             except Exception as error:
                 self._readiness.abandon(stream)
                 return [*failed, *((plan, error) for plan, _ in prepared)]
@@ -113,17 +112,17 @@ class PlanLoader:
             (load.near if is_near else load.far).append(move)
         return load
 
-    def _issue(self, loads: Sequence[_Load], began: Event | None, reads: ExitStack) -> None:
+    def _issue(self, loads: Sequence[_Load], stream: Stream | None, reads: ExitStack) -> None:
+        distant = [load for load in loads if load.far]
+        if self._reader is not None and distant:
+            self._reader.begin(record(stream))
         for load in loads:
             if load.near:
                 prepared(load.near, load.target, self._rotation)(range(self._geometry.num_layers), 0)
-        distant = [load for load in loads if load.far]
-        if self._reader is None or not distant:
-            return
-        self._reader.begin(began)
-        self._readiness.expect(self._placed(distant, self._reader, reads.pop_all()), GROUPS_AHEAD)
-        if not self._readiness.is_awaited:
-            self._readiness.join(current_stream(self._pool.device))
+        if self._reader is not None and distant:
+            self._readiness.expect(self._placed(distant, self._reader, reads.pop_all()), GROUPS_AHEAD)
+            if not self._readiness.is_awaited:
+                self._readiness.join(stream)
 
     def _placed(
         self, loads: Sequence[_Load], reader: HostReader, reads: ExitStack
@@ -134,15 +133,15 @@ class PlanLoader:
         tokens = sum(move.length for load in loads for move in load.far)
         layer_bytes = tokens * self._token_bytes // num_layers
         most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
-        step = reader.layers_at_once(min(most, num_layers), tokens)
+        # The first group is twice as large: while it comes, the moves of all layers are laid out.
+        largest, step = (reader.layers_at_once(min(count, num_layers), tokens) for count in (2 * most, most))
+        # The last layer comes alone: nothing but its own computing is then left behind the transfer.
+        cuts = sorted({0, *range(largest, num_layers, step), num_layers - 1, num_layers})
         with reads:
             try:
-                placing = [reader.placing(load.far, load.target, step) for load in loads]
-                # The last layer comes alone: nothing but its own computing is then left behind the transfer.
-                for first, end in pairwise(sorted({*range(0, num_layers, step), num_layers - 1, num_layers})):
-                    for place in placing:
-                        place(first, end)
-                    yield end, reader.placed()
+                placing = [reader.placing(load.far, load.target, largest) for load in loads]
+                for first, end in pairwise(cuts):
+                    yield end, [place(first, end) for place in placing][-1]
             except BaseException:  # also where no further group is asked for
                 wait(current_stream(self._pool.device), [reader.abandoned()])
                 raise

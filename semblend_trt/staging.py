@@ -97,15 +97,16 @@ class HostReader:
         counts = range(1, min(most, capacity // tokens) + 1)
         return max((count for count in counts if capacity % count == 0), default=1)
 
-    def placing(self, moves: Sequence[Move], target: PagedKv, layers: int) -> Callable[[int, int], None]:
+    def placing(self, moves: Sequence[Move], target: PagedKv, layers: int) -> Callable[[int, int], Event | None]:
         """A function that queues `moves`, all from ContiguousKv of the host, for the layers from a first one up to an
-        end: at most `layers` at once, as `layers_at_once` has them."""
+        end: at most `layers` at once, as `layers_at_once` has them. It returns an event behind everything that was
+        placed so far."""
         rooms = self._staging.rooms(layers)
         divided = list(batches(moves, rooms.shape[3]))
         laid: dict[int, LayerMoves] = {}
 
-        def place(first_layer: int, end_layer: int) -> None:
-            count = end_layer - first_layer
+        def place(first_layer: int, end_layer: int) -> Event | None:
+            count, placed = end_layer - first_layer, None
             for number, batch in enumerate(divided):
                 slot = self._staging.next()
                 own = range(slot.number * layers, slot.number * layers + count)
@@ -118,13 +119,10 @@ class HostReader:
                     if number not in laid:
                         laid[number] = LayerMoves(_staged(batch, ContiguousKv(rooms)), target, self._rotation)
                     laid[number].make(own, first_layer)
-                slot.free = record(self._moves)
+                slot.free = placed = record(self._moves)
+            return placed
 
         return place
-
-    def placed(self) -> Event | None:
-        """An event behind everything that was placed so far."""
-        return record(self._moves)
 
     def abandoned(self) -> Event | None:
         """An event behind everything that was queued so far, also where placing it failed half-way."""

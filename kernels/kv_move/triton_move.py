@@ -62,6 +62,8 @@ def prepared(
     tokens = tiling.tokens(head_dim, memory.dtype)
     table = span_table(moves, memory, (rows, rows), 0, rotation, tokens, layers)
     programs = table.num_tiles * kv_factor * triton.cdiv(kv_heads, tiling.heads)
+    fixed = constants(table, memory.dtype, head_dim, rotation)
+    sources = [tensor_of(move.source) for move in moves]
 
     def run(moved: range, first: int) -> None:
         launch(
@@ -78,14 +80,14 @@ def prepared(
             len(moved),
             kv_factor,
             kv_heads,
-            **constants(table, memory.dtype, head_dim, rotation),
+            **fixed,
             TOKENS=tokens,
             HEADS=tiling.heads,
             LAYERED=isinstance(rotation, LayerRotations),
             TOKENS_FIRST=tiling.tokens_first,
             num_warps=tiling.warps,
         )
-        keep_until_read([tensor_of(move.source) for move in moves], memory)
+        keep_until_read(sources, memory)
 
     return run
 

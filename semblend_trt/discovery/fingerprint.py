@@ -167,8 +167,8 @@ def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags
     None where no gram is. The quick test: such a gram holds 8 equal tokens from a multiple of 8 on.
     """
     parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
-    parts = parts[parts[:, 0] == parts[:, 7]]
-    if not (parts == parts[:, :1]).all(axis=1).any():
+    alike = parts[:, 0] == parts[:, 7]
+    if not alike.any() or not (parts[alike] == parts[alike, :1]).all(axis=1).any():
         return None
     changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
     edges = np.unique(np.concatenate([[0], changes, ends, [len(tokens)]]))

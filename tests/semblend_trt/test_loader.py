@@ -203,9 +203,10 @@ def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
     assert used_blocks(store.device) == 0
 
 
-def recorded_reader(monkeypatch, placed):
-    """A reader from the host, which notes in `placed` the layers of every group that it places."""
-    reader = HostReader(CPU, ROTATION, Staging(2 * 36 * 128, 2, GEOMETRY, torch.float32, CPU))
+def recorded_reader(monkeypatch, placed, room, geometry=GEOMETRY):
+    """A reader from the host with slots for `room` tokens of one layer, which notes in `placed` the layers of every
+    group that it places."""
+    reader = HostReader(CPU, ROTATION, Staging(2 * room * 128, 2, geometry, torch.float32, CPU))
     placing = reader.placing
 
     def recorded(*arguments):
@@ -216,15 +217,30 @@ def recorded_reader(monkeypatch, placed):
     return reader
 
 
-@pytest.mark.parametrize(("group_bytes", "groups"), [(1, [(0, 1), (1, 2), (2, 3)]), (1 << 20, [(0, 2), (2, 3)])])
-def test_layers_come_in_groups_of_some_bytes_and_the_last_one_alone(store, monkeypatch, group_bytes, groups):
-    monkeypatch.setattr(loader_module, "GROUP_BYTES", group_bytes)
-    placed = []
-    reader = recorded_reader(monkeypatch, placed)
-    pool, expected = empty_pool(), empty_pool()
-    assert loader(store, pool, reader).load([MIXED]) == []
-    assert placed == groups
-    loader(store, expected).load([MIXED])
+@pytest.mark.parametrize(
+    ("layers_of_bytes", "room", "ends"),
+    [
+        (1, 12, [1, 2, 3, 4, 5, 6, 7]),
+        (1, 36, [2, 3, 4, 5, 6, 7]),
+        (2, 48, [4, 6, 7]),
+        (9, 36, [3, 6, 7]),
+        (9, 12 * 12, [6, 7]),
+    ],
+)
+def test_layers_come_in_groups_of_some_bytes_first_twice_as_many_and_the_last_alone(
+    monkeypatch, layers_of_bytes, room, ends
+):
+    monkeypatch.setattr(loader_module, "GROUP_BYTES", layers_of_bytes * 12 * 128)
+    geometry, donor, placed = replace(GEOMETRY, num_layers=7), torch.randn(7, 2, 2, 15, 8), []
+    host = HostTier(1 << 20)
+    save(host, "far", donor)
+    reader = recorded_reader(monkeypatch, placed, room, geometry)
+    pool, expected = (torch.full((20, 7, 2, GEOMETRY.row_elements), math.nan) for _ in range(2))
+    twelve = plan(PlanSpan("far", 1, 9, 12))
+    whole = PlanLoader(DonorStore(host, None), pool, geometry, ROTATION, LayerReadiness(), reader)
+    assert whole.load([twelve]) == []
+    assert placed == [*zip([0, *ends[:-1]], ends, strict=True)]
+    place(twelve, {"far": donor}, expected, geometry)
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 
@@ -235,7 +251,7 @@ def awaited(store, monkeypatch):
     monkeypatch.setattr(loader_module, "GROUPS_AHEAD", 1)
     pool, placed, readiness = empty_pool(), [], LayerReadiness()
     readiness.is_awaited = True
-    assert loader(store, pool, recorded_reader(monkeypatch, placed), readiness).load([MIXED]) == []
+    assert loader(store, pool, recorded_reader(monkeypatch, placed, 12), readiness).load([MIXED]) == []
     return pool, readiness, placed
 
 
