@@ -205,6 +205,8 @@ def closed(
         return computed
     rows, gaps = np.diff(found) - 1, np.diff(positions[found]) - 1
     closes = (gaps > 0) & (gaps * keys_per_row <= positions[found[1:]]) & (rows == gaps)
+    if not closes.any():
+        return computed
     # A row's gap begins behind the last computed row before it.
     inside = np.zeros(len(computed), dtype=bool)
     inside[found[:-1][closes]] = True

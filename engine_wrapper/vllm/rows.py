@@ -19,7 +19,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,8 +58,9 @@ ROWS_PER_GAP = 4
 class Decoder:
     """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
     and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
-    (`own_builder`). `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`:
-    modules that vLLM leaves to its compiler (`unfused_of`)."""
+    (`own_builder`). `chunks`: of each layer the tokens of a chunk if its attention has chunks, else None.
+    `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`: modules that vLLM
+    leaves to its compiler (`unfused_of`)."""
 
     calls: LayerCalls
     names: tuple[str, ...]
@@ -69,13 +70,9 @@ class Decoder:
     builder: Any
     pool: LayeredPool
     geometry: KvGeometry
+    chunks: tuple[int | None, ...]
     head_scales: tuple[torch.Tensor, ...] = ()
     unfused: tuple[CustomOp, ...] = ()
-
-    @property
-    def chunks(self) -> tuple[int | None, ...]:
-        """Of each layer the tokens of a chunk if its attention has chunks, else None."""
-        return tuple(getattr(each, "attention_chunk_size", None) for each in self.attention)
 
     def cache(self, layer: int) -> PoolLayer:
         """The cache of one layer."""
@@ -401,10 +398,12 @@ def _fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch
     return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
 
 
-def _ir_ops() -> list[Any]:
-    """vLLM's operators that have a kernel of its own; none in a version without such a list."""
+@cache
+def _ir_ops() -> tuple[Any, ...]:
+    """vLLM's operators that have a kernel of its own; none in a version without such a list, where each import would be
+    tried again."""
     try:
         from vllm.ir.op import IrOp
     except ImportError:
-        return []
-    return [each for each in IrOp.registry.values() if "vllm_c" in each.impls]
+        return ()
+    return tuple(each for each in IrOp.registry.values() if "vllm_c" in each.impls)

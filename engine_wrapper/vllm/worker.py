@@ -201,6 +201,7 @@ class VllmWorker:
                 layout=self._layout,
                 pool=pool,
                 geometry=self._runtime.pool.geometry,
+                chunks=tuple(getattr(each, "attention_chunk_size", None) for each in attention),
                 head_scales=scales_of_heads(self._scales, self._layout.shape[0], pool.device),
                 unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
