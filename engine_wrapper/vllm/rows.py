@@ -281,12 +281,14 @@ class VllmRows:
         if self._hidden is None:
             self._begin()
         assert self._hidden is not None
-        # A layer writes into what it is given, and is run again for the rows that go on.
-        residual = None if self._residual is None else self._residual.clone()
+        hidden, residual = self._hidden, self._residual
+        if not check.is_sample:
+            # A layer writes into what it is given, and is run again for the rows that go on.
+            hidden, residual = hidden.clone(), None if residual is None else residual.clone()
         attention = self._parts.attention[layer]
         attention.forward = leave
         try:
-            self._parts.calls.run(layer, self._positions, (self._hidden.clone(), residual))
+            self._parts.calls.run(layer, self._positions, (hidden, residual))
         except _ComparedError:
             return found[0]
         finally:
@@ -301,10 +303,9 @@ class VllmRows:
 
     def _begin(self) -> None:
         """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels."""
-        # A module's own `__setattr__` takes twenty times as long.
-        for each in self._parts.unfused:
-            self._left.callback(vars(each).update, _forward_method=each._forward_method)
-            vars(each)["_forward_method"] = each.forward_cuda
+        modules = self._parts.unfused
+        self._left.callback(_set_methods, modules, [each._forward_method for each in modules])
+        _set_methods(modules, [each.forward_cuda for each in modules])
         for op in _ir_ops() if self._parts.unfused else ():
             self._left.enter_context(op.set_priority(["vllm_c", "native"]))
         self._hidden = self._parts.calls.embed(self._schedule.token_ids)
@@ -321,9 +322,10 @@ class VllmRows:
     def _begin_to_attend(self) -> None:
         """Puts our kernel in the backend's place, where metadata is ours."""
         self._is_attending = True
-        for layer, attention in enumerate(self._parts.attention):
-            self._left.callback(vars(attention.impl).pop, "forward")
-            attention.impl.forward = partial(self._attend, layer, attention.impl.forward)
+        impls = [each.impl for each in self._parts.attention]
+        for layer, impl in enumerate(impls):
+            impl.forward = partial(self._attend, layer, impl.forward)
+        self._left.callback(lambda: [vars(impl).pop("forward") for impl in impls])
 
     def _attend(
         self,
@@ -386,6 +388,12 @@ class VllmRows:
             positions=self._positions,
         )
         return self._parts.builder.build(0, common)
+
+
+def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., Any]]) -> None:
+    """Has the modules run these methods; a module's own `__setattr__` would take twenty times as long."""
+    for each, method in zip(modules, methods, strict=True):
+        vars(each)["_forward_method"] = method
 
 
 def _fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
