@@ -238,7 +238,7 @@ def _schedule(
     """The schedule from `first_layer` on. `before`: of each work, which rows were active up to there."""
     checks = [work.pending.check.layer for work in works if work.pending is not None]
     end = min(checks, default=num_layers - 1)
-    drops = {int(layer) for work in works for layer in np.unique(work.drops_at)}
+    drops = {layer for work in works for layer in np.bincount(work.drops_at).nonzero()[0].tolist()}
     stages = []
     for layer in (first_layer, *sorted(layer for layer in drops if first_layer < layer <= end)):
         active = [work.active(layer) for work in works]

@@ -133,10 +133,11 @@ class PlanLoader:
         tokens = sum(move.length for load in loads for move in load.far)
         layer_bytes = tokens * self._token_bytes // num_layers
         most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
-        # The first group is twice as large: while it comes, the moves of all layers are laid out.
+        # Groups of the lower half are twice as large: while they come, the host lays out the moves of all layers and
+        # prepares the forward. The last layer comes alone: only its own computing is then left behind the transfer.
         largest, step = (reader.layers_at_once(min(count, num_layers), tokens) for count in (2 * most, most))
-        # The last layer comes alone: nothing but its own computing is then left behind the transfer.
-        cuts = sorted({0, *range(largest, num_layers, step), num_layers - 1, num_layers})
+        lower, upper = range(0, num_layers // 2, largest), range(num_layers // 2, num_layers, step)
+        cuts = sorted({*lower, *upper, num_layers - 1, num_layers})
         with reads:
             try:
                 placing = [reader.placing(load.far, load.target, largest) for load in loads]

@@ -129,7 +129,8 @@ def check_block_ids(block_ids: torch.Tensor, num_blocks: int, name: str) -> None
         raise ValueError(f"{name} is {block_ids.dtype} of shape {list(block_ids.shape)}; an int64 vector is needed")
     if block_ids.numel() == 0:
         return
-    lowest, highest = (int(bound) for bound in block_ids.aminmax())
+    held = block_ids.cpu().numpy()
+    lowest, highest = int(held.min()), int(held.max())
     if lowest < 0 or highest >= num_blocks:
         raise ValueError(f"{name} spans {lowest}..{highest}, outside 0..{num_blocks - 1}, the blocks of the pool")
 

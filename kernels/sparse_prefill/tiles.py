@@ -184,7 +184,7 @@ def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:
     """
     counts = -(-reach // piece)
     tiles = np.repeat(np.arange(len(reach)), counts)
-    lengths = np.broadcast_to(piece, reach.shape)[tiles]
+    lengths = piece[tiles] if isinstance(piece, np.ndarray) else piece
     begins = (np.arange(len(tiles)) - (np.cumsum(counts) - counts)[tiles]) * lengths
     return np.stack((tiles, begins, np.minimum(begins + lengths, reach[tiles])), axis=1)
 

@@ -132,10 +132,10 @@ class Served:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def near(ours: list[float], theirs: list[float]) -> bool:
-    """Whether log-probabilities are the same but for rounding."""
+def near(ours: list[float], theirs: list[float], rounding: float = 0.0) -> bool:
+    """Whether log-probabilities are the same but for rounding, at least so much."""
     # A card multiplies float32 matrices in parts of another order for every number of rows.
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (1e-2 if is_available() else 1e-3)
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < max(rounding, 1e-2 if is_available() else 1e-3)
 
 
 def taught(served: Served, *donors: list[int]) -> Served:

@@ -18,6 +18,7 @@ from torch.cuda import is_available
 from engine_wrapper.layer_schedule import DeviationCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, taught
+from tests.engine_wrapper.vllm.place import on_card
 from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, written
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
 
@@ -135,7 +136,7 @@ def turned(codes: torch.Tensor, shift: int, frequencies: Sequence[float]) -> tor
 def unscaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model. Another process makes it: classes of Transformers that vLLM has run in this one are vLLM's."""
     folder = tmp_path_factory.mktemp("unscaled")
-    sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
+    sizes = {"head_dim": 64, "vocab_size": 2000, "max_position_embeddings": 2048}
     made = f"save_tiny_model('qwen3', Path({str(folder)!r}), **{sizes})"
     code = f"from pathlib import Path; from tests.conftest import save_tiny_model; {made}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
@@ -204,13 +205,15 @@ def test_a_checkpoint_brings_its_scales(engine: Callable[..., Served], unscaled:
 def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
     engine: Callable[..., Served], compared: list[float], unscaled: Path, tmp_path: Path
 ) -> None:
-    served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
+    with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
+        served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
     assert len(compared) > 500
     assert max(compared) <= (0.05 if is_available() else 0.0)
     wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
     torch.testing.assert_close(served.worker._forward._parts.head_scales[2], wanted)
 
 
+@pytest.mark.skipif(is_available(), reason="vLLM starts no backend on a card that would store all heads by one scale")
 def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(
     engine: Callable[..., Served], unscaled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

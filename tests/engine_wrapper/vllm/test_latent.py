@@ -48,6 +48,8 @@ Cold = Callable[..., Answered]
 LAYERS, CHANNELS = 3, 576
 # Random models choose their tokens narrowly: in 16 bit only the first ones have to be the same.
 TOKENS = 4 if torch.cuda.is_available() else 16
+# A card computes them in 16 bit.
+ROUNDING = 5e-2 if torch.cuda.is_available() else 0.0
 # All layers of every reused token are computed again, so that answers are those of cold runs.
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
 # A card's kernels take no smaller heads.
@@ -96,7 +98,7 @@ def cold(models: Models) -> Cold:
 def assert_cold(answer: Answered, expected: Answered, cached: int = len(DOCUMENT)) -> None:
     assert answer.cached >= cached
     assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
-    assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS])
+    assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS], ROUNDING)
 
 
 def latents(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
@@ -176,7 +178,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(
     while served.llm.llm_engine.has_unfinished_requests():
         tokens |= {each.request_id: list(each.outputs[0].token_ids)[:TOKENS] for each in served.llm.llm_engine.step()}
     assert tokens == {"new": expected[0].tokens[:TOKENS], "moved": expected[1].tokens[:TOKENS]}
-    assert (1, 1) in built
+    assert any(sum(each) == 2 for each in built)
     assert not served.runtime.faults
 
 
@@ -194,7 +196,7 @@ def test_runs_of_every_length_give_the_engines_own_rows(
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
-    assert max(prompts for _, prompts in built) > 15
+    assert max(map(sum, built)) > 15
     assert not served.runtime.faults
 
 
@@ -210,8 +212,9 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine: Engine, model
     assert served.ask(MOVED, max_tokens=1).cached >= len(DOCUMENT)
     assert served.scheduler.outcomes.of(served.last).reused_tokens == len(DOCUMENT)
     moved = latents(served, blocks, own)
-    torch.testing.assert_close(moved[0], fresh[0], rtol=1e-4, atol=1e-3 if moved.dtype == torch.float32 else 2e-2)
-    assert torch.equal(moved[..., :512], before[..., :512])
+    torch.testing.assert_close(moved[0], fresh[0], rtol=1e-4, atol=ROUNDING or 1e-3)
+    # The donor is what vLLM computed, and in its place stands what the self-check did.
+    torch.testing.assert_close(moved[..., :512], before[..., :512], rtol=0.0, atol=ROUNDING or 0.0)
     assert float((moved[0, :, 512:] - before[0, :, 512:]).abs().max()) > 1.0
     # The check compares whole rows of the layer above.
     deviations = (fresh[1] - moved[1]).norm(dim=1) / moved[1].norm(dim=1)
@@ -224,8 +227,10 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine: Engine, model
         served.ask(MOVED, max_tokens=1)
         found = served.scheduler.outcomes.of(served.last)
         kept = deviations[deviations <= threshold]
-        assert found.figures["largest_kept"] == pytest.approx(float(kept.max()), rel=1e-3)
-        assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), len(kept))
+        assert found.figures["largest_kept"] == pytest.approx(float(kept.max()), rel=1e-3, abs=ROUNDING)
+        # A token may lie at the threshold.
+        assert found.reused_tokens == pytest.approx(len(kept), abs=2 if ROUNDING else 0)
+        assert found.checked_tokens == len(DOCUMENT)
         assert not served.runtime.faults
 
 
