@@ -42,7 +42,6 @@ class RequestView:
 
     def __init__(self, number: int, request: Any, taken_tokens: int | None = None) -> None:
         self.request_id = number
-        self.refusal = request_refusal(request)
         self.prompt_len = int(request.num_prompt_tokens)
         self.max_new_tokens = int(getattr(request, "max_tokens", 0) or 0)
         self.cache_salt: str | None = request.cache_salt
@@ -52,6 +51,11 @@ class RequestView:
         self._request = request
         if taken_tokens is not None:
             self.py_num_connector_matched_tokens = taken_tokens
+
+    @property
+    def refusal(self) -> str | None:
+        """Read at the look-up alone, of the calls that a view is made for."""
+        return request_refusal(self._request)
 
     def token_array(self, count: int) -> npt.NDArray[np.int32]:
         """The first tokens, int32 [count]."""

@@ -103,8 +103,8 @@ def _orders_blocks_by_head(llm_args: Any) -> bool:
 def check_eligible(request: Any) -> None:
     """Raises IneligibleRequest for every request whose KV may not be shared. `request.refusal` is what the engine's own
     half has found."""
-    if getattr(request, "refusal", None) is not None:
-        raise IneligibleRequest(request.refusal)
+    if (refusal := getattr(request, "refusal", None)) is not None:
+        raise IneligibleRequest(refusal)
     if _flag(request, "is_dummy_request"):
         raise IneligibleRequest("dummy_request")
     if _flag(request, "is_generation_only_request"):
