@@ -139,7 +139,7 @@ class PlannedDecoder:
                 theirs = self._kv(block_ids[: len(blocks)], layer, tokens)
                 yield difference(f"KV of layer {layer}", scratch._kv(blocks, layer, tokens), theirs, self.pool.dtype)
 
-        rows = differences(batch.input_ids[:tokens], hidden[:tokens], self.geometry, self.pool.dtype, run)
+        rows = differences(batch.input_ids[:tokens], hidden[:tokens].clone(), self.geometry, self.pool.dtype, run)
         # The KV is compared when the whole prompt has run, before plans write it again.
         raise_difference([next(rows), *kv(), *rows], self.ranks)
 

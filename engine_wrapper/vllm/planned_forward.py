@@ -255,7 +255,8 @@ class PlannedForward:
             padding = getattr(get_forward_context(), "is_padding", None)
             self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
-                self._check(batch.input_ids[rows], hidden[rows], self._blocks()[fits[0]])
+                # A graph's output, which the next one that is replayed writes over.
+                self._check(batch.input_ids[rows], hidden[rows].clone(), self._blocks()[fits[0]])
             finally:
                 self._stock(*arguments, **options)
         except Exception as error:

@@ -210,7 +210,7 @@ def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
     assert len(compared) > 500
     assert max(compared) <= (0.05 if is_available() else 0.0)
     wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
-    torch.testing.assert_close(served.worker._forward._parts.head_scales[2], wanted)
+    torch.testing.assert_close(served.worker._forward._parts.head_scales[2].cpu(), wanted)
 
 
 @pytest.mark.skipif(is_available(), reason="vLLM starts no backend on a card that would store all heads by one scale")

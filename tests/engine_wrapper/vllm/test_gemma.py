@@ -116,4 +116,5 @@ def test_validation_serves_it_without_a_connector_too(
         engine.shutdown()
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.tensor([DOCUMENT])).logits
     first = answer.outputs[0].generation_logits[0]
-    torch.testing.assert_close(first[: plain.shape[-1]], plain[0, -1].float(), rtol=1e-3, atol=1e-3)
+    rounding = 1e-2 if torch.cuda.is_available() else 1e-3  # the plain forward runs on the CPU
+    torch.testing.assert_close(first[: plain.shape[-1]], plain[0, -1].float(), rtol=rounding, atol=rounding)

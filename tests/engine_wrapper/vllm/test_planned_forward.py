@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.planned_forward import ModelRunner, model_runner_of_caller
+from engine_wrapper.vllm.planned_forward import ModelRunner, PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.rows import VllmRows
 from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
 
@@ -67,6 +67,29 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
     assert served.runtime.mode.value == "stock"
     assert served.runtime.faults == {"self_check": 1}
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
+
+
+def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(
+    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card the engine's rows lie where graphs, which we replay too, have their outputs."""
+    engines_rows, prove, ours = list[torch.Tensor](), PlannedForward._prove, VllmRows.whole
+
+    def kept(forward: PlannedForward, arguments: Any, options: Any, hidden: torch.Tensor) -> None:
+        engines_rows.append(hidden)
+        prove(forward, arguments, options, hidden)
+
+    def replayed(*given: Any) -> torch.Tensor:
+        found = ours(*given)
+        engines_rows[-1].zero_()
+        return found
+
+    monkeypatch.setattr(PlannedForward, "_prove", kept)
+    monkeypatch.setattr(VllmRows, "whole", replayed)
+    served = engine("position_fix")
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
+    assert not served.runtime.faults
 
 
 # -- both of vLLM's model runners are known by what they hold, and left as they were found -----------------------------

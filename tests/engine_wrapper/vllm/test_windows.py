@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from torch.cuda import is_available
 
+from engine_wrapper import self_check
 from engine_wrapper.vllm.rows import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, Answered, Served, cold_answers, near, taught
+from tests.engine_wrapper.vllm.place import exact
 
 Engine = Callable[..., Served]
 Models = Callable[[int], Path]
@@ -61,11 +63,11 @@ def asked(served: Served) -> Answered:
 
 
 def is_cold(answer: Answered, cold: Answered) -> bool:
-    return answer.tokens == cold.tokens and near(answer.logprobs, cold.logprobs)
+    return answer.tokens == cold.tokens and near(answer.logprobs, cold.logprobs, 5e-2 if is_available() else 0.0)
 
 
 @pytest.mark.parametrize("by_ours", [False, True], ids=["vLLM's attention", "our attention"])
-@pytest.mark.parametrize(("heads", "cold_ones"), [(WINDOW - 1, True), (WINDOW - 2, False)])
+@pytest.mark.parametrize(("heads", "cold_ones"), [(WINDOW - 1, True), pytest.param(WINDOW - 2, False, marks=exact)])
 def test_a_window_reaches_as_far_into_a_moved_run(
     engine: Engine,
     models: Models,
@@ -77,6 +79,8 @@ def test_a_window_reaches_as_far_into_a_moved_run(
 ) -> None:
     """K and V above one layer with a window depend on the tokens within it: where the first `heads` of the run are
     computed, the others are those of a cold run if a window is no longer than that and the token itself."""
+    if is_available():  # vLLM's attention takes float32 for TF32 there, ours does not
+        monkeypatch.setattr(self_check, "_EXACT_BOUND", 1e-2)
     answer, attended = cold(2), list[bool]()
     served = taught(engine("epic", {"epic_tokens": heads}, model=models(2)))
     assert served.worker._forward._sparse  # the self-check has found our attention to be vLLM's
