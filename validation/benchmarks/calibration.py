@@ -61,13 +61,15 @@ def held_elsewhere(paths: Sequence[Path], at_once: int, given: Sequence[str]) ->
 def _run_all(commands: Sequence[Sequence[str]], at_once: int) -> None:
     """Runs these commands of `python -m validation`. Raises CalledProcessError for one that ends with an error."""
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(_run, commands))
+        list(pool.map(run_command, commands))
 
 
-def _run(command: Sequence[str]) -> None:
+def run_command(command: Sequence[str]) -> None:
+    """Runs one command of `python -m validation`, whose status 1 says that something is not shown to hold. Raises
+    CalledProcessError for one that ends with an error."""
     arguments = [sys.executable, "-m", "validation", *command]
     code = subprocess.run(arguments, check=False).returncode
-    if code not in (0, 1):  # 1: nothing is shown to hold
+    if code not in (0, 1):
         raise subprocess.CalledProcessError(code, arguments)
 
 

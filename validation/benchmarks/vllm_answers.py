@@ -9,8 +9,6 @@ What stands behind `--` goes to every calibration, as `--sample-tries 0`.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.results import Row, command, parser_of, write_rows
 from validation import models
 from validation.arms import VERIFIED
+from validation.benchmarks.calibration import run_command
 from validation.scoreboard import markdown_table, rows_of
 
 if TYPE_CHECKING:
@@ -43,12 +42,12 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
     shared += ["--kv-dtype", options.kv_dtype]
     shared += ["--groups", str(options.groups), "--questions", str(options.questions), "--tokens", str(options.tokens)]
     if not profile.is_file():
-        _run("calibrate", [*shared, *options.given, "--output", str(profile)], allowed=(0, 1))
+        run_command(["calibrate", *shared, *options.given, "--output", str(profile)])
     with tempfile.TemporaryDirectory() as folder:
         document, record = options.out / f"{model.name}.json", Path(folder) / "rows"
         given = [*shared, "--seed", str(_FRESH), "--profile", str(profile), "--output", str(document)]
-        # 1 says that a family is not shown to be as good as cold: its rows say by how much.
-        _run("quality", [*given, "--record", str(record)], allowed=(0, 1))
+        # Where a family is not shown to be as good as cold, its rows say by how much.
+        run_command(["quality", *given, "--record", str(record)])
         if idle := not_offered(json.loads(document.read_text(encoding="utf-8"))):
             raise SystemExit(f"{model.name}: no token was offered in {', '.join(idle)}; does {profile} hold here?")
         [path] = record.rglob("*.json")
@@ -69,13 +68,6 @@ def renamed(rows: Sequence[Row], model: str, options: argparse.Namespace) -> lis
         replace(row, name=f"{row.name.replace(theirs, names[theirs], 1)}_{model}", command=options.command)
         for row, theirs in kept
     ]
-
-
-def _run(subcommand: str, given: Sequence[str], allowed: Sequence[int]) -> None:
-    arguments = [sys.executable, "-m", "validation", subcommand, *given]
-    code = subprocess.run(arguments, check=False).returncode
-    if code not in allowed:
-        raise subprocess.CalledProcessError(code, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
