@@ -178,7 +178,8 @@ def test_neighbours_of_a_plan_are_answered_as_alone(
     while served.llm.llm_engine.has_unfinished_requests():
         tokens |= {each.request_id: list(each.outputs[0].token_ids)[:TOKENS] for each in served.llm.llm_engine.step()}
     assert tokens == {"new": expected[0].tokens[:TOKENS], "moved": expected[1].tokens[:TOKENS]}
-    assert any(sum(each) == 2 for each in built)
+    # A card's backend may count the plan's rows as a decode's.
+    assert any(sum(each) == 2 for each in built) if ROUNDING else (1, 1) in built
     assert not served.runtime.faults
 
 
@@ -196,7 +197,7 @@ def test_runs_of_every_length_give_the_engines_own_rows(
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
-    assert max(map(sum, built)) > 15
+    assert max(sum(each) if ROUNDING else each[1] for each in built) > 15
     assert not served.runtime.faults
 
 
