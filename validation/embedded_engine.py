@@ -79,7 +79,8 @@ def drain(llm: LLM) -> None:
 
 
 def find_donors(llm: LLM) -> None:
-    """Lets the scheduler learn of every donor on disk, which it does request by request."""
+    """Lets the scheduler learn of every donor on disk, which it does request by request. From then on donors get
+    files."""
     drain(llm)
     llm.generate([[1]], ONE_TOKEN)
     while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:

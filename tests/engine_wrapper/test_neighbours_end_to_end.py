@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import PREFILL
+from validation.embedded_engine import find_donors
 
 pytestmark = pytest.mark.usefixtures("position_fix")
 
@@ -71,12 +72,12 @@ def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path,
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
     sentences = document(3)
     llm = served(EMBEDDER="off", **disk)
+    find_donors(llm)
     serve(llm, " ".join(sentences))
     llm.connector_worker.transfers.drain()
     llm.shutdown()
     llm = served(EMBEDDER=embedder, MIN_DONOR_TOKENS=4096, **disk)
-    llm.connector_worker.transfers.drain()
-    serve(llm, "hello")  # the scheduler takes in what lies on disk
+    find_donors(llm)
     output, _ = serve(llm, reworded(sentences, 5))
     assert output.reused_tokens == 0
     serve(llm, "hello")  # an iteration behind the search: it has the donor fetched

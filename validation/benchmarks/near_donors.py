@@ -39,6 +39,7 @@ def run(count: int, rows: Results) -> None:
     runner = ModelRunner(shipped_model(), device="cpu")
     with tempfile.TemporaryDirectory(prefix="near-donors-") as folder:
         with _engine(runner, Path(folder), "off") as llm:
+            find_donors(llm)
             for text in texts:
                 llm.generate([text], ONE_TOKEN)
                 drain(llm)

@@ -85,6 +85,7 @@ class SameName:
         self._asked = [[*document, 2, 3], [4, 5, 6, *document, 2, 3], [*document, 7]]
         runner = ModelRunner(self._before, device="cpu")
         with self._engine(runner, self._before, folder / "donors", MIN_DONOR_TOKENS="64") as llm:
+            find_donors(llm)
             llm.generate([self._donor], _ANSWER)
             llm.settle()
             scheduler, pool = llm.connector_scheduler, llm.connector_worker._runtime.pool

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 
+from semblend_trt.donors.disk_tier import DiskTier
 from tests.validation.benchmarks.dry_runs import dry_rows
+from validation import embedded_engine
 from validation.benchmarks import same_name
 from validation.benchmarks.same_name import DOCUMENT_TOKENS, SameName, tried
 
@@ -28,6 +31,23 @@ def test_weights_that_a_setting_calls_the_same_are_found_out(tmp_path):
     found = tried(SameName(tmp_path, MODEL_REVISION="mine"), [TENSOR], [])
     assert found.wrong_tokens > 0
     assert found.reused_tokens == 2 * DOCUMENT_TOKENS
+
+
+def test_donors_get_their_files_on_a_disk_that_is_read_late(tmp_path, monkeypatch):
+    asked, scan = threading.Event(), DiskTier.scan
+    drain = embedded_engine.drain
+
+    def late(disk):
+        asked.wait(10)
+        return scan(disk)
+
+    def asking(llm):
+        asked.set()
+        drain(llm)
+
+    monkeypatch.setattr(DiskTier, "scan", late)
+    monkeypatch.setattr(embedded_engine, "drain", asking)
+    assert SameName(tmp_path).reused_tokens == 2 * DOCUMENT_TOKENS
 
 
 def test_every_tensor_and_field_has_its_turn(tmp_path):
