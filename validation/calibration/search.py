@@ -205,7 +205,7 @@ def _largest_gap(harmless: npt.NDArray[np.float64], traps: npt.NDArray[np.float6
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate's verdict at a `stage`, `screen` or `confirm`."""
+    """A candidate's verdict at a `stage`: `screen`, `screen again` on what refuted another one, or `confirm`."""
 
     candidate: Candidate
     stage: str
@@ -220,7 +220,8 @@ class Tried:
 @dataclass(slots=True)
 class Found:
     """The `winner` and its confirmed `comparisons`, if any; otherwise the `problem`, unless all candidates failed.
-    `tried` in order; `deviations` of the screening prompts; `witnesses` says what became of them."""
+    `tried` in order; `deviations` of the screening prompts; `witnesses` says what became of them; `refuted`: where
+    candidates were not confirmed."""
 
     winner: Candidate | None = None
     comparisons: tuple[Comparison, ...] = ()
@@ -228,6 +229,18 @@ class Found:
     tried: list[Tried] = field(default_factory=list)
     deviations: list[PromptDeviations] = field(default_factory=list)
     witnesses: Witnessing | None = None
+    refuted: list[Refuted] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """The prompts on which a candidate was not confirmed, and the `families` at which it was not. New prompts confirm
+    the next one, so these can choose it; `known` holds what they have said."""
+
+    trials: Trials
+    rule: Rule
+    families: tuple[str, ...]
+    known: dict[Candidate, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +258,9 @@ class Witnessing:
 class Search:
     """Tries candidates by the answers of an engine; deviations under Transformers only nominate them.
 
-    `screening` prompts choose, by the rule `screen`; `fresh(n, generations)` gives new prompts for the n-th
-    confirmation, with donors of so many generations, and its rule. `written` writes a candidate's profile where an
+    `screening` prompts choose, by the rule `screen`, and so do those on which an earlier candidate was not confirmed;
+    `fresh(n, generations)` gives new prompts for the n-th confirmation, with donors of so many generations, and its
+    rule. `written` writes a candidate's profile where an
     engine reads it. At most `max_tries` candidates are screened. With the check that is confirmed up to `sample_tries`
     samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has
     witnesses where they catch a trap answer that it loses without, or `always`. No check lies below `lowest_check`.
@@ -280,13 +294,16 @@ class Search:
 
         def holds(candidate: Candidate) -> bool:
             before = candidate if candidate.check is None else strictest[candidate.full_layers]
-            return all(self._is_screened(found, each, families) for each in (before, candidate))
+            return all(
+                self._is_screened(found, each, families) and self._withstands(found, each, families)
+                for each in (before, candidate)
+            )
 
         for index, candidate in enumerate(ordered):
             if not holds(candidate):
                 continue
             for rival in (*self._deeper(candidate, ordered[index + 1 :], holds), candidate):
-                if self._is_confirmed(found, rival, families):
+                if holds(rival) and self._is_confirmed(found, rival, families):
                     return self._extended(found, families)
         # What none of them has seen, witnesses behind those that let least pass may see.
         for strict in (each for each in strictest.values() if self._is_lost_to_traps(found, each)):
@@ -327,7 +344,9 @@ class Search:
         number = sum(each.stage == "confirm" for each in found.tried)
         trials, rule = self.fresh(number, candidate.generations)
         verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
-        if not self._told(found, candidate, "confirm", verdict):
+        if not self._told(found, candidate, "confirm", verdict, families):
+            lost = tuple(name for name in (verdict.inferior, *verdict.undecided) if name is not None)
+            found.refuted.append(Refuted(trials, replace(rule, confidence=self.screen.confidence), lost))
             return False
         if found.tried[-1].generation < candidate.generations:
             self.tell(f"no prompt was served from a donor of generation {candidate.generations}, so it is not allowed")
@@ -357,7 +376,7 @@ class Search:
         again = trials.judge(self.written(watched), families, rule, f"confirm {watched.name}")
         caught = {each.case_id for each in again.samples if each.reason == "witness_deviation"} & lost
         told = len(lost), len(caught)
-        if not self._told(found, watched, "confirm", again):
+        if not self._told(found, watched, "confirm", again, families):
             return Witnessing(False, "the winner does not hold with them", *told)
         if not caught and not self.always_witnesses:
             return Witnessing(False, "they have caught none of the trap answers that the check alone has lost", *told)
@@ -405,9 +424,18 @@ class Search:
         if len(screened) == self.max_tries:
             return False
         verdict = self.screening.judge(self.written(candidate), families, self.screen, f"screen {candidate.name}")
-        # The next candidate is likely to fail at the same family.
-        families.sort(key=lambda name: name not in (verdict.inferior, *verdict.undecided))
-        return self._told(found, candidate, "screen", verdict)
+        return self._told(found, candidate, "screen", verdict, families)
+
+    def _withstands(self, found: Found, candidate: Candidate, families: list[str]) -> bool:
+        """Whether the candidate is shown to hold at the families and on the prompts where others were not confirmed."""
+        for refuted in found.refuted:
+            if candidate not in refuted.known:
+                title = f"screen again {candidate.name}"
+                verdict = refuted.trials.judge(self.written(candidate), refuted.families, refuted.rule, title)
+                refuted.known[candidate] = self._told(found, candidate, "screen again", verdict, families)
+            if not refuted.known[candidate]:
+                return False
+        return True
 
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]
@@ -417,8 +445,10 @@ class Search:
     def _is_trap(self, family: str) -> bool:
         return self.kinds[family] == Kind.TRAP.value
 
-    def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict) -> bool:
-        """Records and tells a verdict; True when it holds."""
+    def _told(self, found: Found, candidate: Candidate, stage: str, verdict: Verdict, families: list[str]) -> bool:
+        """Records and tells a verdict; True when it holds. Otherwise the next candidate is likely to fail at the same
+        families, which come first from then on."""
+        families.sort(key=lambda name: name not in (verdict.inferior, *verdict.undecided))
         found.tried.append(Tried(candidate, stage, replace(verdict, samples=())))  # of all tries they would be many
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {verdict.outcome()}")

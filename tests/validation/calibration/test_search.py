@@ -283,6 +283,34 @@ def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_ar
     assert len(tried) == 1 + tries
 
 
+def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_the_others() -> None:
+    """The prompts of a failed confirmation choose among what is left, so that a layer takes one of them at most."""
+    asked: list[Candidate] = []
+    again: list[tuple[Candidate, Sequence[str]]] = []
+    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check is not None]
+    by_layer = {layer: [each for each in checks if each.full_layers == layer] for layer in (1, 2, 3)}
+    dearest = by_layer[3][-1]
+
+    class Refuting(Answers):
+        def judge(self, path: object, families: Any, rule: Any, title: str) -> Verdict:
+            if title.startswith("screen again"):
+                assert rule.confidence == 0.95
+                again.append((asked[-1], families))
+            elif title.startswith("screen"):
+                return Verdict((), inferior=None if asked[-1].full_layers in by_layer and asked[-1].check else "trap")
+            return Verdict((), undecided=() if asked[-1] in self.holding else ("trap",))
+
+    found = search_of(Refuting([dearest], asked), asked, sample_tries=0).run()
+    assert found.winner == dearest
+    told = confirmed_in_order(found)
+    refuted = [each.full_layers for each in told[: told.index(dearest)]]
+    assert len(refuted) == len(set(refuted)) > 0
+    assert all(families == ("trap",) for _, families in again)
+    assert len(again) == len({(each.name, index) for index, (each, _) in enumerate(again)})
+    assert {max(by_layer[layer], key=share_of) for layer in (1, 2)} <= {each for each, _ in again}
+    assert [each.stage for each in found.tried].count("screen again") == len(again)
+
+
 def confirmed_in_order(found: Found) -> list[Candidate]:
     return [each.candidate for each in found.tried if each.stage == "confirm"]
 
