@@ -363,7 +363,8 @@ class Search:
     def _witnesses(
         self, found: Found, alone: Candidate, verdict: Verdict, trials: Trials, rule: Rule, families: list[str]
     ) -> Witnessing:
-        """Tries the winner with witnesses, on the prompts that have confirmed it, and keeps them where they help."""
+        """Tries the winner with witnesses on the prompts that have confirmed it, those that it has lost first, and keeps
+        them where they help."""
         assert alone.check is not None
         if alone.check.witness_every:
             return found.witnesses or Witnessing(True, "without them nothing was non-inferior")
@@ -373,13 +374,17 @@ class Search:
         watched = self._bounded(alone, families)
         if watched is None:
             return Witnessing(False, "no harmless prompt had any", len(lost))
-        again = trials.judge(self.written(watched), families, rule, f"confirm {watched.name}")
-        caught = {each.case_id for each in again.samples if each.reason == "witness_deviation"} & lost
+        none = Witnessing(False, "they have caught none of the trap answers that the check alone has lost", len(lost))
+        path = self.written(watched)
+        if not self.always_witnesses and not _caught(trials.served_again(path, lost, f"watch {watched.name}"), lost):
+            return none
+        again = trials.judge(path, families, rule, f"confirm {watched.name}")
+        caught = _caught(again.samples, lost)
         told = len(lost), len(caught)
         if not self._told(found, watched, "confirm", again, families):
             return Witnessing(False, "the winner does not hold with them", *told)
         if not caught and not self.always_witnesses:
-            return Witnessing(False, "they have caught none of the trap answers that the check alone has lost", *told)
+            return none
         found.winner, found.comparisons = watched, again.comparisons
         why = "they have caught trap answers that the check alone has lost" if caught else "they were asked for"
         return Witnessing(True, why, *told)
@@ -453,6 +458,11 @@ class Search:
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {verdict.outcome()}")
         return verdict.holds
+
+
+def _caught(samples: Iterable[Sample], lost: set[str]) -> set[str]:
+    """The lost cases whose answers the witnesses have refused."""
+    return {each.case_id for each in samples if each.reason == "witness_deviation"} & lost
 
 
 def problem_of(families: Sequence[str], kinds: Mapping[str, str]) -> str | None:

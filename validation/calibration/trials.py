@@ -25,7 +25,7 @@ from validation.output import progress
 from validation.samples import MIN_COLD_SCORE, line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from validation.arms import Arm
@@ -200,9 +200,7 @@ class Trials:
     def judge(self, path: Path, families: Sequence[str], rule: Rule, title: str) -> Verdict:
         """Serves the families under policy verified with the profile of `path` until all pass, one fails, or the looks
         are over; `title` is the progress bar's. Raises SemBlendError when the engine refuses the profile."""
-        profile, layers = ReuseProfile.read(path), self._engines.facts.num_layers
-        choices = ArmChoices(layers, boundary=1, profile=path, profile_layers=full_layers_of(profile))
-        [arm] = arms_of([VERIFIED], choices)
+        profile, arm = self._read(path)
         waiting, undecided = list(families), list[str]()
         samples: dict[str, list[Sample]] = {family: [] for family in families}
         found: dict[str, Comparison] = {}
@@ -220,9 +218,25 @@ class Trials:
                     break
         return Verdict(tuple(found.values()), undecided=(*undecided, *waiting), samples=_joined(samples))
 
+    def served_again(self, path: Path, case_ids: Collection[str], title: str) -> list[Sample]:
+        """Samples of these cases, which were judged before, under policy verified with the profile of `path`."""
+        _, arm = self._read(path)
+        written = itertools.chain(*itertools.chain(*self._groups.values()))
+        cases = [case for case in written if case.id in case_ids]
+        with self._server.keeping(arm), progress(title, len(cases)) as on_step:
+            return self._served(arm, cases, on_step)
+
     def lost(self, samples: Iterable[Sample]) -> set[str]:
         """The cases that cold answers right, and these samples, which were judged before, do not."""
         return {each.case_id for each in samples if each.exact_match is False and self._cold[each.case_id].exact_match}
+
+    def _read(self, path: Path) -> tuple[ReuseProfile, Arm]:
+        """The profile, and policy verified with it."""
+        profile = ReuseProfile.read(path)
+        layers = full_layers_of(profile)
+        choices = ArmChoices(self._engines.facts.num_layers, boundary=1, profile=path, profile_layers=layers)
+        [arm] = arms_of([VERIFIED], choices)
+        return profile, arm
 
     def _served_in_turn(
         self, arm: Arm, families: Sequence[str], look: tuple[int, int], profile: ReuseProfile, on_step: OnStep

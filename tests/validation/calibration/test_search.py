@@ -363,6 +363,9 @@ class Watching(Answers):
         harmless = self.make_sample(workload="harmless", largest_witness=(0.1, 0.1) if is_watched else ())
         return Verdict((), inferior=None if holds else "trap", samples=(harmless, *traps))
 
+    def served_again(self, path: object, case_ids: Collection[str], title: str) -> list[Sample]:
+        return [each for each in self.judge(path, (), None, title).samples if each.case_id in case_ids]
+
 
 @pytest.mark.parametrize(
     ("holds_alone", "lost", "caught", "always", "is_on"),

@@ -167,7 +167,12 @@ def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(
     verdict = trials.judge(path, ["header_trap", "reordered"], rule(8, margin=0.1), "")
     assert (verdict.inferior, len(verdict.comparisons)) == ("header_trap", 1)
     assert "fails at header_trap" in verdict.outcome()
-    assert trials.lost(verdict.samples) == {each.case_id for each in verdict.samples if not each.exact_match} != set()
+    lost = trials.lost(verdict.samples)
+    assert lost == {each.case_id for each in verdict.samples if not each.exact_match} != set()
+    again = trials.served_again(path, lost, "")
+    assert {each.case_id: each.likelihood for each in again} == {
+        each.case_id: pytest.approx(each.likelihood) for each in verdict.samples if each.case_id in lost
+    }
 
 
 def test_what_the_budget_leaves_open_is_not_accepted(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
