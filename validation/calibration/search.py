@@ -363,8 +363,8 @@ class Search:
     def _witnesses(
         self, found: Found, alone: Candidate, verdict: Verdict, trials: Trials, rule: Rule, families: list[str]
     ) -> Witnessing:
-        """Tries the winner with witnesses on the prompts that have confirmed it, those that it has lost first, and keeps
-        them where they help."""
+        """Tries the winner with witnesses on the prompts that have confirmed it, first on those that it has lost, and
+        keeps them where they help."""
         assert alone.check is not None
         if alone.check.witness_every:
             return found.witnesses or Witnessing(True, "without them nothing was non-inferior")
