@@ -113,7 +113,7 @@ async def _listen(
     asks: bool,
 ) -> None:
     from semblend_trt.config import masked
-    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, listen
+    from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
 
     ended = asyncio.Event()
     lost: list[bool] = []
@@ -144,7 +144,7 @@ async def _listen(
         await listen(client, options, take)
         if asks:
             await client.publish(options.subject + RESYNC_SUFFIX, b"")
-        await client.flush()
+        await flush(client)
         sys.stderr.write(f"listening on {options.subjects}\n")
         sys.stderr.flush()
         try:

@@ -98,9 +98,11 @@ class Reader:
             return self._news.wait_for(lambda: holds(self), timeout)
 
     def publish(self, payload: bytes, subject: str | None = None) -> None:
+        from semblend_trt.fleet.connection import flush
+
         async def send() -> None:
             await self._client.publish(subject or self._subject, payload)
-            await self._client.flush()
+            await flush(self._client)
 
         self._do(send())
 
@@ -120,6 +122,8 @@ class Reader:
 
     async def _connect(self) -> None:
         import nats
+
+        from semblend_trt.fleet.connection import flush
 
         async def take(message: Any) -> None:
             with self._news:
@@ -141,7 +145,7 @@ class Reader:
             **self._arguments,
         )
         await self._client.subscribe(self._subject, cb=take)
-        await self._client.flush()
+        await flush(self._client)
 
     def _do(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)

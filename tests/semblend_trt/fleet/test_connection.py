@@ -16,7 +16,7 @@ import pytest
 from semblend_trt.config import load_settings
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.announcer import generation
-from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client
+from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client, flush, listen
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
 from tests.pages import Page
@@ -414,3 +414,34 @@ def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_w
     worker.add("a")
     assert worker.publisher.flush(30)
     assert asyncio.run(messages(False)) >= 2
+
+
+def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it() -> None:
+    """What the client asks reaches the server before the ping whose answer ends the flush."""
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A server that takes note of what a client asks, in order, and answers its pings."""
+        writer.write(b'INFO {"server_id": "s", "version": "2.10.0", "max_payload": 1048576, "headers": true}\r\n')
+        while line := await reader.readline():
+            asked.append(line.split()[0])
+            if asked[-1] == b"PING":
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    async def take(payload: bytes, sender: str | None) -> None: ...
+
+    async def run() -> list[bytes]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        options = ConnectionOptions((f"nats://{host}:{port}",), SUBJECT)
+        client = await connect_client(options, name="test")
+        await listen(client, options, take)
+        await flush(client)
+        seen = [*asked]
+        await client.close()
+        server.close()
+        return seen
+
+    seen = asyncio.run(run())
+    assert b"SUB" in seen[: len(seen) - seen[::-1].index(b"PING")]
