@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -226,8 +227,7 @@ class GraphForward:
         return self._forwards[key]
 
     def _capture(self, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None) -> _Captured:
-        current = torch.cuda.current_stream()
-        aside = torch.cuda.Stream()
+        current, (aside, capturing) = torch.cuda.current_stream(), _streams(self._decoder.pool.device)
         aside.wait_stream(current)
         # Kernels are compiled and libraries initialised outside the capture, on a stream as the capture uses.
         with torch.cuda.stream(aside):
@@ -238,11 +238,21 @@ class GraphForward:
         def captured(layers: range) -> torch.cuda.graph:
             graphs.append((layers, torch.cuda.CUDAGraph()))
             # Saves may allocate in threads of their own meanwhile.
-            return torch.cuda.graph(graphs[-1][1], pool=self._memory, capture_error_mode="thread_local")
+            return torch.cuda.graph(graphs[-1][1], self._memory, capturing, capture_error_mode="thread_local")
 
         with _nothing_collected():
             output = run_static(self._decoder, shape, inputs, begun, captured)
         return _Captured(tuple(graphs), inputs, begun, output)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Streams to run a forward on before its capture, and to capture it on.
+
+    PyTorch hands 32 streams of each priority out in turn (c10/cuda/CUDAStream.cpp). With the default one, the stream of
+    a capture would sooner or later be a saver's too, and what a save queues would become part of the graph.
+    """
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
 
 
 @contextmanager

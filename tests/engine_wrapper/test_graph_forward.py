@@ -4,6 +4,7 @@ both, and graphs made ahead write nothing."""
 from __future__ import annotations
 
 import gc
+import threading
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from engine_wrapper.layer_schedule import build_schedule
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
+from semblend_trt.streams import finish, on, side_stream
 from tests.engine_wrapper.forward_bench import (
     DEVICE,
     FUSED,
@@ -233,6 +235,39 @@ def test_replayed_graphs_equal_the_eager_forward(
             assert graphs.fits(schedule)
             assert close_by_norm(graphs(schedule), bench.eager(schedule), dtype)
     assert len(graphs) <= len(CASES)
+
+
+@needs_cuda
+def test_what_other_threads_queue_meanwhile_is_part_of_no_graph(tiny_qwen2_path: Path) -> None:
+    """PyTorch gives the same streams out again: more of them than it has are in use while graphs are captured."""
+    from engine_wrapper.graph_forward import GraphForward
+
+    bench = GraphBench(tiny_qwen2_path)
+    graphs, schedules = GraphForward(bench.decoder), [bench.schedule(*parts) for parts in CASES.values()]
+    wanted = [bench.eager(schedule) for schedule in schedules]
+    streams = [side_stream(bench.pool.device) for _ in range(64)]
+    captured, failed = threading.Event(), list[BaseException]()
+
+    def save() -> None:
+        rows = torch.zeros(8, device=bench.pool.device)
+        try:
+            while not captured.is_set():
+                for stream in streams:
+                    with on(stream):
+                        rows += 1.0
+                    finish(stream)
+        except RuntimeError as error:
+            failed.append(error)
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    try:
+        found = [graphs(schedule).clone() for schedule in schedules]
+    finally:
+        captured.set()
+        saver.join()
+    assert failed == []
+    assert all(close_by_norm(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
 
 
 @needs_cuda
