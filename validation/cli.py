@@ -42,6 +42,7 @@ from validation.models import shipped_model
 from validation.output import beside, complain, progress, say, show, write_json, write_text
 from validation.page import page
 from validation.quality import parse_quality, run_quality
+from validation.quality_plot import parse_quality_plot, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
 from validation.replay.latency import shipped_observations
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
@@ -62,8 +63,9 @@ _MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
-`calibrate` finds what a model may safely reuse, `confirm` whether that holds in another engine, `replay` predicts what
-eviction policies do with request telemetry, `scoreboard` prints the recorded results; each has a --help of its own.
+`quality-plot` draws its rows, `calibrate` finds what a model may safely reuse, `confirm` whether that holds in another
+engine, `replay` predicts what eviction policies do with request telemetry, `scoreboard` prints the recorded results;
+each has a --help of its own.
 Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or an error, 130 interrupted.
 """
 _GATES = """
@@ -101,8 +103,9 @@ def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     told = "Prints all result rows; compares or rewrites what is made of them: tables on pages, the package's times."
     parser = arguments.Parser("scoreboard", told)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    told = "pages that hold tables (default: README.md docs/results.md)"
-    pages = [Path("README.md"), Path("docs/results.md")]
+    names = ("README.md", "docs/results.md", "docs/quality.md")
+    told = f"pages that hold tables (default: {' '.join(names)})"
+    pages = [Path(name) for name in names]
     parser.add_argument("--pages", type=Path, nargs="+", default=pages, metavar="FILE", help=told)
     told = "the package's times to the first token, made from the H200's rows"
     parser.add_argument("--times", type=Path, default=Path("validation/assets/h200_ttft.json"), help=told)
@@ -134,6 +137,7 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
 
 _COMMANDS = {
     "quality": (parse_quality, run_quality),
+    "quality-plot": (parse_quality_plot, run_quality_plot),
     "calibrate": (parse_calibrate, run_calibrate),
     "confirm": (parse_confirm, run_confirm),
     "replay": (parse_replay, run_replay),

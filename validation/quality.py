@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from kernels.files import write_bytes
 from kernels.results import Measured, Results, Row, write_rows
@@ -18,7 +17,8 @@ from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, i
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
-from validation.output import beside, complain, markdown_table, png, progress, say, write_json, write_text
+from validation.output import beside, complain, markdown_table, progress, say, write_json, write_text
+from validation.quality_plot import FILE_STEM, Point, draw
 from validation.report import HEADER_TRAP
 from validation.samples import MIN_COLD_SCORE, Line, Sample, line_of, lines_of
 
@@ -41,8 +41,6 @@ _HEADINGS = (
     "family | kind | arm | prompts | groups | EM | EM - cold | bound | donor's | PPL ratio | bound | agreement | "
     "KL nats | fires | offered | checked | reused | recomputed | computed | largest kept | non-inferior"
 )
-_PANEL_WIDTH, _HEIGHT, _DPI = 6.0, 5.0, 130
-_MARKERS = "osD^vP*Xphd<>"
 
 
 def parse_quality(given: Sequence[str]) -> argparse.Namespace:
@@ -70,7 +68,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     plot = options.plot or (page and beside(page, ".png"))
     paths = [options.output, *filter(None, (page, plot))]
     suffix = "" if options.name is None else f"_{options.name}"
-    file_name = f"quality{suffix}.json"
+    file_name = f"{FILE_STEM}{suffix}.json"
     for path in (*paths, *filter(None, [options.record and options.record / file_name])):
         check_writable(path)
     settings, asked = arguments.serving_settings(options), arguments.family_request(options)
@@ -95,7 +93,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     write_json(options.output, report.to_dict())
     if plot is not None:
         title = f"{report.model}, {report.measured.machine['name']}, {report.measured.date}"
-        write_bytes(plot, draw(report.kind_lines(), title))
+        write_bytes(plot, draw(panels_of(report.kind_lines()), title))
     if page is not None:
         write_text(page, report.page(None if plot is None else plot.name))
     if options.record is not None:
@@ -241,53 +239,36 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def noise_floor(lines: Sequence[Line]) -> tuple[float, float] | None:
-    """The range of exact match around cold's: as wide as the difference of a second cold run, or as the margin."""
-    scores = {line.arm: line.exact_match for line in lines}
-    cold, again = scores.get(COLD), scores.get(COLD_AGAIN)
-    if cold is None:
-        return None
-    spread = max(MARGIN, abs(cold - (cold if again is None else again)))
-    return cold - spread, cold + spread
-
-
-def draw(kind_lines: Sequence[Line], title: str) -> bytes:
-    """Exact match against computed share, as a PNG: a panel for each kind of family that has right answers, one point
-    an arm, the noise floor as a band."""
-    panels: dict[str, list[Line]] = {}
+def panels_of(kind_lines: Sequence[Line]) -> dict[str, list[Point]]:
+    """The plot's panels: one for each kind of family that has right answers."""
+    panels: dict[str, list[Point]] = {}
     for line in kind_lines:
         if line.exact_match is not None:
-            panels.setdefault(line.family, []).append(line)
-    figure = Figure(figsize=(_PANEL_WIDTH * max(1, len(panels)), _HEIGHT), dpi=_DPI, layout="constrained")
-    for axes, (kind, lines) in zip(
-        figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items(), strict=False
-    ):
-        if (floor := noise_floor(lines)) is not None:
-            axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
-        for index, line in enumerate(lines):
-            marker = _MARKERS[index % len(_MARKERS)]
-            axes.plot(100 * line.computed_share, line.exact_match, marker, markersize=8, alpha=0.8, label=line.arm)
-        axes.set_title(f"{kind}, {max(line.samples for line in lines)} prompts an arm", fontsize=9)
-        axes.set(xlabel="computed, % of tokens x layers", ylabel="exact match", xlim=(-3, 103), ylim=(-0.03, 1.05))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="best")
-    return png(figure, title)
+            title = f"{line.family}, {line.samples} prompts an arm"
+            panels.setdefault(title, []).append(Point(line.arm, line.exact_match, line.computed_share))
+    return panels
 
 
 def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
-    """Rows of the figures that the run measured; `suffix` stands behind what a row tells, in front of its family."""
+    """Rows of the figures that the run measured; `suffix` stands behind what a row tells, in front of its family, or
+    of its arm where it is over all families of a kind."""
     results = Results(measured=report.measured, is_shown=False)
     lines = report.lines()
-    for line in lines:
-        if line.arm == VERIFIED:
+    cold = {line.family: line.exact_match or 0.0 for line in lines if line.arm == COLD}
+    # A family that the model cannot answer cold shows nothing.
+    for line in (each for each in lines if cold.get(each.family, 0.0) >= MIN_COLD_SCORE):
+        if line.arm == COLD:
+            where = f"{line.samples} prompts in {line.groups} groups"
+            results.add(f"cold_em{suffix}_{line.family}", cold[line.family], "exact match", where)
+        elif line.arm == VERIFIED:
             _add_verified(results, line, suffix)
+        elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
+            _add_unchecked(results, line, cold[line.family], suffix)
     for line in report.kind_lines():
+        if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
+            _add_kind(results, line, suffix)
         if line.family == Kind.HARMLESS.value and line.arm == VERIFIED:
             _add_harmless(results, line, suffix)
-    cold = {line.family: line.exact_match or 0.0 for line in lines if line.arm == COLD}
-    for line in lines:
-        if line.arm == POSITION_FIX and report.kinds[line.family] == Kind.TRAP.value:
-            _add_unchecked(results, line, cold.get(line.family, 0.0), suffix)
     unrelated = [s for s in report.samples if report.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
     if unrelated:
         arms = list(dict.fromkeys(sample.arm for sample in unrelated))
@@ -301,12 +282,10 @@ def _add_verified(results: Results, line: Line, suffix: str) -> None:
     bound = line.exact_match_bound
     if bound is None or line.exact_match is None:
         return
-    cold = line.exact_match - bound.difference
-    if cold < MIN_COLD_SCORE:
-        return  # a family that the model cannot answer cold shows nothing
     reused = (
         f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
     )
+    cold = line.exact_match - bound.difference
     where = f"cold {cold:.3f}; {bound.samples} prompts in {bound.groups} groups; {reused}"
     results.add(f"verified_em_vs_cold{suffix}_{line.family}", bound.difference, "exact match", where, -MARGIN, "higher")
     if bound.groups > 1:
@@ -317,12 +296,25 @@ def _add_verified(results: Results, line: Line, suffix: str) -> None:
 
 
 def _add_unchecked(results: Results, line: Line, cold: float, suffix: str) -> None:
-    """What reuse without a check makes of a trap that the model answers cold. The header trap has to bite."""
-    if line.exact_match is None or cold < MIN_COLD_SCORE:
+    """What an arm without a calibrated check makes of a trap. The header trap has to bite where nothing is computed
+    again."""
+    if line.exact_match is None:
         return
     baseline = f"cold {cold:.3f}; {line.samples} prompts, {line.fires} fires"
-    goal = cold / 2 if line.family == HEADER_TRAP else None
-    results.add(f"position_fix_em{suffix}_{line.family}", line.exact_match, "exact match", baseline, goal)
+    goal = cold / 2 if (line.family, line.arm) == (HEADER_TRAP, POSITION_FIX) else None
+    results.add(f"{line.arm}_em{suffix}_{line.family}", line.exact_match, "exact match", baseline, goal)
+
+
+def _add_kind(results: Results, line: Line, suffix: str) -> None:
+    """A point of the plot: one arm over all families of a kind. Arms that reuse nothing compute all."""
+    bound = line.exact_match_bound
+    if bound is not None and line.exact_match is not None:
+        where = f"{bound.difference:+.4f} from cold, one-sided 95 % lower bound {bound.lower:+.4f}; "
+        where += f"{bound.samples} prompts in {bound.groups} groups"
+        results.add(f"{line.family}_em{suffix}_{line.arm}", line.exact_match, "exact match", where)
+    if is_reusing(line.arm):
+        where = f"tokens times layers behind the exact prefix, {line.samples} prompts"
+        results.add(f"{line.family}_computed_share{suffix}_{line.arm}", line.computed_share, "share", where)
 
 
 def _add_harmless(results: Results, line: Line, suffix: str) -> None:

@@ -1,7 +1,9 @@
 """All result rows in the terminal, and the tables that pages make from them.
 
 On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
-that matches a row's name or its file's `machine/file`.
+that matches a row's name or its file's `machine/file`. With `<!-- results:HEADING=PATTERN ... -->` the values stand in
+columns, side by side: such a pattern matches a row's name or `machine/file/name`, and what its one `*` stands for names
+the line. A heading that is given again goes on with its column.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from semblend_trt.errors import ConfigurationError
 from validation import output
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.table import Table
@@ -87,7 +90,13 @@ def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
 
 
 def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
-    """The Markdown table of the rows that match any of the blank-separated patterns, in the order of the patterns."""
+    """The Markdown table of the rows that match any of the blank-separated patterns, in the order of the patterns, or
+    of the columns `HEADING=PATTERN`.
+
+    Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous.
+    """
+    if "=" in patterns:
+        return _column_table(patterns.split(), rows)
     chosen: dict[tuple[str, str], Row] = {}
     for pattern in patterns.split():
         matching = {
@@ -111,6 +120,38 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
         )
         lines.append([printable(cell).replace("|", "\\|") for cell in cells])
     return output.markdown_table("row | value | goal | holds | against | machine", lines) + "\n"
+
+
+def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
+    """A line for each name that the columns' stars stand for; values that miss their goal are bold."""
+    cells: dict[str, dict[str, str]] = {}
+    headings = dict.fromkeys(column.partition("=")[0] for column in columns)
+    for column in columns:
+        heading, _, pattern = column.partition("=")
+        for line, each in _starred(pattern, rows).items():
+            value = figure(each.value)
+            cells.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
+    lines = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in cells.items())
+    return output.markdown_table(" | ".join(("", *headings)), lines) + "\n"
+
+
+def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
+    """The rows that match, by what the pattern's one `*` stands for."""
+    before, star, after = pattern.partition("*")
+    if not star or "*" in after:
+        raise ConfigurationError(f"The column's pattern {pattern!r} needs exactly one *, which names the lines.")
+    found: dict[str, Row] = {}
+    for place, each in ((place, each) for place, those in rows.items() for each in those):
+        text = f"{place}/{each.name}" if "/" in before else each.name
+        if not fnmatchcase(text, pattern):
+            continue
+        line = text[len(before) : len(text) - len(after)]
+        if line in found:
+            raise ConfigurationError(f"Two rows match {pattern!r} as {line!r}; begin with machine/file/.")
+        found[line] = each
+    if not found:
+        raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
+    return found
 
 
 def _shown(text: str) -> Text:

@@ -10,7 +10,8 @@ import pytest
 
 from validation import scoreboard
 from validation.cli import main
-from validation.quality import QualityReport, _show, draw, noise_floor, quality_rows
+from validation.quality import QualityReport, _show, panels_of, quality_rows
+from validation.quality_plot import Point, draw, points_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,18 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     assert "(quality.png)" in (tmp_path / "out" / "quality.md").read_text()
     [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
     assert place == "m/quality_shipped"
-    assert [row.name for row in rows] == ["position_fix_em_shipped_header_trap", "unrelated_fires_shipped"]
+    arms = ("cold", "cold_again", "wrapper_without_plan", "position_fix")
+    assert {row.name for row in rows} == {
+        *(f"cold_em_shipped_{family}" for family in ("reordered", "header_trap", "unrelated")),
+        "position_fix_em_shipped_header_trap",
+        *(f"{kind}_em_shipped_{arm}" for kind in ("harmless", "trap") for arm in arms),
+        *(f"{kind}_computed_share_shipped_position_fix" for kind in ("harmless", "trap")),
+        "unrelated_fires_shipped",
+    }
+    assert points_of(tmp_path / "rows" / f"{place}.json") == [
+        Point(arm, line["exact_match"], line["computed_share"])
+        for arm, line in ((arm, lines["header_trap", arm]) for arm in arms)
+    ]
     shown = capsys.readouterr().out.splitlines()
     assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
 
@@ -89,13 +101,14 @@ def test_bad_usage_is_one_sentence_and_leaves_nothing(
     check_refused(["quality", *arguments], sentence)
 
 
+ARMS = ("cold", "cold_again", "position_fix", "verified")
 KINDS = {"reordered": "harmless", "prose": "harmless", "header_trap": "trap", "unrelated": "none"}
 
 
 @pytest.fixture
 def report(make_sample: Maker, measured: Measured) -> QualityReport:
     samples = []
-    for arm in ("cold", "cold_again", "position_fix", "verified"):
+    for arm in ARMS:
         reuses = arm in ("position_fix", "verified")
         for family in KINDS:
             for index in range(8):
@@ -117,6 +130,9 @@ def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> Non
     assert set(rows) == {
         *(f"verified_em_{what}_{family}" for what in ("vs_cold", "bound") for family in KINDS if family != "prose"),
         *("verified_reused_share", "verified_ppl_ratio", "position_fix_em_header_trap", "unrelated_fires"),
+        *(f"cold_em_{family}" for family in KINDS if family != "prose"),
+        *(f"{kind}_em_{arm}" for kind in ("harmless", "trap") for arm in ARMS),
+        *(f"{kind}_computed_share_{arm}" for kind in ("harmless", "trap") for arm in ARMS[2:]),
     }
     assert all(row.holds for row in rows.values())
     assert (rows["verified_em_vs_cold_header_trap"].value, rows["verified_em_vs_cold_header_trap"].goal) == (0.0, -0.01)
@@ -124,8 +140,20 @@ def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> Non
     assert rows["verified_ppl_ratio"].value == pytest.approx(1.002002, abs=1e-6)
     assert (rows["position_fix_em_header_trap"].value, rows["position_fix_em_header_trap"].goal) == (0.0, 0.5)
     assert "cold 1.000" in rows["position_fix_em_header_trap"].baseline
+    assert (rows["trap_em_position_fix"].value, rows["harmless_em_position_fix"].value) == (0.0, 1.0)
+    assert "-1.0000 from cold, one-sided 95 % lower bound -1.0000; 8 prompts" in rows["trap_em_position_fix"].baseline
+    assert rows["trap_computed_share_verified"].value == pytest.approx(0.4)
     assert rows["unrelated_fires"].value == 0
     assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
+
+
+def test_a_published_budget_has_its_rows_beside_those_of_reuse_without_a_check(report: QualityReport) -> None:
+    unchecked = [each for each in report.samples if each.arm == "position_fix"]
+    samples = [*report.samples, *(replace(each, arm="cacheblend_15") for each in unchecked)]
+    rows = {row.name: row for row in quality_rows(replace(report, samples=samples), "_m")}
+    assert (rows["cacheblend_15_em_m_header_trap"].value, rows["cacheblend_15_em_m_header_trap"].goal) == (0.0, None)
+    assert rows["trap_em_m_cacheblend_15"].value == 0.0
+    assert rows["trap_computed_share_m_cacheblend_15"].value == pytest.approx(0.4)
 
 
 def test_every_trap_that_is_answered_cold_says_what_reuse_without_a_check_makes_of_it(report: QualityReport) -> None:
@@ -171,7 +199,7 @@ def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: Qua
     page = report.page("quality.png")
     assert "(quality.png)" in page
     for family in KINDS:
-        for arm in ("cold", "cold_again", "position_fix", "verified"):
+        for arm in ARMS:
             assert page.count(f"| {family} | {KINDS[family]} | {arm} |") == 1
     widths = {line.count("|") for line in page.splitlines() if line.startswith("|")}
     assert len(widths) == 1
@@ -179,10 +207,11 @@ def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: Qua
     assert page.count("**no**") == 2  # the family, and all traps together
 
 
-def test_the_plot_is_a_png_and_its_band_is_the_noise_floor(report: QualityReport) -> None:
-    lines = report.kind_lines()
-    assert draw(lines, "title").startswith(b"\x89PNG")
-    assert noise_floor([line for line in lines if line.family == "harmless"]) == pytest.approx((0.99, 1.01))
+def test_the_plot_has_a_panel_for_each_kind_with_right_answers(report: QualityReport) -> None:
+    panels = panels_of(report.kind_lines())
+    assert list(panels) == ["harmless, 16 prompts an arm", "trap, 8 prompts an arm", "none, 8 prompts an arm"]
+    assert [point.exact_match for point in panels["trap, 8 prompts an arm"]] == [1.0, 1.0, 0.0, 1.0]
+    assert draw(panels, "title").startswith(b"\x89PNG")
 
 
 def test_the_document_holds_every_sample_and_the_kinds_together(report: QualityReport) -> None:

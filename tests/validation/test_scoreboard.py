@@ -43,6 +43,44 @@ def test_a_table_holds_the_rows_that_match(rows: dict[str, list[Row]]) -> None:
     ]
 
 
+def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row: Callable[..., Row]) -> None:
+    rows = {
+        "card/one": [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)],
+        "card/two": [row("em_f32_c", 1.5)],
+    }
+    columns = "float32=card/one/em_f32_* bfloat16=em_bf16_* float32=card/two/em_f32_*"
+    assert scoreboard.markdown_table(columns, rows).splitlines() == [
+        "|  | float32 | bfloat16 |",
+        "|---|---|---|",
+        "| `a` | 0.95 | - |",
+        "| `b` | **0.5** | 2 |",
+        "| `c` | 1.5 | - |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ("x=em_*_*", "exactly one"),
+        ("x=em_a", "exactly one"),
+        ("x=em_* y=other_*", "No result row matches 'other_"),
+        ("x=em_* plain", "exactly one"),
+    ],
+)
+def test_a_column_without_rows_or_without_a_star_is_refused(
+    row: Callable[..., Row], columns: str, problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        scoreboard.markdown_table(columns, {"card/one": [row("em_a")]})
+
+
+def test_a_column_of_two_machines_asks_for_one(row: Callable[..., Row]) -> None:
+    rows = {place: [row("em_a")] for place in ("card/one", "processor/one")}
+    with pytest.raises(ConfigurationError, match="Two rows match"):
+        scoreboard.markdown_table("x=em_*", rows)
+    assert "| `a` | 2 |" in scoreboard.markdown_table("x=card/one/em_*", rows)
+
+
 def test_tables_are_replaced_and_the_text_stays(rows: dict[str, list[Row]]) -> None:
     once = scoreboard.with_tables(TEXT, rows)
     assert scoreboard.with_tables(once, rows) == once
