@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -124,7 +123,7 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
     arguments.add(parser, "--prompts", help=_PROMPTS)
     shared = [name for name in arguments.FAMILIES if name not in ("--groups", "--questions")]
     arguments.add(parser, *shared)
-    told = "groups of a family after which its answers are compared, then at twice as many each time"
+    told = "groups of a family after which its answers are compared each time"
     arguments.add(parser, "--groups", default=125, help=told)
     # Answers on the same documents count as one observation.
     arguments.add(parser, "--questions", default=1)
@@ -174,8 +173,7 @@ class _Prepared:
     def proof(self, number: int) -> Rule:
         """The rule of the n-th confirmation: all together are wrong with a probability of 1 - CONFIDENCE at most."""
         first, budget = self._options.groups, self._options.budget
-        doubled = (first << power for power in itertools.count())
-        looks = (*itertools.takewhile(lambda groups: groups < budget, doubled), budget)
+        looks = (*range(first, budget, first), budget)
         confidence = 1.0 - (1.0 - CONFIDENCE) / ((number + 1) * (number + 2))
         return Rule(looks, self._options.margin, confidence, proof=True)
 

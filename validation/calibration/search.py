@@ -343,7 +343,8 @@ class Search:
             return False
         number = sum(each.stage == "confirm" for each in found.tried)
         trials, rule = self.fresh(number, candidate.generations)
-        verdict = trials.judge(self.written(candidate), families, rule, f"confirm {candidate.name}")
+        ordered = _most_doubtful_first(found, candidate, families)
+        verdict = trials.judge(self.written(candidate), ordered, rule, f"confirm {candidate.name}")
         if not self._told(found, candidate, "confirm", verdict, families):
             lost = tuple(name for name in (verdict.inferior, *verdict.undecided) if name is not None)
             found.refuted.append(Refuted(trials, replace(rule, confidence=self.screen.confidence), lost))
@@ -458,6 +459,14 @@ class Search:
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {verdict.outcome()}")
         return verdict.holds
+
+
+def _most_doubtful_first(found: Found, candidate: Candidate, families: Sequence[str]) -> list[str]:
+    """The families by what the candidate has lost of each when it was screened: where one stays undecided, the others
+    need not be served."""
+    screened = [each.verdict.comparisons for each in found.tried if each.candidate == candidate]
+    differences = {each.line.family: each.likelihood.difference for each in itertools.chain(*screened)}
+    return sorted(families, key=lambda name: differences.get(name, 0.0))
 
 
 def _caught(samples: Iterable[Sample], lost: set[str]) -> set[str]:

@@ -25,7 +25,7 @@ from validation.output import progress
 from validation.samples import MIN_COLD_SCORE, line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from validation.arms import Arm
@@ -150,6 +150,16 @@ class Rule:
         return comparison.holds if self.proof and not is_all else comparison.likelihood.difference >= -self.margin
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A candidate as it is served: its `samples`, and what they have `found`, by family."""
+
+    profile: ReuseProfile
+    arm: Arm
+    samples: dict[str, list[Sample]]
+    found: dict[str, Comparison]
+
+
 class Trials:
     """Prompts of some families, written as they are needed, and cold's answers to them, which are served once.
 
@@ -201,22 +211,34 @@ class Trials:
         """Serves the families under policy verified with the profile of `path` until all pass, one fails, or the looks
         are over; `title` is the progress bar's. Raises SemBlendError when the engine refuses the profile."""
         profile, arm = self._read(path)
-        waiting, undecided = list(families), list[str]()
-        samples: dict[str, list[Sample]] = {family: [] for family in families}
-        found: dict[str, Comparison] = {}
+        trial = _Trial(profile, arm, {family: [] for family in families}, {})
+        one_by_one = rule.proof and not self._engines.starts_slowly
+        inferior, undecided = None, list[str]()
         with self._server.keeping(arm), progress(title, rule.looks[-1] * len(families)) as on_step:
-            for before, groups_now in itertools.pairwise((0, *rule.looks)):
-                for name, served in self._served_in_turn(arm, waiting, (before, groups_now), profile, on_step):
-                    samples[name] += served
-                    found[name] = self._compared(name, samples[name], rule)
-                    if found[name].fails:
-                        return Verdict(tuple(found.values()), inferior=name, samples=_joined(samples))
-                waiting = [name for name in waiting if not rule.passes(found[name], is_all=name in self._ended)]
-                undecided += [name for name in waiting if name in self._ended]
-                waiting = [name for name in waiting if name not in self._ended]
-                if not waiting:
+            for names in [[name] for name in families] if one_by_one else [families]:
+                inferior, undecided = self._decided(trial, names, rule, on_step)
+                if inferior is not None or (one_by_one and undecided):
                     break
-        return Verdict(tuple(found.values()), undecided=(*undecided, *waiting), samples=_joined(samples))
+        samples = tuple(itertools.chain(*trial.samples.values()))
+        return Verdict(tuple(trial.found.values()), inferior, tuple(undecided), samples)
+
+    def _decided(
+        self, trial: _Trial, families: Sequence[str], rule: Rule, on_step: OnStep
+    ) -> tuple[str | None, list[str]]:
+        """Adds prompts of the families; returns the one that fails, and those that the looks leave open."""
+        waiting, undecided = list(families), list[str]()
+        for look in itertools.pairwise((0, *rule.looks)):
+            for name, served in self._served_in_turn(trial.arm, waiting, look, trial.profile, on_step):
+                trial.samples[name] += served
+                trial.found[name] = self._compared(name, trial.samples[name], rule)
+                if trial.found[name].fails:
+                    return name, []
+            waiting = [name for name in waiting if not rule.passes(trial.found[name], is_all=name in self._ended)]
+            undecided += [name for name in waiting if name in self._ended]
+            waiting = [name for name in waiting if name not in self._ended]
+            if not waiting:
+                break
+        return None, [*undecided, *waiting]
 
     def served_again(self, path: Path, case_ids: Collection[str], title: str) -> list[Sample]:
         """Samples of these cases, which were judged before, under policy verified with the profile of `path`."""
@@ -310,10 +332,6 @@ class Trials:
             if len(written) < end:
                 self._ended.add(family)
         return [*itertools.chain(*written[first:end])]
-
-
-def _joined(samples: Mapping[str, Sequence[Sample]]) -> tuple[Sample, ...]:
-    return tuple(itertools.chain(*samples.values()))
 
 
 def _check_candidate_was_tried(samples: Sequence[Sample]) -> None:

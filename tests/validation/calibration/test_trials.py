@@ -182,6 +182,17 @@ def test_what_the_budget_leaves_open_is_not_accepted(trials: Trials, profile: Re
     assert trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01, proof=False), "").holds
 
 
+def test_behind_a_family_that_stays_undecided_no_other_is_served(
+    trials: Trials, profile: ReuseProfile, tmp_path: Path
+) -> None:
+    names, path = ["reordered", "header_trap"], written(profile, tmp_path)
+    verdict = trials.judge(path, names, rule(2, 4, margin=0.01), "")
+    assert ([each.line.family for each in verdict.comparisons], verdict.undecided) == (["reordered"], ("reordered",))
+    assert {sample.workload for sample in verdict.samples} == {"reordered"}
+    screened = trials.judge(path, names, rule(2, 4, margin=0.01, proof=False), "")
+    assert [each.line.family for each in screened.comparisons] == names
+
+
 def test_prompts_of_which_there_are_few_can_only_rule_out(
     trials: Trials, profile: ReuseProfile, tmp_path: Path
 ) -> None:
