@@ -44,7 +44,7 @@ _REASONS = (
     "kv_sharing_fast_prefill cache_groups cache_spec model_runner recovery prompt_logprobs skip_reading_prefix_cache "
     "streamed_prompt resumed_with_output prompt_ids_missing"
 )
-# What a reason counts as that is not among REASONS: labels of metrics stay few.
+# What a reason counts as that is among neither REASONS nor FAULTS: labels of metrics stay few.
 OTHER_REASON = "other"
 # Calls of the engine that could not be answered, and what failed inside, as the metrics name it.
 _FAULTS = (
@@ -126,8 +126,8 @@ class ReuseReport:
 
 
 def counted_as(reason: str) -> str:
-    """The label under which metrics count a reason."""
-    return reason if reason in REASONS else OTHER_REASON
+    """The label under which metrics count a reason; a fault behind which nothing is reused any more is one too."""
+    return reason if reason in REASONS or reason in FAULTS else OTHER_REASON
 
 
 class OutcomeLedger:

@@ -192,7 +192,7 @@ class VllmScheduler:
             told_output, step = self._steps.read(output)
         except Exception:
             logger.exception("a step of vLLM cannot be read; nothing is reused from now on")
-            self._runtime.faults["build_connector_meta"] += 1
+            self._runtime.faults["step_unreadable"] += 1
             self._runtime.refusal = self._runtime.refusal or "step_unreadable"
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
         return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
