@@ -213,6 +213,12 @@ class VllmScheduler:
         self.stats.request_ended(report)
         return is_saving, {VLLM_RECEIPT: report.receipt}
 
+    @never_raises(lambda: False)
+    def reset_cache(self) -> bool:
+        """Forgets all donors."""
+        self._scheduler.forget_donors()
+        return True
+
     def close(self) -> None:
         """Writes out what is held, and leaves vLLM's block pool as it was found."""
         self._scheduler.close()

@@ -261,6 +261,10 @@ class DonorIndex:
         self.offload.drop(dropped)
         return dropped
 
+    def lost_all(self) -> list[str]:
+        """Drops every donor, as `lost` does."""
+        return self.lost(set(self._text_of_donor))
+
     # -- the tiers -------------------------------------------------------------------------------------------------
 
     def take_events(self, events: deque[OffloadEvent]) -> None:
