@@ -40,18 +40,18 @@ _REASONS = (
     # vLLM
     "settings_invalid vllm_version other_connector encoder_connector kv_role load_failure_policy tensor_parallel "
     "data_parallel executor ubatching pooling encoder_decoder hybrid_model diffusion non_causal prompt_embeds "
-    "routed_experts weight_transfer sequence_parallel full_cuda_graphs kv_cache_dtype kv_scales "
+    "routed_experts weight_transfer sleep_mode sequence_parallel full_cuda_graphs kv_cache_dtype kv_scales "
     "kv_sharing_fast_prefill cache_groups cache_spec model_runner recovery prompt_logprobs skip_reading_prefix_cache "
     "streamed_prompt resumed_with_output prompt_ids_missing"
 )
-# What a reason counts as that is not among REASONS: labels of metrics stay few.
+# What a reason counts as that is among neither REASONS nor FAULTS: labels of metrics stay few.
 OTHER_REASON = "other"
 # Calls of the engine that could not be answered, and what failed inside, as the metrics name it.
 _FAULTS = (
     "wait_for_initialization get_num_new_matched_tokens update_state_after_alloc "
     "update_state_after_alloc_by_layer_group build_connector_meta request_finished request_finished_by_layer_group "
     "request_data saved_news metadata start_load_kv wait_for_save get_finished step_unreadable planned_forward "
-    "plan_not_executed self_check hook"
+    "plan_not_executed self_check hook reset_cache"
 )
 REASONS, FAULTS = frozenset(_REASONS.split()), frozenset(_FAULTS.split())
 # Requests, those that ended last, whose reports are kept.
@@ -126,8 +126,8 @@ class ReuseReport:
 
 
 def counted_as(reason: str) -> str:
-    """The label under which metrics count a reason."""
-    return reason if reason in REASONS else OTHER_REASON
+    """The label under which metrics count a reason; a fault behind which nothing is reused any more is one too."""
+    return reason if reason in REASONS or reason in FAULTS else OTHER_REASON
 
 
 class OutcomeLedger:

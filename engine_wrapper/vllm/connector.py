@@ -64,6 +64,10 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """True while the blocks are held, and the receipt, which vLLM's server puts into the answer."""
         return self._scheduling.request_finished(request, block_ids)
 
+    def reset_cache(self) -> bool:
+        """True when no donor is reused any more; vLLM asks so where its weights may change (`/pause`)."""
+        return self._scheduling.reset_cache()
+
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.update_connector_output(connector_output)
 

@@ -263,6 +263,7 @@ class PlannedForward:
             reason = error.reason if isinstance(error, LayoutError) else "self_check"
             logger.warning("plans are not executed on this engine (%s): %s", reason, error)
             self._runtime.faults["self_check"] += 1
+            self._runtime.refusal = self._runtime.refusal or reason
             self.remove()
             return
         self._is_proven = True

@@ -192,7 +192,7 @@ class VllmScheduler:
             told_output, step = self._steps.read(output)
         except Exception:
             logger.exception("a step of vLLM cannot be read; nothing is reused from now on")
-            self._runtime.faults["build_connector_meta"] += 1
+            self._runtime.faults["step_unreadable"] += 1
             self._runtime.refusal = self._runtime.refusal or "step_unreadable"
             return StepMetadata(self._scheduler.build_connector_meta(None), saving=saving, is_unread=True)
         return StepMetadata(self._scheduler.build_connector_meta(told_output), step, saving)
@@ -212,6 +212,12 @@ class VllmScheduler:
             return is_saving, None
         self.stats.request_ended(report)
         return is_saving, {VLLM_RECEIPT: report.receipt}
+
+    @never_raises(lambda: False)
+    def reset_cache(self) -> bool:
+        """Forgets all donors."""
+        self._scheduler.forget_donors()
+        return True
 
     def close(self) -> None:
         """Writes out what is held, and leaves vLLM's block pool as it was found."""

@@ -43,6 +43,9 @@ MAX_PLANNING_ROUNDS = 3
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 # Fetches that no look-up has asked for begin only while fewer than this are under way.
 MAX_PREFETCHES = 2
+# A donor holds so many tokens of its request's answer. Requests that name no limit may fill the engine's whole context:
+# room for that would be taken from other donors while they run.
+MAX_ANSWER_TOKENS = 1024
 # A look-up indexes at most this many donors that were found on disk: it waits for them.
 _FOUND_AT_ONCE = 4
 
@@ -169,11 +172,11 @@ class DonorIndex:
         """Reserves room for what the request may leave as a donor, so that no save can exceed a budget later.
 
         That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
-        holds; else its exact part. Returns no intent when that is too short, held already in a donor of the same or a
-        lower generation, or does not fit.
+        holds; else its exact part; of the answer MAX_ANSWER_TOKENS at most. Returns no intent when that is too short,
+        held already in a donor of the same or a lower generation, or does not fit.
         """
         plan, generation = tracked.plan, 0
-        limit = len(tracked.prompt) + max_new_tokens
+        limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
         if plan is not None and plan.matched_tokens and not plan.is_exact:
             end, generation = plan.donor_part(generations)
             taken = ((span.target_start, span.target_end) for span in plan.spans)
@@ -260,6 +263,10 @@ class DonorIndex:
         dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
         self.offload.drop(dropped)
         return dropped
+
+    def lost_all(self) -> list[str]:
+        """Drops every donor, as `lost` does."""
+        return self.lost(set(self._text_of_donor))
 
     # -- the tiers -------------------------------------------------------------------------------------------------
 

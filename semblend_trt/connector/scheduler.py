@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
+from semblend_trt.namespace import unknown_value
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
@@ -196,6 +197,16 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """The plan of a request that is running; None without one."""
         tracked = self._requests.get(request_id)
         return None if tracked is None else tracked.plan
+
+    def forget_donors(self) -> None:
+        """Nothing that was computed until now is reused any more. Requests that run keep what they were given."""
+        self.take_events()
+        if (serving := self._serving) is None:
+            return
+        # What is leased, or still to be saved, stays under a name that no request has from now on.
+        namespace = replace(serving.namespace, extra={**serving.namespace.extra, "since": unknown_value()})
+        self._serving = replace(serving, namespace=namespace)
+        serving.donor_index.lost_all()
 
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """What reuse did for a request that is running or ended recently; None for an unknown one."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, near
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, near, taught
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,3 +52,29 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(engine: Callable[.
     assert answer.cached > 0
     assert answer.tokens == cold(MOVED).tokens
     assert near(answer.logprobs, cold(MOVED).logprobs)
+
+
+def test_nothing_that_was_computed_before_a_reset_is_reused(engine: Callable[..., Served], cold: Cold) -> None:
+    served = taught(engine("position_fix"))
+    assert served.llm.reset_prefix_cache(reset_connector=True)
+    assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
+    # Its KV is still being saved, so that vLLM holds its blocks.
+    served.llm.reset_prefix_cache(reset_connector=True)
+    served.settle()
+    served.forget()
+    assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
+    served.settle()
+    served.forget()
+    assert served.ask(DONOR).cached > 400
+    assert not served.runtime.faults
+
+
+def test_a_reset_that_fails_is_told_and_nothing_is_reused(
+    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = taught(engine("position_fix"))
+    with monkeypatch.context() as change:
+        change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)
+        assert not served.llm.reset_prefix_cache(reset_connector=True)
+    assert served.runtime.faults == {"reset_cache": 1}
+    assert served.ask(MOVED, max_tokens=16) == cold(MOVED)

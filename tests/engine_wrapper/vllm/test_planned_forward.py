@@ -66,6 +66,8 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
     assert asked(served) == cold(MOVED)
     assert served.runtime.mode.value == "stock"
     assert served.runtime.faults == {"self_check": 1}
+    assert served.scheduler.outcomes.of(served.last).reason == "self_check"
+    assert served.scheduler.outcomes.reasons()["self_check"] > 0
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
 
 

@@ -97,6 +97,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("speculative_decoding", "speculative_config", (object(),)),
     ("lora", "lora_config", (object(),)),
     ("weight_transfer", "weight_transfer_config", (object(),)),
+    ("sleep_mode", "model_config.enable_sleep_mode", (True,)),
     ("sequence_parallel", "compilation_config.pass_config.enable_sp", (True,)),
     (
         "full_cuda_graphs",

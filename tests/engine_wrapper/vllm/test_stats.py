@@ -96,8 +96,10 @@ def test_docs_metrics_md_names_these_counters_with_their_labels() -> None:
 
 def test_unknown_reasons_are_counted_together() -> None:
     metrics = Metrics()
-    metrics.observe({"refusals": {"low_reuse": 2, **{f"reason{number}": 1 for number in range(5)}}})
+    unknown = {f"reason{number}": 1 for number in range(5)}
+    metrics.observe({"refusals": {"low_reuse": 2, "planned_forward": 1, **unknown}})
     assert metrics.value("refusals", 0, reason="low_reuse") == 2
+    assert metrics.value("refusals", 0, reason="planned_forward") == 1
     assert metrics.value("refusals", 0, reason=OTHER_REASON) == 5
 
 

@@ -14,7 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector.donor_index import MAX_FETCHES, MAX_PREFETCHES, MAX_PROMOTIONS, DonorIndex
+from semblend_trt.connector.donor_index import (
+    MAX_ANSWER_TOKENS,
+    MAX_FETCHES,
+    MAX_PREFETCHES,
+    MAX_PROMOTIONS,
+    DonorIndex,
+)
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.donor_file import DonorText, file_bytes
@@ -255,6 +261,17 @@ def test_room_is_reserved_before_the_save_and_evicts_the_oldest():
     assert index.offload.take_commands() == OffloadCommands(drops=["a"])
     assert index.offload.take_commands() == OffloadCommands()
     assert reused(index, text(1, 200)) == 0
+
+
+def test_an_answer_without_a_limit_takes_no_room_from_other_donors():
+    index = index_of(host_tokens=4000)
+    for each in range(4):
+        keep(index, f"{each}", text(each, 200))
+    for each, max_new_tokens in ((8, 30), (9, 100_000)):
+        intent = index.intend(f"{each}", tracked(each, text(each, 200)), max_new_tokens)
+        assert intent.max_tokens == 200 + min(max_new_tokens, MAX_ANSWER_TOKENS)
+    assert index.offload.take_commands() == OffloadCommands()
+    assert all(reused(index, text(each, 200)) == 200 for each in range(4))
 
 
 def test_donor_lost_on_its_way_down_is_found_no_more():

@@ -230,10 +230,16 @@ def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(
 
 @pytest.mark.parametrize(
     ("reason", "told"),
-    [("profile_mismatch", "does not take the profile"), ("check_needs_wrapper", "executes no plans")],
+    [
+        ("profile_mismatch", "does not take the profile"),
+        ("check_needs_wrapper", "executes no plans"),
+        ("self_check", "executes no plans"),
+        ("attention_backend", "executes no plans"),
+    ],
 )
 def test_an_engine_that_cannot_serve_a_candidate_ends_the_trial(
     make_sample: Callable[..., Sample], reason: str, told: str
 ) -> None:
     with pytest.raises(SemBlendError, match=told):
         _check_candidate_was_tried([make_sample(), make_sample(reason=reason)])
+    _check_candidate_was_tried([make_sample(reason=each) for each in (None, "deviation", "no_donor_match")])
