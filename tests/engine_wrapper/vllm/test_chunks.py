@@ -11,7 +11,7 @@ from engine_wrapper.vllm import arguments
 from engine_wrapper.vllm.rows import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, Served, cold_answers, near, some, taught
+from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, Served, cold_answers, near, some, taught
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,14 +127,14 @@ def test_from_a_chunks_first_token_on_a_moved_run_is_that_of_a_cold_run(
     assert set(attended) == {False, True}
 
 
-def test_keys_that_turned_as_those_of_transformers_would_answer_otherwise(
-    engine: Engine, models: Models, cold: Callable[..., Answered], monkeypatch: pytest.MonkeyPatch
+def test_keys_that_turn_as_those_of_transformers_are_not_vllms(
+    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    donor, prompt = placed()
-    wanted = cold(LOWER, tuple(prompt))
     monkeypatch.setattr(arguments, "LLAMA4", ())
-    served = taught(engine("position_fix", model=models(LOWER)), donor)
-    assert not is_cold(asked(served, prompt), wanted)
+    served = engine("position_fix", model=models(LOWER))
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "stock"
+    assert "(rope_unknown): keys that turn as the model's configuration says" in caplog.text
 
 
 @pytest.mark.parametrize("check", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)
