@@ -38,7 +38,7 @@ from semblend_trt.connector.layer_groups import (
     rotation_of,
     sizes_of,
 )
-from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
+from semblend_trt.connector.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
@@ -382,7 +382,7 @@ def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: 
 
 def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
     try:
-        files = None if directory is None else digest_in(directory, QUANTISATION_FILES)
+        files = None if directory is None else digest_in(directory, PARAMETER_FILES)
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     return configuration_digest({**raw, "files of quantisation": files})
