@@ -188,7 +188,7 @@ class VllmWorker:
             attention, facts = tuple(modules[name] for name in names), self._worker.facts
             assert facts is not None
             longest = int(self._config.model_config.max_model_len)
-            _compare_windows(attention, facts)
+            _compare_windows(attention, facts, longest)
             # The part that reads text of a model that takes images too.
             model = getattr(model, "get_language_model", lambda: model)()
             decoder = model.model
@@ -221,12 +221,14 @@ class VllmWorker:
             self._runtime.refusal = self._runtime.refusal or reason
 
 
-def _compare_windows(attention: Sequence[Any], facts: ModelFacts) -> None:
-    """Raises LayoutError for layers that see other tokens than the model's configuration says."""
+def _compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:
+    """Raises LayoutError for layers that see other tokens of a sequence of `longest` tokens than the model's
+    configuration says; what reaches over all of it hides nothing."""
+    longest = max(longest, facts.max_positions)
     told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
     for what, (name, wanted) in told.items():
         found = [getattr(each, name, None) for each in attention]
-        shown = [None if each is None or each >= facts.max_positions else each for each in found]
+        shown = [None if each is None or each >= longest else each for each in found]
         if shown != list(wanted):
             raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")
 
