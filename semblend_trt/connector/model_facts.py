@@ -76,6 +76,8 @@ _NO_ROPE_LAYERS = ("smollm3", "llama4_text")
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
 # Those whose code may have a window in some layers, in every engine alike.
 _WINDOWED = ("gemma3_text", "gpt_oss")
+# Fields by which some engine or model attends otherwise, and the value of all that is known here.
+_USUAL = {"use_bidirectional_attention": False, "attn_logit_softcapping": None, "is_causal": True}
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
@@ -262,8 +264,8 @@ def _refuse_type(raw: dict[str, Any]) -> None:
             f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_ARCHITECTURES)}",
         )
     _refuse_architecture(raw, _ARCHITECTURES[model_type])
-    for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
-        if model_type == "gemma3_text" and raw.get(name):
+    for name, usual in _USUAL.items():
+        if raw.get(name) not in (None, usual):
             raise UnsupportedModelError(
                 "attention_layout", f"{name} is {raw[name]!r}, and no model of type {model_type!r} is known to have it"
             )
