@@ -10,8 +10,18 @@ import pytest
 from engine_wrapper.vllm import arguments
 from engine_wrapper.vllm.rows import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, Served, cold_answers, near, some, taught
+from tests.conftest import save_tiny_model, save_with_images
+from tests.engine_wrapper.vllm.conftest import (
+    DOCUMENT,
+    DONOR,
+    MOVED,
+    Served,
+    cold_answers,
+    near,
+    needs_torchvision,
+    some,
+    taught,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +97,16 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(
     served = taught(engine(*WHOLE, model=models(MIXED), **options))
     assert is_cold(asked(served), wanted)
     assert served.scheduler.namespace.backend_cache_layout.count("/") == 2
+
+
+@needs_torchvision
+def test_a_model_that_takes_images_is_served_for_text_alone(
+    engine: Engine, models: Models, cold: Callable[..., Answered], tmp_path: Path
+) -> None:
+    """As Llama 4 is published."""
+    wanted, model = cold(MIXED), save_with_images(models(MIXED), tmp_path)
+    served = taught(engine(*WHOLE, model=model, language_model_only=True))
+    assert is_cold(asked(served), wanted)
 
 
 def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(
