@@ -26,6 +26,7 @@ from engine_wrapper.self_check import (
     raise_difference,
     sample_difference,
 )
+from engine_wrapper.vllm.key_rotation import check_rotation
 from engine_wrapper.vllm.refusals import callers, sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
 from semblend_trt.plan import EngineMode
@@ -279,6 +280,7 @@ class PlannedForward:
 
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
         raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run), self._runtime.ranks)
+        check_rotation(self._parts, ids)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:
             problem = "kv_cache_dtype"  # our kernel reads no scales

@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
-    from engine_wrapper.vllm.layer_calls import LayerCalls
+    from engine_wrapper.vllm.layer_calls import LayerCalls, Rows
     from engine_wrapper.vllm.layers import CacheLayout
     from kernels.layout import KvGeometry, LayeredPool
+    from kernels.rope import Rotation
     from semblend_trt.ranks import Ranks
 
 # A run reads all keys before it, which takes as long as one more row for so many of them (`works_of`): measured on an
@@ -59,6 +60,7 @@ class Decoder:
     """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
     and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
     (`own_builder`). `chunks`: of each layer the tokens of a chunk if its attention has chunks, else None.
+    `rotation`: how keys move, as the model's configuration says; `longest`: tokens of the longest sequence.
     `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`: modules that vLLM
     leaves to its compiler (`unfused_of`)."""
 
@@ -71,6 +73,8 @@ class Decoder:
     pool: LayeredPool
     geometry: KvGeometry
     chunks: tuple[int | None, ...]
+    rotation: Rotation
+    longest: int
     head_scales: tuple[torch.Tensor, ...] = ()
     unfused: tuple[CustomOp, ...] = ()
 
@@ -194,8 +198,33 @@ def _read(graphs: Sequence[Any], addresses: set[int]) -> bool:
     return is_whole and addresses <= {address for each in graphs for address in each.input_addresses}
 
 
-class _ComparedError(Exception):
-    """Leaves a layer whose K and V have been compared."""
+class _TakenError(Exception):
+    """Leaves a layer whose K and V have been taken."""
+
+
+def take_fresh(
+    parts: Decoder,
+    layer: int,
+    positions: torch.Tensor,
+    rows: Rows,
+    take: Callable[[torch.Tensor, torch.Tensor | None], Any],
+) -> Any:
+    """Runs a layer up to its attention; returns what `take` makes of K and V of all rows, each [rows, kv_heads,
+    head_dim], V None where a row is both. The layer may write into `rows`. Raises LayoutError `model_call`."""
+    attention, found = parts.attention[layer], list[Any]()
+
+    def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
+        found.append(take(*_fresh_rows(kv, parts.geometry)))
+        raise _TakenError
+
+    attention.forward = leave
+    try:
+        parts.calls.run(layer, positions, rows)
+    except _TakenError:
+        return found[0]
+    finally:
+        del attention.forward
+    raise LayoutError("model_call", f"layer {layer} has not called its attention")
 
 
 class VllmRows:
@@ -268,15 +297,13 @@ class VllmRows:
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
         parts, geometry, layer = self._parts, self._parts.geometry, check.layer
-        found = list[torch.Tensor]()
 
-        def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
-            keys, values = _fresh_rows(kv, geometry)
+        def take(keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
             stored = parts.stored(layer, keys, values)
             scales = parts.head_scales[layer] if parts.head_scales else None
-            found.append(check.deviations(*stored, parts.pool, geometry, ranks, scales))
+            deviations = check.deviations(*stored, parts.pool, geometry, ranks, scales)
             parts.write(layer, keys, values, self._sequences, self._row_slots)
-            raise _ComparedError
+            return deviations
 
         if self._hidden is None:
             self._begin()
@@ -285,15 +312,8 @@ class VllmRows:
         if not check.is_sample:
             # A layer writes into what it is given, and is run again for the rows that go on.
             hidden, residual = hidden.clone(), None if residual is None else residual.clone()
-        attention = self._parts.attention[layer]
-        attention.forward = leave
-        try:
-            self._parts.calls.run(layer, self._positions, (hidden, residual))
-        except _ComparedError:
-            return found[0]
-        finally:
-            del attention.forward
-        raise LayoutError("model_call", f"layer {layer} has not called its attention")
+        deviations: torch.Tensor = take_fresh(parts, layer, self._positions, (hidden, residual), take)
+        return deviations
 
     def output(self, rows: torch.Tensor) -> torch.Tensor:
         """The final norm of some rows, int64; returns [len(rows), hidden]."""
@@ -302,12 +322,7 @@ class VllmRows:
         return self._parts.calls.norm((self._hidden.index_select(0, rows), residual))
 
     def _begin(self) -> None:
-        """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels."""
-        modules = self._parts.unfused
-        self._left.callback(_set_methods, modules, [each._forward_method for each in modules])
-        _set_methods(modules, [each.forward_cuda for each in modules])
-        for op in _ir_ops() if self._parts.unfused else ():
-            self._left.enter_context(op.set_priority(["vllm_c", "native"]))
+        self._left.enter_context(own_kernels(self._parts.unfused))
         self._hidden = self._parts.calls.embed(self._schedule.token_ids)
 
     def _stand_apart(self) -> bool:
@@ -388,6 +403,17 @@ class VllmRows:
             positions=self._positions,
         )
         return self._parts.builder.build(0, common)
+
+
+@contextmanager
+def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
+    """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
+    with ExitStack() as left:
+        left.callback(_set_methods, modules, [each._forward_method for each in modules])
+        _set_methods(modules, [each.forward_cuda for each in modules])
+        for op in _ir_ops() if modules else ():
+            left.enter_context(op.set_priority(["vllm_c", "native"]))
+        yield
 
 
 def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., Any]]) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
     from semblend_trt.config import Settings
+    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -184,8 +185,10 @@ class VllmWorker:
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
             assert self._layout is not None
-            attention = tuple(modules[name] for name in names)
-            self._compare_windows(attention)
+            attention, facts = tuple(modules[name] for name in names), self._worker.facts
+            assert facts is not None
+            longest = int(self._config.model_config.max_model_len)
+            _compare_windows(attention, facts, longest)
             # The part that reads text of a model that takes images too.
             model = getattr(model, "get_language_model", lambda: model)()
             decoder = model.model
@@ -202,6 +205,8 @@ class VllmWorker:
                 pool=pool,
                 geometry=self._runtime.pool.geometry,
                 chunks=tuple(getattr(each, "attention_chunk_size", None) for each in attention),
+                rotation=facts.rotation,
+                longest=longest,
                 head_scales=scales_of_heads(self._scales, self._layout.shape[0], pool.device),
                 unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
@@ -215,16 +220,17 @@ class VllmWorker:
             reason = error.reason if isinstance(error, LayoutError) else "model_runner"
             self._runtime.refusal = self._runtime.refusal or reason
 
-    def _compare_windows(self, attention: Sequence[Any]) -> None:
-        """Raises LayoutError for layers that see other tokens than the model's configuration says."""
-        facts = self._worker.facts
-        assert facts is not None
-        told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
-        for what, (name, wanted) in told.items():
-            found = [getattr(each, name, None) for each in attention]
-            shown = [None if each is None or each >= facts.max_positions else each for each in found]
-            if shown != list(wanted):
-                raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")
+
+def _compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:
+    """Raises LayoutError for layers that see other tokens of a sequence of `longest` tokens than the model's
+    configuration says; what reaches over all of it hides nothing."""
+    longest = max(longest, facts.max_positions)
+    told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
+    for what, (name, wanted) in told.items():
+        found = [getattr(each, name, None) for each in attention]
+        shown = [None if each is None or each >= longest else each for each in found]
+        if shown != list(wanted):
+            raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")
 
 
 def _plain_group(runner: Any, modules: Mapping[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from semblend_trt.connector.layer_groups import (
     rotation_of,
     sizes_of,
 )
-from semblend_trt.connector.model_files import QUANTISATION_FILES, digest_in, is_local, snapshot
+from semblend_trt.connector.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.transformers_version import imported
 
@@ -76,6 +76,8 @@ _NO_ROPE_LAYERS = ("smollm3", "llama4_text")
 _PARTIAL_ROTARY = ("glm4_moe", "phi3")
 # Those whose code may have a window in some layers, in every engine alike.
 _WINDOWED = ("gemma3_text", "gpt_oss")
+# Fields by which some engine or model attends otherwise, and the value of all that is known here.
+_USUAL = {"use_bidirectional_attention": False, "attn_logit_softcapping": None, "is_causal": True}
 
 
 # Fields of config.json that change no KV: who made it and with what, and how tokens are generated or classified.
@@ -262,8 +264,8 @@ def _refuse_type(raw: dict[str, Any]) -> None:
             f"model type {model_type!r} is not one whose KV is known to be movable: {', '.join(_ARCHITECTURES)}",
         )
     _refuse_architecture(raw, _ARCHITECTURES[model_type])
-    for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
-        if model_type == "gemma3_text" and raw.get(name):
+    for name, usual in _USUAL.items():
+        if raw.get(name) not in (None, usual):
             raise UnsupportedModelError(
                 "attention_layout", f"{name} is {raw[name]!r}, and no model of type {model_type!r} is known to have it"
             )
@@ -382,7 +384,7 @@ def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: 
 
 def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
     try:
-        files = None if directory is None else digest_in(directory, QUANTISATION_FILES)
+        files = None if directory is None else digest_in(directory, PARAMETER_FILES)
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     return configuration_digest({**raw, "files of quantisation": files})

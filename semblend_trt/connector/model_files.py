@@ -222,7 +222,8 @@ def _own_content(name: str, folder: int) -> bytes:
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "*.index.json"
 _CONFIGURATIONS = ("config.json", "config.*.json")
-QUANTISATION_FILES = ("*quant*.json", "dtypes.json")
+# What engines read beside these: quantisation, and Mistral's own form of a configuration.
+PARAMETER_FILES = ("*quant*.json", "dtypes.json", "params.json")
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
@@ -299,7 +300,7 @@ def digest_in(directory: Path, patterns: tuple[str, ...]) -> str | None:
 
 def file_states(directory: Path) -> dict[str, FileState]:
     """The states of the files that make a directory's model, by name. Raises OSError and ConfigurationError."""
-    files = {**_files_in(directory, (*_CONFIGURATIONS, *QUANTISATION_FILES)), **weight_files(directory)}
+    files = {**_files_in(directory, (*_CONFIGURATIONS, *PARAMETER_FILES)), **weight_files(directory)}
     return {name: FileState.of(path) for name, path in files.items()}
 
 

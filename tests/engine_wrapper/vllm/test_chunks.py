@@ -10,8 +10,18 @@ import pytest
 from engine_wrapper.vllm import arguments
 from engine_wrapper.vllm.rows import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
-from tests.conftest import save_tiny_model
-from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, Served, cold_answers, near, some, taught
+from tests.conftest import save_tiny_model, save_with_images
+from tests.engine_wrapper.vllm.conftest import (
+    DOCUMENT,
+    DONOR,
+    MOVED,
+    Served,
+    cold_answers,
+    near,
+    needs_torchvision,
+    some,
+    taught,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +99,16 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(
     assert served.scheduler.namespace.backend_cache_layout.count("/") == 2
 
 
+@needs_torchvision
+def test_a_model_that_takes_images_is_served_for_text_alone(
+    engine: Engine, models: Models, cold: Callable[..., Answered], tmp_path: Path
+) -> None:
+    """As Llama 4 is published."""
+    wanted, model = cold(MIXED), save_with_images(models(MIXED), tmp_path)
+    served = taught(engine(*WHOLE, model=model, language_model_only=True))
+    assert is_cold(asked(served), wanted)
+
+
 def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(
     engine: Engine, models: Models, cold: Callable[..., Answered]
 ) -> None:
@@ -127,14 +147,14 @@ def test_from_a_chunks_first_token_on_a_moved_run_is_that_of_a_cold_run(
     assert set(attended) == {False, True}
 
 
-def test_keys_that_turned_as_those_of_transformers_would_answer_otherwise(
-    engine: Engine, models: Models, cold: Callable[..., Answered], monkeypatch: pytest.MonkeyPatch
+def test_keys_that_turn_as_those_of_transformers_are_not_vllms(
+    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    donor, prompt = placed()
-    wanted = cold(LOWER, tuple(prompt))
     monkeypatch.setattr(arguments, "LLAMA4", ())
-    served = taught(engine("position_fix", model=models(LOWER)), donor)
-    assert not is_cold(asked(served, prompt), wanted)
+    served = engine("position_fix", model=models(LOWER))
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "stock"
+    assert "(rope_unknown): keys that turn as the model's configuration says" in caplog.text
 
 
 @pytest.mark.parametrize("check", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)

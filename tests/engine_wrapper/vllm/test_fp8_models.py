@@ -1,4 +1,4 @@
-"""KV in e4m3 inside a real vLLM, of models with windows, sinks and experts."""
+"""KV in e4m3 inside a real vLLM, of models with windows, sinks, chunks and experts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ Engine = Callable[..., Served]
 Models = Callable[..., Path]
 Cold = Callable[..., Answered]
 
-WINDOW, LAYERS = 64, 3
+WINDOW, CHUNK, LAYERS = 64, 128, 3
 FP8 = {"kv_cache_dtype": "fp8"}
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
 # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
 SIZES: dict[str, Any] = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
-WINDOWED = {"sliding_window": WINDOW, "layer_types": None}
+_WINDOWS = {"sliding_window": WINDOW, "layer_types": None}
+OWN: dict[str, dict[str, Any]] = {
+    "gpt_oss": _WINDOWS,
+    "gemma3_text": _WINDOWS,
+    "llama4_text": {"attention_chunk_size": CHUNK},
+}
 # Where one layer is all, vLLM wants experts in a GLM.
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 # The document where the donor has it, behind other tokens: its K and V are not turned, and so not rounded again.
@@ -44,8 +49,7 @@ IN_PLACE = [*other(20), *DOCUMENT, *other(40)]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     @cache
     def model(family: str, layers: int = LAYERS) -> Path:
-        windows = WINDOWED if family in ("gpt_oss", "gemma3_text") else {}
-        sizes = SIZES | windows | (ONE_LAYER if layers == 1 else {"num_hidden_layers": layers})
+        sizes = SIZES | OWN.get(family, {}) | (ONE_LAYER if layers == 1 else {"num_hidden_layers": layers})
         return save_tiny_model(family, tmp_path_factory.mktemp(family), **sizes)
 
     return model
@@ -65,12 +69,12 @@ def cold(models: Models) -> Cold:
 def is_cold(served: Served, prompt: list[int], expected: Answered) -> bool:
     """Whether a prompt, most of whose document vLLM does not compute, is answered as by a cold run."""
     answer = served.ask(prompt, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT) - WINDOW
+    assert answer.cached >= len(DOCUMENT) - (served.runtime.pool.chunk or WINDOW)
     assert not served.runtime.faults
     return answer.tokens == expected.tokens and near(answer.logprobs, expected.logprobs)
 
 
-@pytest.mark.parametrize("family", [*MIXTURES, "gemma3_text"])
+@pytest.mark.parametrize("family", [*MIXTURES, "gemma3_text", "llama4_text"])
 def test_with_all_layers_computed_again_answers_are_cold_ones(
     engine: Engine, models: Models, cold: Cold, family: str
 ) -> None:

@@ -174,3 +174,12 @@ def test_layers_with_other_windows_than_the_models_are_refused_by_name(
     monkeypatch.setattr(Attention, "__init__", wider)
     served = engine("position_fix", model=models(2))
     assert served.runtime.refusal == "sliding_window"
+
+
+def test_a_window_that_the_longest_prompt_outgrows_is_refused_by_name(engine: Engine, tmp_path: Path) -> None:
+    """As long as the model's positions, which its YaRN stretches."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 128}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    model = save_tiny_model("gpt_oss", tmp_path, **SIZES | {"sliding_window": 2048, "rope_parameters": yarn})
+    assert engine("position_fix", model=model, max_model_len=2048).runtime.refusal is None
+    assert engine("position_fix", model=model, max_model_len=4096).runtime.refusal == "sliding_window"

@@ -140,6 +140,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("unknown_architecture", {"auto_map": {"AutoModelForCausalLM": "modeling_own.DeepseekV3ForCausalLM"}}, "own"),
     ("mla", {"model_type": "deepseek_v32"}, "deepseek_v32"),
     ("mla", {"model_type": "llama"}, "llama"),
+    # Kimi K3's text, most of whose layers are recurrent; and the whole of it.
+    ("mla", {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1, 2]}}, "kimi_linear"),
+    ("multimodal", {"model_type": "kimi_k3", "kv_lora_rank": ..., "text_config": V3}, "kimi_k3"),
 ]
 
 

@@ -212,6 +212,8 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1]}),
     ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1, 2]}),
     ("attention_layout", QWEN2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
+    ("attention_layout", QWEN2, {"is_causal": False}),
+    ("attention_layout", LLAMA, {"use_bidirectional_attention": True}),
     ("attention_layout", QWEN3_MOE, {"dual_chunk_attention_config": {"chunk_size": 262144}}),
     ("rope_dynamic", LLAMA, {"rope_parameters": rope("dynamic", factor=2.0)}),
     ("rope_longrope", PHI3, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024}),

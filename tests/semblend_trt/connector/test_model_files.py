@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from semblend_trt.connector import model_files
 from semblend_trt.connector.model_files import (
-    QUANTISATION_FILES,
+    PARAMETER_FILES,
     TOKENIZER_FILES,
     DigestCache,
     FileState,
@@ -124,8 +124,8 @@ def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path: Path, kind: s
     [
         *((TOKENIZER_FILES, name) for name in ("tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt")),
         *((TOKENIZER_FILES, name) for name in ("tekken.json", "qwen.tiktoken", "chat_template.jinja")),
-        *((QUANTISATION_FILES, name) for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")),
-        (QUANTISATION_FILES, "dtypes.json"),
+        *((PARAMETER_FILES, name) for name in ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")),
+        *((PARAMETER_FILES, name) for name in ("dtypes.json", "params.json")),
     ],
 )
 def test_every_byte_of_the_files_that_fit_counts(tmp_path: Path, patterns: tuple[str, ...], name: str) -> None:
