@@ -194,9 +194,20 @@ def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 
     return [line_of(family, arm, chosen, cold, seed) for (family, arm), chosen in by_key.items()]
 
 
-def line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str, Sample], seed: int = 0) -> Line:
-    """One line of the given samples, of which there is at least one."""
-    loss = _bound(samples, cold, lambda sample: None if sample.loss is None else -sample.loss, seed)
+def line_of(
+    family: str,
+    arm: str,
+    samples: Sequence[Sample],
+    cold: Mapping[str, Sample],
+    seed: int = 0,
+    *,
+    is_bounded: bool = True,
+) -> Line:
+    """One line of the given samples, of which there is at least one; without what needs bounds unless `is_bounded`."""
+    exact = loss = None
+    if is_bounded:
+        exact = _bound(samples, cold, lambda sample: sample.exact_match, seed)
+        loss = _bound(samples, cold, lambda sample: None if sample.loss is None else -sample.loss, seed)
     offered, sampled, checked, reused, recomputed = (
         sum(getattr(sample, f"{name}_tokens") for sample in samples)
         for name in ("offered", "sampled", "checked", "reused", "recomputed")
@@ -211,7 +222,7 @@ def line_of(family: str, arm: str, samples: Sequence[Sample], cold: Mapping[str,
         samples=len(samples),
         groups=len({sample.group for sample in samples}),
         exact_match=metrics.mean(sample.exact_match for sample in samples),
-        exact_match_bound=_bound(samples, cold, lambda sample: sample.exact_match, seed),
+        exact_match_bound=exact,
         follows_donor=metrics.mean(sample.follows_donor for sample in samples),
         ppl_ratio=None if loss is None else math.exp(-loss.difference),
         loss_bound=loss,

@@ -168,7 +168,7 @@ class _Prepared:
                 return write_plants(self.engines, asked, [name], count)
             return write_cases(self.engines, asked)
 
-        return Trials(self.engines, write, self.settings, seed, self._collector)
+        return Trials(self.engines, write, self.settings, self._collector)
 
     def proof(self, number: int) -> Rule:
         """The rule of the n-th confirmation: all together are wrong with a probability of 1 - CONFIDENCE at most."""

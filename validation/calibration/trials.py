@@ -180,10 +180,9 @@ class Trials:
         engines: Engines,
         write: Callable[[str, int, int], Sequence[Case]],
         settings: ServingSettings,
-        seed: int,
         collector: DeviationCollector,
     ) -> None:
-        self._engines, self._write, self._seed = engines, write, seed
+        self._engines, self._write = engines, write
         self._server = BatchServer(engines, [], settings, likelihoods=True)
         self._planter = Planter(collector, self._server.tokens_of)
         self._collector = collector
@@ -207,7 +206,7 @@ class Trials:
         known = []
         for family, cases in asked.items():
             cold = self._server.cold(cases)
-            line = line_of(family, COLD, list(cold.values()), cold, self._seed)
+            line = line_of(family, COLD, list(cold.values()), cold, is_bounded=False)
             is_known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
             score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
             tell(f"{family}: {line.samples} prompts{score}" + ("" if is_known else "; the family shows nothing"))
@@ -319,7 +318,7 @@ class Trials:
         noise = compared(lambda sample: sample.likelihood, is_noise=True)
         assert likelihood is not None
         assert noise is not None
-        line = line_of(family, VERIFIED, samples, cold, self._seed)
+        line = line_of(family, VERIFIED, samples, cold, is_bounded=False)  # the evidence bounds it
         return Comparison(line, likelihood, compared(lambda sample: sample.exact_match), noise)
 
     def _chosen(self, family: str, before: int, groups_now: int, profile: ReuseProfile) -> list[Case]:

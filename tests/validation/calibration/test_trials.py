@@ -100,7 +100,7 @@ def trials(shipped: EmbeddedEngines, collector: DeviationCollector) -> Trials:
         return cases[: max(0, 3 - first)] if family in FEW else cases
 
     settings = ServingSettings(str(shipped_model()), max_tokens=8, min_span=MIN_SPAN, batch=8)
-    return Trials(shipped, write, settings, 5, collector)
+    return Trials(shipped, write, settings, collector)
 
 
 @pytest.mark.parametrize(
