@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# kv_move and deviation also take fp8: a rotation keeps the tensor's one scale, so that neither need know it.
+# Pools and donors may be in fp8 too: a rotation keeps the tensor's one scale, so that kv_move and deviation need not
+# know it. Attention takes it to be 1.
 MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 
 

@@ -325,6 +325,14 @@ def store_part(base, rows, live, values, FIRST: tl.constexpr, COUNT: tl.constexp
 
 
 @triton.jit
+def as_element(values, ELEMENT: tl.constexpr):
+    """Values in the type they are stored in; float8_e4m3fn, which has no infinity, saturates."""
+    if tl.float8e4nv == ELEMENT:
+        values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(ELEMENT)
+
+
+@triton.jit
 def load_planes(
     base, rows, live, FIRST: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):

@@ -16,6 +16,7 @@ from kernels.layout import ContiguousKv
 from kernels.rope import LayerRotations
 from kernels.span_table import (
     Tiling,
+    as_element,
     constants,
     factors_of,
     keep_until_read,
@@ -92,14 +93,6 @@ def prepared(
     return run
 
 
-@triton.jit
-def _as_element(values, ELEMENT: tl.constexpr):
-    """float32 to the stored type; float8_e4m3fn, which has no infinity, saturates."""
-    if tl.float8e4nv == ELEMENT:
-        values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return values.to(ELEMENT)
-
-
 @triton.jit(
     do_not_specialize=["tiles_at", "factors_at", "num_tiles", "from_layer", "to_layer", "layers", "kinds", "heads"]
 )
@@ -168,8 +161,8 @@ def move_kernel(
                 if PAD_AFTER > 0:
                     after = load_part(source, from_rows, live, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
                 first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
-                rotated_first = _as_element(first * cos - second * sin, base.dtype.element_ty)
-                rotated_second = _as_element(second * cos + first * sin, base.dtype.element_ty)
+                rotated_first = as_element(first * cos - second * sin, base.dtype.element_ty)
+                rotated_second = as_element(second * cos + first * sin, base.dtype.element_ty)
                 if INTERLEAVED:
                     both = tl.reshape(tl.join(rotated_first, rotated_second), (TOKENS, 2 * PAD_HALF))
                     store_part(target, to_rows, live, both, FIRST, 2 * HALF, 2 * PAD_HALF)

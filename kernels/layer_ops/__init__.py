@@ -12,7 +12,7 @@ import torch
 
 from kernels.dispatch import has_kernels
 from kernels.layer_ops import eager
-from kernels.layout import PoolLayer, check_pool
+from kernels.layout import MOVABLE_DTYPES, PoolLayer, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,10 +67,11 @@ def rotate_rows(
     """Rotates (NeoX half-split) the query and key heads of `qkv` in place and writes K and V into the pool.
 
     `qkv`: [rows, (heads + 2 * kv_heads) * head_dim], contiguous; `cos`, `sin`: float32 [rows, head_dim / 2]; `slots`:
-    int64 [rows] as from `slots_of`, where -1 writes nothing. The rotation is computed in float32.
+    int64 [rows] as from `slots_of`, where -1 writes nothing. The rotation is computed in float32, and the pool gets
+    what `qkv` holds then; one in float8_e4m3fn saturates.
     """
     pool, layer, geometry = kv
-    check_pool(pool, geometry)
+    check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
     half, key_values = geometry.head_dim // 2, 2 * geometry.kv_heads * geometry.head_dim
     width = qkv.shape[-1] - key_values
     if qkv.ndim != 2 or not qkv.is_contiguous() or width <= 0 or width % geometry.head_dim:

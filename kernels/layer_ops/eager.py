@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu
 
-from kernels.layout import PoolLayer, layer_view
+from kernels.layout import PoolLayer, indexable, layer_view
+from kernels.rope import saturated
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
@@ -47,7 +48,8 @@ def rotate_rows(
     written = slots >= 0
     blocks, offsets = slots[written] // geometry.block_size, slots[written] % geometry.block_size
     for kind, rows in enumerate((key, value)):
-        layer_view(pool, geometry, layer, kind)[blocks, :, offsets] = rows[written]
+        held = indexable(layer_view(pool, geometry, layer, kind))
+        held[blocks, :, offsets] = indexable(saturated(rows[written], pool.dtype))
 
 
 def _rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

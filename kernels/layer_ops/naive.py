@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.layout import layer_view
+from kernels.rope import saturated
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
@@ -62,8 +63,8 @@ def rotate_rows(
         if slot < 0:
             continue
         for kv_head in range(geometry.kv_heads):
-            _row_of(kv, 0, kv_head, slot).copy_(heads[row, first_key + kv_head])
-            _row_of(kv, 1, kv_head, slot).copy_(heads[row, first_value + kv_head])
+            _row_of(kv, 0, kv_head, slot).copy_(saturated(heads[row, first_key + kv_head], kv.pool.dtype))
+            _row_of(kv, 1, kv_head, slot).copy_(saturated(heads[row, first_value + kv_head], kv.pool.dtype))
 
 
 def _rms_norm(vector: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

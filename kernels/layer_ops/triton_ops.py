@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
-from kernels.span_table import load_planes, store_part
+from kernels.span_table import as_element, load_planes, store_part
 
 if TYPE_CHECKING:
     from kernels.layer_ops import HeadNorms
@@ -122,8 +122,8 @@ def _rotate_kernel(
         )
         places = slots // BLOCK_SIZE * pool_block_stride + slots % BLOCK_SIZE * HEAD_DIM
         pointers = pool_ptr + base + places[:, None] + channels[None, :]
-        tl.store(pointers, first.to(dtype), mask=written)
-        tl.store(pointers + half, second.to(dtype), mask=written)
+        tl.store(pointers, as_element(first.to(dtype), pool_ptr.dtype.element_ty), mask=written)
+        tl.store(pointers + half, as_element(second.to(dtype), pool_ptr.dtype.element_ty), mask=written)
 
 
 def add_rms_norm(rows: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -27,8 +27,9 @@ __all__ = ["SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
     """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
-    With kv_factor 1 (MLA) `k` is the latent, and `v` is None. The sequences cover the rows in order. Raises ValueError,
-    naming the tensor and its bound, before anything is written. Without sequences it does nothing.
+    With kv_factor 1 (MLA) `k` is the latent, and `v` is None. A pool in float8_e4m3fn takes rows of any other dtype,
+    and saturates. The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before
+    anything is written. Without sequences it does nothing.
     """
     if not sequences:
         return
@@ -55,8 +56,9 @@ def sparse_prefill(
     K and V of every position that a query sees must be in the pool; latent rows are none. `scale`, above 0, multiplies
     the scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`,
     sliding_window_overlay). `sinks`: a logit for each head, [heads], of any float dtype, which takes part in the
-    softmax's denominator only (Transformers, `modeling_gpt_oss.py`, eager_attention_forward). Returns [rows, heads,
-    head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound.
+    softmax's denominator only (Transformers, `modeling_gpt_oss.py`, eager_attention_forward). K and V in float8_e4m3fn
+    are read as numbers of q's dtype: their scale is 1. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError,
+    naming the tensor and its bound.
     """
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kernels.layout import PoolLayer, layer_view
+from kernels.layout import PoolLayer, indexable, layer_view
+from kernels.rope import saturated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
         blocks = block_ids[positions // geometry.block_size]
         slots = positions % geometry.block_size
         for kind, values in enumerate((k,) if v is None else (k, v)):
-            layer_view(pool, geometry, layer, kind)[blocks, :, slots] = values[rows]
+            held = indexable(layer_view(pool, geometry, layer, kind))
+            held[blocks, :, slots] = indexable(saturated(values[rows], pool.dtype))
 
 
 def sparse_prefill(
@@ -48,7 +50,7 @@ def sparse_prefill(
         # A window over all positions is none.
         own = window if window is not None and window <= sequence.last_position else None
         first = 0 if own is None else max(0, sequence.first_position - own + 1)
-        keys, values = _gather(kv, sequence, first)
+        keys, values = _gather(kv, sequence, first, q.dtype)
         if own is None and sinks is None:
             output[rows] = _attend(q[rows], keys, values, sequence, scale)
         else:
@@ -56,13 +58,14 @@ def sparse_prefill(
     return output
 
 
-def _gather(kv: PoolLayer, sequence: SequenceRows, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of positions first..last_position, each [kv_heads, tokens, head_dim]."""
+def _gather(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of positions first..last_position in `dtype`, each [kv_heads, tokens, head_dim]."""
     pool, layer, geometry = kv
     tokens, before = sequence.last_position + 1, first // geometry.block_size
     blocks = sequence.block_ids[before : geometry.blocks_for(tokens)].to(pool.device)
     # [blocks, kv_heads, block_size, head_dim] each; to select along another dimension torch would copy the pool
-    gathered = (layer_view(pool, geometry, layer, kind).index_select(0, blocks) for kind in (0, 1))
+    held = (indexable(layer_view(pool, geometry, layer, kind)) for kind in (0, 1))
+    gathered = (each.index_select(0, blocks).view(pool.dtype).to(dtype) for each in held)
     kept = slice(first - before * geometry.block_size, tokens - before * geometry.block_size)
     keys, values = (each.transpose(0, 1).flatten(1, 2)[:, kept] for each in gathered)
     return keys, values

@@ -8,6 +8,7 @@ import torch
 
 from kernels.kv_move.naive import row_of
 from kernels.layout import PagedKv
+from kernels.rope import saturated
 from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
         held = PagedKv(pool, sequence.block_ids, geometry)
         for row, position in enumerate(sequence.positions.tolist(), sequence.first_row):
             for head in range(geometry.kv_heads):
-                row_of(held, 0, layer, head, position).copy_(k[row, head])
+                row_of(held, 0, layer, head, position).copy_(saturated(k[row, head], pool.dtype))
                 if v is not None:
-                    row_of(held, 1, layer, head, position).copy_(v[row, head])
+                    row_of(held, 1, layer, head, position).copy_(saturated(v[row, head], pool.dtype))
 
 
 def read_pinned(source: torch.Tensor, target: torch.Tensor) -> None:

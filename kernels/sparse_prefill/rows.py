@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import KvGeometry, PoolLayer, check_pool
+from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, PoolLayer, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -135,7 +135,7 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
     nothing waits for a device.
     """
     pool, layer, geometry = kv
-    check_pool(pool, geometry)
+    check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
     rows = _covered_rows(tuple(sequences), pool.shape[0], geometry)
@@ -145,7 +145,8 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
                 f"{name} has shape {list(tensor.shape)}; [{rows}, {heads}, {geometry.head_dim}] is needed by the "
                 "sequences and the geometry"
             )
-        if tensor.dtype != pool.dtype or tensor.device != pool.device:
+        fits = tensor.dtype in (SUPPORTED_DTYPES if pool.dtype == torch.float8_e4m3fn else (pool.dtype,))
+        if not fits or tensor.device != pool.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; the pool is {pool.dtype} on {pool.device}")
 
 

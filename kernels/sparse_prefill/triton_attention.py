@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
+from kernels.span_table import as_element
 from kernels.sparse_prefill.tiles import (
     AttentionWork,
     BatchIndex,
@@ -565,7 +566,7 @@ def write_kernel(
     slots = blocks * pool_block_stride + positions % BLOCK_SIZE * SLOT_STRIDE
     offset = tl.cast(layer, tl.int64) * pool_layer_stride + head * HEAD_STRIDE
     pointers = pool_ptr + offset + slots[:, None] + channels[None, :]
-    tl.store(pointers, k, mask=mask)
+    tl.store(pointers, as_element(k, pool_ptr.dtype.element_ty), mask=mask)
     if KINDS == 2:
         v = tl.load(v_ptr + (rows * v_row_stride + head * v_head_stride)[:, None] + channels[None, :], mask=mask)
-        tl.store(pointers + pool_kind_stride, v, mask=mask)
+        tl.store(pointers + pool_kind_stride, as_element(v, pool_ptr.dtype.element_ty), mask=mask)

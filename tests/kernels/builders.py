@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -117,6 +118,13 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert error_of(actual, expected) <= TOLERANCE.get(dtype or actual.dtype, FP8_TOLERANCE)
 
 
+def assert_stored(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The bytes of two tensors in fp8 are the same; where Triton's interpreter rounds, they are as near as it can."""
+    if actual.is_cuda or os.environ.get("TRITON_INTERPRET") != "1":
+        assert torch.equal(actual.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+    assert_same(actual, expected)
+
+
 def rows_at(first_row: int, positions: Sequence[int], block_ids: Sequence[int]) -> SequenceRows:
     return SequenceRows(first_row, torch.tensor(positions), torch.tensor(block_ids))
 
@@ -124,8 +132,8 @@ def rows_at(first_row: int, positions: Sequence[int], block_ids: Sequence[int]) 
 class Batch:
     """Rows at `positions` of several sequences, over a pool of 2 layers with KV up to each sequence's last row.
 
-    With a `window` the KV of tokens that no row sees is NaN. `on` is where the operations run; `expected` lies on the
-    CPU.
+    With a `window` the KV of tokens that no row sees is NaN. KV is of `dtype`, or of `kv_dtype`. `on` is where the
+    operations run; `expected` lies on the CPU.
     """
 
     def __init__(
@@ -138,6 +146,7 @@ class Batch:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
         generator = torch.Generator().manual_seed(3)
@@ -156,6 +165,7 @@ class Batch:
             view[ids[reached // block_size], :, :, :, reached % block_size] = kv
             self.sequences.append(SequenceRows(rows, torch.tensor(own), ids))
             rows += len(own)
+        self.pool = self.pool.to(kv_dtype or dtype)
         self.q = torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
 
     def on(self, device: str) -> tuple[torch.Tensor, torch.Tensor, list[SequenceRows]]:

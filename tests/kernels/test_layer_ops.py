@@ -5,6 +5,7 @@ Tolerances are relative errors in the 2-norm: 1e-5 in float32, 1e-2 in bfloat16 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from kernels.layer_ops import HeadNorms, add_rms_norm, naive, rotate_rows, silu_mul, slots_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
-from tests.kernels.builders import TOLERANCE, assert_same, rows_at
+from tests.kernels.builders import FP8, TOLERANCE, assert_same, assert_stored, rows_at
 
 EPS = 1e-6
 UNWRITTEN = -1
@@ -164,6 +165,28 @@ def test_rotation_and_write(
     wanted_paged = pool_view(expected_pool, geometry)
     assert same_bits(paged[untouched], wanted_paged[untouched])
     assert_close(paged[~untouched], wanted_paged[~untouched])
+
+
+@pytest.mark.parametrize(("normed", "dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.float16)])
+def test_what_is_written_in_fp8_is_what_the_rows_hold(
+    random: Random, device: str, normed: bool, dtype: torch.dtype
+) -> None:
+    rows, heads, kv_heads, head_dim, block_size = 19, 6, 2, 80, 8
+    geometry = KvGeometry(2, kv_heads, head_dim, block_size)
+    slots, positions = (each.to(device) for each in scattered_slots(rows, geometry))
+    angles = positions[:, None] * torch.logspace(0, -3, head_dim // 2, device=device)
+    norms = HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype), EPS) if normed else None
+    qkv = 200 * random(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    pool = torch.full((rows // block_size + 3, 2, 2, geometry.row_elements), math.nan, device=device).to(FP8)
+    wanted = pool.clone()
+    rotate_rows(qkv, angles.cos(), angles.sin(), slots, PoolLayer(pool, 1, geometry), norms)
+    whole = qkv.view(rows, -1, head_dim).clamp(-448, 448).to(FP8)
+    view = pool_view(wanted, geometry).view(torch.uint8)
+    for row, slot in enumerate(slots.tolist()):
+        if slot != UNWRITTEN:
+            held = whole.view(torch.uint8)[row, heads:].unflatten(0, (2, kv_heads))
+            view[slot // block_size, 1, :, :, slot % block_size] = held
+    assert_stored(pool, wanted)
 
 
 def scattered_slots(rows: int, geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor]:

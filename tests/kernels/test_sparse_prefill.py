@@ -14,10 +14,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.layout import KvGeometry, PoolLayer, pool_view
+from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
 from kernels.sparse_prefill import SequenceRows, eager, naive, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels.builders import BLOCK, TOLERANCE, Batch, assert_same, error_of, geometry_of, rows_at, seeded
+from tests.kernels.builders import (
+    BLOCK,
+    FP8,
+    TOLERANCE,
+    Batch,
+    assert_same,
+    assert_stored,
+    error_of,
+    geometry_of,
+    rows_at,
+    seeded,
+)
 
 SCALE = 0.3
 SMALL = TileConfig(16, 16, 4, 2)
@@ -34,8 +45,7 @@ def assert_matches_naive(
     expected = plain(batch, window, sinks)
     assert not expected.isnan().any()
     assert_same(actual, expected)
-    assert torch.equal(pool.cpu().isnan(), batch.pool.isnan())
-    assert torch.equal(pool.cpu().nan_to_num(), batch.pool.nan_to_num())
+    assert torch.equal(pool.cpu().view(torch.uint8), batch.pool.view(torch.uint8))
 
 
 def plain(batch: Batch, window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,6 +112,52 @@ def test_widths_blocks_groups_and_dtypes(
     around = [block_size - 2, block_size - 1, block_size, 2 * block_size]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
     assert_matches_naive(device, Batch([around, [9], list(range(7))], dtype=dtype, **sizes))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
+    [
+        (128, 32, 7, 1, torch.bfloat16),
+        (128, 64, 4, 4, torch.float16),
+        (64, 16, 8, 2, torch.float32),
+        (256, 32, 2, 1, torch.bfloat16),
+        (96, 32, 2, 1, torch.float32),
+        (80, 5, 4, 2, torch.float16),
+        (8, BLOCK, 4, 2, torch.bfloat16),
+    ],
+)
+def test_kv_in_fp8_is_read_as_the_numbers_that_it_holds(
+    device: str, head_dim: int, block_size: int, heads: int, kv_heads: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """As near to naive as the queries' dtype allows: fp8 adds nothing."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    positions = [[*range(50, 75), 120, 121], [9], list(range(7))]
+    batch = Batch(positions, dtype=dtype, window=window, kv_dtype=FP8, **sizes)
+    assert_matches_naive(device, batch, window, None if window is None else seeded(heads, seed=4, dtype=dtype))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
+    kv_heads=st.integers(1, 3),
+    block_size=st.integers(1, 5),
+    window=st.none() | st.integers(1, 70),
+    with_sinks=st.booleans(),
+    dtype=st.sampled_from([*TOLERANCE]),
+)
+def test_any_positions_over_fp8_match_naive(
+    device: str,
+    positions: list[list[int]],
+    kv_heads: int,
+    block_size: int,
+    window: int | None,
+    with_sinks: bool,
+    dtype: torch.dtype,
+) -> None:
+    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
+    batch = Batch(positions, dtype=dtype, window=window, kv_dtype=FP8, **sizes)
+    assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
 
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
@@ -209,6 +265,25 @@ def test_write_rows_fills_the_positions_and_nothing_else(device: str, dtype: tor
     assert int((~actual.isnan()).sum()) == 2 * k.numel()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", ["one tensor", "layers apart"])
+def test_write_rows_rounds_to_fp8_and_saturates(device: str, dtype: torch.dtype, layout: str) -> None:
+    batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, kv_dtype=FP8)
+    k, v = 100 * seeded(2, 13, 3, 16, seed=6, dtype=dtype)
+    k[0], v[1], v[2] = 448.5, -3e4, math.inf
+    expected = torch.full_like(batch.pool.float(), math.nan).to(FP8)
+    actual = expected.to(device, copy=True)
+    pool: torch.Tensor | LayeredPool = actual
+    if layout == "layers apart":
+        keys, values = (pool_view(actual, batch.geometry)[:, :, kind].unbind(1) for kind in (0, 1))
+        pool = LayeredPool(keys, values)
+    write_rows(k.to(device), v.to(device), PoolLayer(pool, 1, batch.geometry), batch.on(device)[2])
+    naive.write_rows(k, v, PoolLayer(expected, 1, batch.geometry), batch.sequences)
+    assert_stored(actual, expected)
+    assert int((~actual.float().isnan()).sum()) == 2 * k.numel()
+    assert actual.float().nan_to_num().abs().max() == 448
+
+
 def test_no_rows_return_at_once() -> None:
     geometry = geometry_of()
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
@@ -255,6 +330,7 @@ def test_bad_rows_are_refused(first_row: int, positions: list[int], block_ids: l
         (0, [rows_at(0, [0, 1], [0])], (3, 2, 8), torch.float32, r"\[2, 2, 8\] is needed"),
         (0, [rows_at(0, [0, 1], [0])], (2, 2, 6), torch.float32, r"\[2, 2, 8\] is needed"),
         (0, [rows_at(0, [0, 1], [0])], (2, 2, 8), torch.float16, "the pool is torch.float32"),
+        (0, [rows_at(0, [0, 1], [0])], (2, 2, 8), FP8, "the pool is torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(

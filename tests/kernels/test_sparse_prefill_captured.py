@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import naive
 from kernels.sparse_prefill.tiles import TileConfig
-from tests.kernels.builders import Batch, assert_same, rows_at
+from tests.kernels.builders import FP8, Batch, assert_same, rows_at
 
 if TYPE_CHECKING:
     from kernels.sparse_prefill import SequenceRows
@@ -84,13 +84,16 @@ def test_a_batch_of_few_tiles_is_not_cut_shorter_than_joining_is_worth() -> None
     assert (items[:, 5] - items[:, 4]).tolist() == [256] * 16 + [0] * 16
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
 @pytest.mark.parametrize(("block_m", "pieces"), [(16, 1), (16, 4), (128, 1), (128, 4)])
-def test_one_shape_serves_batches_of_other_rows_and_reach(block_m: int, pieces: int, triton_device: str) -> None:
+def test_one_shape_serves_batches_of_other_rows_and_reach(
+    block_m: int, pieces: int, kv_dtype: torch.dtype, triton_device: str
+) -> None:
     from kernels.sparse_prefill.captured import LaunchShape, LaunchTables, sparse_prefill
 
     shape = LaunchShape(10, 3, GROUP, TileConfig(block_m, 16, 4, 2), pieces)
     for positions in ([[90]], [[0, 3, 290, 291]], [list(range(40, 50))], [[0, 3, 70], [17], [5, 40, 41, 42]]):
-        batch, rows = Batch(positions, heads=HEADS), sum(map(len, positions))
+        batch, rows = Batch(positions, heads=HEADS, kv_dtype=kv_dtype), sum(map(len, positions))
         q, own = torch.zeros(10, HEADS, 16), torch.zeros(10, dtype=torch.int64)
         q[:rows], own[:rows] = batch.q, torch.cat([sequence.positions for sequence in batch.sequences])
         blocks = torch.cat([sequence.block_ids for sequence in batch.sequences])
