@@ -78,7 +78,10 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         self.attachment: Attachment | None = None
 
     def _kv_scales(self) -> str | None:
-        """As the stock worker's, read from the attention of the executor that registers its caches."""
+        """As the stock worker's, read from the attention of the executor that registers its caches; the embedded
+        engine's are 1."""
+        if self._runtime.engine is not None and self._facts is not None:
+            return digest_of((1.0,) * self._facts.num_layers)
         parts = find_executor(self)
         try:
             return digest_of(scales_of(None if parts is None else parts.decoder))

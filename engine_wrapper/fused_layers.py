@@ -149,6 +149,9 @@ class FusedDecoder:
         self._layers = layers
         self.pool = pool
         self.geometry = geometry
+        self.dtype: torch.dtype = model.dtype
+        # Whether the pool holds K and V as they are computed: what is rounded for it is read from it.
+        self.keeps_fresh = pool.dtype == self.dtype
         self.num_heads = int(model.config.num_attention_heads)
         self.scale = float(model.model.layers[0].self_attn.scaling)
         self.whole = WholeAttention(self.num_heads, geometry.kv_heads, geometry.head_dim, self.scale)
@@ -201,12 +204,13 @@ class FusedDecoder:
 
 
 class PagedAttend:
-    """Attention of one stage's rows: to their fresh K and V if all sequences are whole prompts, else to the pool."""
+    """Attention of one stage's rows: to their fresh K and V if all sequences are whole prompts and the pool holds no
+    others, else to the pool."""
 
     def __init__(self, decoder: FusedDecoder, sequences: tuple[SequenceRows, ...]) -> None:
         self._decoder = decoder
         self._sequences = sequences
-        self._fresh = all(
+        self._fresh = decoder.keeps_fresh and all(
             each.first_position == 0 and each.contiguous and decoder.whole.serves(each.count, decoder.pool.device)
             for each in sequences
         )

@@ -269,13 +269,13 @@ def _nothing_collected() -> Iterator[None]:
 
 def shape_of(schedule: LayerSchedule, decoder: FusedDecoder) -> LaunchShape:
     """The launch for a schedule of one stage: its rows and sequences rounded up to buckets."""
-    sequences, pool = schedule.stages[0].sequences, decoder.pool
+    sequences = schedule.stages[0].sequences
     return launch_shape(
         bucket(schedule.stages[0].num_rows),
         bucket(len(sequences)),
         bucket(max(sequence.count for sequence in sequences)),
         max(sequence.last_position for sequence in sequences) + 1,
-        (decoder.num_heads, pool.dtype, pool.device),
+        (decoder.num_heads, decoder.dtype, decoder.pool.device),
         decoder.geometry,
     )
 

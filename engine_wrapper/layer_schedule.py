@@ -18,7 +18,7 @@ import torch
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
 from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
-from kernels.rope import still
+from kernels.rope import saturated, still
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.rows import all_to_device
 
@@ -134,6 +134,8 @@ class DeviationCheck:
         numbers are multiplied by, where heads differ in it. Raises ValueError when a position lies beyond its request's
         blocks.
         """
+        # What is compared is what would be stored.
+        keys, values = saturated(keys, pool.dtype), None if values is None else saturated(values, pool.dtype)
         fresh, moves, first_row = FreshRows(keys, values), [], 0
         for work in self.works:
             active = work.active(self.layer)

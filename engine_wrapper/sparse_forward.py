@@ -22,7 +22,7 @@ from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.witnesses import Witnesses
-from kernels.dispatch import has_kernels
+from kernels.dispatch import triton_serves
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
@@ -188,7 +188,7 @@ class SparseForward:
 
     `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention
     implementation is set to ours. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's
-    device and in its dtype. One model may have several forwards, each with its own pool.
+    device, in its dtype or in float8_e4m3fn. One model may have several forwards, each with its own pool.
 
     With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
     `engine_wrapper.fused_layers`). `ranks` run the same forward, each with its part of the model's heads.
@@ -207,7 +207,7 @@ class SparseForward:
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks or Ranks()
-        wanted = pool.is_cuda and has_kernels(pool.device) if fused is None else fused
+        wanted = pool.is_cuda and triton_serves(pool, ()) if fused is None else fused
         self.fused = fuse(model, pool, geometry) if wanted else None
 
     @torch.inference_mode()
@@ -272,7 +272,8 @@ class SparseForward:
     def warm_up(self, lengths: Iterable[int]) -> None:
         """Prepares the card for prompts of these lengths (see `WholeAttention`) and for deviation checks."""
         if self.fused is not None and self._pool.is_cuda:
-            self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
+            if self.fused.keeps_fresh:
+                self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
             self.compile_kernels()
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
-from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks
+from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks, pool_dtype
 from engine_wrapper.embedded.request import LlmRequestState
 from engine_wrapper.embedded.sampling import largest_of, sample
 from engine_wrapper.sequence_work import SequenceSlice
@@ -45,8 +45,8 @@ class Executor:
     calls it.
 
     A connector finds the executor as `runtime_for(llm_args).engine` and may set `model_runner.plan_source` and
-    `block_manager.publication`. `runner`'s weights are shared, its pool is not. Raises ConfigurationError or
-    CapacityError when the arguments do not fit the model or the connector cannot be built.
+    `block_manager.publication`. `runner`'s weights are shared, its pool is not. Raises ConfigurationError,
+    UnsupportedModelError or CapacityError when the arguments do not fit the model or the connector cannot be built.
     """
 
     def __init__(self, llm_args: LlmArgs, runner: ModelRunner) -> None:
@@ -58,11 +58,7 @@ class Executor:
             raise ConfigurationError(
                 f"max_seq_len {self.max_seq_len} exceeds the model's context of {context} tokens; lower it"
             )
-        if cache.dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
-            raise ConfigurationError(
-                f"kv_cache_config.dtype {cache.dtype} differs from the model's {runner.dtype}; use auto or load the "
-                "model in it"
-            )
+        kv_dtype = pool_dtype(cache.dtype, runner.dtype, runner.facts.kv_factor)
         if (runner.facts.chunk or 0) % cache.tokens_per_block:
             raise ConfigurationError(
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
@@ -75,9 +71,9 @@ class Executor:
         self._eos_token_ids = runner.eos_token_ids
         facts, block = runner.facts, cache.tokens_per_block
         geometry = KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
-        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, runner.dtype)
+        blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
         layout = self._version.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
-        self.pool = KvPool(blocks, geometry, runner.dtype, runner.device, layout)
+        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device, layout)
         self.model_runner.attach_pool(self.pool.computed, geometry, llm_args.max_num_tokens)
         self.block_manager = BlockManager(
             blocks,

@@ -24,15 +24,16 @@ class StrictModel(BaseModel):
 
 class KvCacheConfig(StrictModel):
     """The KV pool. `max_tokens` is its size; by default it holds `max_batch_size` sequences of `max_seq_len`, in at
-    most `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`. `use_kv_cache_manager_v2` allocates chunk by chunk,
-    publishes prompts only, and pauses requests when blocks run out."""
+    most `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`. `dtype` is the model's or "fp8", which is e4m3 by a scale of
+    1. `use_kv_cache_manager_v2` allocates chunk by chunk, publishes prompts only, and pauses requests when blocks run
+    out."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     host_cache_size: int = Field(default=0, ge=0)
     use_kv_cache_manager_v2: bool = False
 

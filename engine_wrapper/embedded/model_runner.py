@@ -75,7 +75,7 @@ class ModelRunner:
         # The Transformers model; called directly, it runs plain SDPA and touches no pool.
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.facts, self.source, self.ranks = facts, source, ranks
-        # Of weights, hidden rows and pool.
+        # Of weights and hidden rows, and of the pool unless it is in fp8.
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.kv_heads = facts.kv_heads // ranks.size  # of this rank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.layout import pool_view
-from semblend_trt.errors import CapacityError, ConfigurationError
+from semblend_trt.errors import CapacityError, ConfigurationError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,6 +65,26 @@ class KvPool:
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV of all layers."""
         self.tensor[target].copy_(self.tensor[source])
+
+
+def pool_dtype(asked: str, dtype: torch.dtype, kv_factor: int) -> torch.dtype:
+    """What KV of a model in `dtype` is stored in: for "fp8" e4m3, by a scale of 1, as TensorRT-LLM has it for a
+    checkpoint that brings none (`KvCacheConfig.dtype` of `llmapi/llm_args.py`).
+
+    Raises UnsupportedModelError for fp8 of latent rows, ConfigurationError for another dtype than the model's.
+    """
+    if asked == "fp8" and kv_factor == 1:
+        raise UnsupportedModelError(
+            "kv_cache_dtype",
+            "kv_cache_config.dtype is fp8, but latent rows are taken as the model computes them; use auto",
+        )
+    if asked == "fp8":
+        return torch.float8_e4m3fn
+    if asked not in ("auto", str(dtype).removeprefix("torch.")):
+        raise ConfigurationError(
+            f"kv_cache_config.dtype {asked} differs from the model's {dtype}; use auto or fp8, or load the model in it"
+        )
+    return dtype
 
 
 def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype) -> int:

@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, WARM_PRIORITY, KvCacheConnectorConfig, RequestStream
+from engine_wrapper.embedded.llm import (
+    IDLE_PAUSE,
+    LLM,
+    WARM_PRIORITY,
+    KvCacheConfig,
+    KvCacheConnectorConfig,
+    RequestStream,
+)
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.config import PREFIXES, load_settings
@@ -541,6 +548,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.model,
         dtype=arguments.dtype,
         device=arguments.device,
+        kv_cache_config=KvCacheConfig(dtype=arguments.kv_dtype),
         max_batch_size=arguments.max_batch_size,
         kv_connector_config=KvCacheConnectorConfig.ours(),
     )
@@ -560,6 +568,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8001, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
+    kv_dtype = "dtype of KV: auto, that of the weights, or fp8, which is e4m3 (default: auto)"
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help=kv_dtype)
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: CUDA where it is)")
     parser.add_argument("--max-batch-size", type=int, default=8, help="requests that run together (default: 8)")
     for name, what in (
