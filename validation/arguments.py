@@ -41,7 +41,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--kv-dtype": {
         "choices": KV_DTYPES,
         "default": AUTO,
-        "help": "the KV cache; auto is that of the weights, and fp8 (e4m3) is known to vLLM alone",
+        "help": "the KV cache; auto is that of the weights, and fp8 is e4m3, which trtllm is not asked for",
     },
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},

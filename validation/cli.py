@@ -77,8 +77,9 @@ gates:
   most 1.01 times the noise floor's.
   unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
-  wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm they
-  are compared with vLLM's own, in any type, and may differ as much as those do among themselves.
+  wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm or
+  --kv-dtype fp8 they are compared with the engine's own, in any type, and may differ as much as those do among
+  themselves.
   A gate without a sample to read (with --prompts) is shown as such and does not fail.
 """
 _PROMPTS = (
@@ -262,9 +263,9 @@ def _arm_names(asked: str | None, policy: str, choices: ArmChoices, full: bool) 
 def _measure(
     engines: Engines, name: str, measurement: Measurement, settings: ServingSettings
 ) -> tuple[Measured, Exactness | None]:
-    """All samples, and how exact the wrapper is; in the embedded engine where the weights are float32."""
+    """All samples, and how exact the wrapper is; in the embedded engine with weights in float32 or KV in fp8."""
     prompt, exactness = measurement.longest_prompt, None
-    if not isinstance(engines, EmbeddedEngines):
+    if not isinstance(engines, EmbeddedEngines) or engines.kv_dtype != models.AUTO:
         exactness = stock_difference(engines, settings.model, name, prompt, settings.min_span)
     elif engines.runner.dtype is torch.float32:
         exactness = plain_difference(engines.runner, prompt)

@@ -95,14 +95,14 @@ class _ArmLLM(LLM):
 
 
 class EmbeddedEngines:
-    """Embedded engines that share the weights of `runner`."""
+    """Embedded engines that share the weights of `runner`; `kv_dtype` is the dtype of their `KvCacheConfig`."""
 
     starts_slowly = False
     prefix_unit = 1
     notes = ()
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
+        self.runner, self.kv_dtype = runner, kv_dtype
 
     @property
     def tokenizer(self) -> Any:
@@ -120,13 +120,14 @@ class EmbeddedEngines:
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
         """The arm's engine, over the shared weights with a pool of its own."""
         connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
+        cache: dict[str, Any] = {"max_tokens": settings.pool_tokens, "dtype": self.kv_dtype}
         rows = max(LlmArgs.model_fields["max_num_tokens"].default, _ROWS_OF_A_REQUEST * settings.batch_size)
         with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,
                 runner=self.runner.share(),
                 max_batch_size=settings.batch_size,
-                kv_cache_config=KvCacheConfig(max_tokens=settings.pool_tokens),
+                kv_cache_config=KvCacheConfig(**cache),
                 kv_connector_config=connector,
                 max_num_tokens=rows,
                 long_prefill_token_threshold=arm.chunk_tokens or 0,

@@ -17,7 +17,7 @@ from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import ArmChoices
 from validation.embedded_engine import EmbeddedEngines
-from validation.engines import TRTLLM, VLLM
+from validation.engines import EMBEDDED, VLLM
 from validation.trtllm_engine import TrtllmEngines
 from validation.vllm_engine import VllmEngines
 
@@ -57,11 +57,13 @@ def engines_of(name: str, model: str | None, device: str | None, dtype: str, kv_
     """
     if name == VLLM:
         return VllmEngines(str(model or shipped_model()), _dtype(dtype, _own_device()), kv_dtype)
+    if name == EMBEDDED:
+        return EmbeddedEngines(load(model, device, dtype), kv_dtype)
     if kv_dtype != AUTO:
-        raise ConfigurationError(f"--kv-dtype {kv_dtype} is for --engine {VLLM}, not for {name}; leave it at {AUTO}.")
-    if name == TRTLLM:
-        return TrtllmEngines(str(model or shipped_model()), dtype)
-    return EmbeddedEngines(load(model, device, dtype))
+        raise ConfigurationError(
+            f"--kv-dtype {kv_dtype} is for --engine {EMBEDDED} and {VLLM}, not for {name}; leave it at {AUTO}."
+        )
+    return TrtllmEngines(str(model or shipped_model()), dtype)
 
 
 def place_of(engines: Engines, dtype: str) -> tuple[str, str]:

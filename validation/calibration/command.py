@@ -26,7 +26,7 @@ from validation.calibration.deviations import DeviationCollector
 from validation.calibration.search import Candidate, Search, problem_of, unseen_share
 from validation.calibration.trials import PLANTED, Rule, Trials, write_plants
 from validation.cases import WORKLOAD, groups, read_cases, scored_cases
-from validation.engines import VLLM, EngineSettings, opened
+from validation.engines import TRTLLM, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.metrics import CONFIDENCE, MARGIN
 from validation.output import say
@@ -301,7 +301,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     options.families = ",".join(name for name in names if name != WORKLOAD)
     # The engine has to run as the one in which the profile was made, not as "auto" would have it.
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
-    if options.engine == VLLM and "float8" in str(profile.namespace["kv_dtype"]):
+    if options.engine != TRTLLM and "float8" in str(profile.namespace["kv_dtype"]):
         options.kv_dtype = models.FP8
     prepared, tell = _Prepared(options, dtype), teller()
     engine = prepared.namespace.backend_cache_layout
