@@ -42,7 +42,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Bench:
     """One tiny model, or a rank's part of it, over a pool whose unwritten KV is NaN."""
 
-    def __init__(self, model: Any, fused: bool, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: Any, fused: bool, ranks: Ranks | None = None, kv_dtype: torch.dtype | None = None
+    ) -> None:
         self.model = model
         keep_shard(model, ranks or Ranks())
         config = model.config
@@ -51,7 +53,7 @@ class Bench:
         if getattr(config, "kv_lora_rank", None):
             self.geometry = KvGeometry(NUM_LAYERS, 1, sum(latent_row(config)), BLOCK_SIZE, kv_factor=1)
         shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, self.geometry.kv_factor, self.geometry.row_elements)
-        self.pool = torch.full(shape, float("nan"), device=DEVICE, dtype=model.dtype)
+        self.pool = torch.full(shape, float("nan"), device=DEVICE, dtype=kv_dtype or model.dtype)
         self.forward = SparseForward(model, self.pool, self.geometry, fused, ranks)
         assert (self.forward.fused is not None) == fused
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()

@@ -65,6 +65,17 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
 
 
+def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path: Path) -> None:
+    few = ["--arms", "position_fix", "--families", "reordered,header_trap", "--kv-dtype", "fp8"]
+    assert main(["quality", *SHORT, *few, "--output", str(tmp_path / "quality.json")]) == 0
+    document = json.loads((tmp_path / "quality.json").read_text())
+    lines = {(line["family"], line["arm"]): line for line in document["lines"]}
+    assert document["settings"]["kv_dtype"] == "fp8"
+    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
+
+
 def test_a_device_has_no_page_and_no_plot_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     link = tmp_path / "out.json"
     link.symlink_to("/dev/null")

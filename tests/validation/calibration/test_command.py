@@ -12,6 +12,7 @@ from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.arms import VERIFIED, ArmChoices, arms_of
 from validation.calibration.command import identity_of
 from validation.cli import main
+from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from validation.embedded_engine import EmbeddedEngines
     from validation.engines import Engines
     from validation.serving import Reuse
 
@@ -135,6 +135,10 @@ def test_own_prompts_need_references_and_donors(
         (["--families", "unrelated"], "has neither a harmless family nor a trap"),
         (["--families", "lucky"], "The family 'lucky' is unknown"),
         (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read"),
+        (
+            ["--engine", "trtllm", "--kv-dtype", "fp8"],
+            "--kv-dtype fp8 is for --engine embedded and vllm, not for trtllm",
+        ),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--output", "."], "is a folder"),
     ],
@@ -149,12 +153,13 @@ def test_bad_usage_of_calibrate_is_one_sentence_and_leaves_nothing(
 def made(shipped: EmbeddedEngines, tmp_path: Path) -> Callable[..., Path]:
     """Writes a profile of the embedded engine; `fields` as of `ReuseProfile.made_for`."""
 
-    def make(**fields: Any) -> Path:
+    def make(kv_dtype: str = "auto", **fields: Any) -> Path:
         figures = [{"what": "rule", "margin": 0.3}, {"what": "prompts", **MADE_WITH}]
         figures += [{"what": "confirmed", "family": name} for name in FAMILIES.split(",")]
         given = {"policy": "verified", "check": CHECK, "head_tokens": 8, "figures": figures, **fields}
         path = tmp_path / "profile.json"
-        ReuseProfile.made_for(*identity_of(shipped, SETTINGS), **given).write(path)
+        engines = EmbeddedEngines(shipped.runner, kv_dtype)
+        ReuseProfile.made_for(*identity_of(engines, SETTINGS), **given).write(path)
         return path
 
     return make
@@ -225,8 +230,10 @@ def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(
     assert "stays as it is" in shown
 
 
-def test_an_engine_that_is_listed_is_confirmed_again(made: Callable[..., Path], tmp_path: Path) -> None:
-    path, output = made(generations=1), tmp_path / "out" / "profile.json"
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_engine_that_is_listed_is_confirmed_again(made: Callable[..., Path], tmp_path: Path, kv_dtype: str) -> None:
+    """With KV in the dtype that the profile was made for."""
+    path, output = made(kv_dtype, generations=1), tmp_path / "out" / "profile.json"
     assert confirm(path, "--output", str(output), engine="embedded") == 0
     profile = ReuseProfile.read(output)
     assert (profile.engines, profile.generations) == (ReuseProfile.read(path).engines, 1)
@@ -234,6 +241,17 @@ def test_an_engine_that_is_listed_is_confirmed_again(made: Callable[..., Path], 
     [made_here] = told(profile, "engine_confirmed")
     assert max(line["generation"] for line in made_here["families"]) == 1
     assert len(ReuseProfile.read(path).figures) == 4
+
+
+def test_a_calibration_with_kv_in_fp8_is_for_that_dtype(shipped: EmbeddedEngines, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    assert calibrate(path, "--kv-dtype", "fp8", "--sample-tries", "0") == 0
+    profile = ReuseProfile.read(path)
+    assert profile.policy == "verified"
+    assert profile.namespace["kv_dtype"] == "float8_e4m3fn"
+    assert str(profile.namespace["cache_dtype"]).startswith("fp8+")
+    assert all(each.reused > 100 for each in reuse_in(EmbeddedEngines(shipped.runner, "fp8"), path))
+    assert {(each.reason, each.reused) for each in reuse_in(shipped, path)} == {("profile_mismatch", 0)}
 
 
 def test_nothing_but_the_engine_may_differ(made: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,334 @@
+"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.layout import pool_view
+from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.plan import SpanCheck
+from semblend_trt.reuse_profile import ReuseProfile
+from tests.conftest import FAMILIES, save_tiny_model
+from tests.engine_wrapper.embedded.conftest import forget_prefixes
+from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, PlanMaker, load, tokens_of
+from tests.engine_wrapper.serving import (
+    BLOCK,
+    DOCUMENT,
+    DONOR,
+    INSTRUCTION,
+    NONE_KEPT,
+    NONE_SAMPLED,
+    OTHER_INSTRUCTION,
+    QUESTION,
+    SHIFTED,
+    SOME_KEPT,
+    WATCHED,
+    Engines,
+    assert_same,
+    logits_of,
+    serve,
+    teach,
+    token_ids,
+)
+from tests.engine_wrapper.test_chunks_end_to_end import SHORT
+from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
+from tests.engine_wrapper.test_disk_tier_end_to_end import serve as kept
+from tests.kernels.builders import FP8, error_of
+from validation.families.catalog import write_family
+from validation.models import PROFILE_NAME, shipped_model
+from validation.prompts import form_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from semblend_trt.reuse_profile import ProfileCheck
+    from validation.cases import Case
+
+BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
+# With K and V of every head; latent rows are refused.
+PLAIN = tuple(family for family in FAMILIES if family != "deepseek_v3")
+# Half a unit in the last of three bits of mantissa, for the donor's rounding and for that of the moved key.
+TWO_ROUNDINGS = 2 * 2**-4
+
+
+class Fp8Engines(Engines):
+    """Engines whose pool is in fp8, unless `cache` names another dtype."""
+
+    def __call__(
+        self, module: str | None = "engine_wrapper.connector", cache: dict[str, Any] | None = None, **options: Any
+    ) -> LLM:
+        return super().__call__(module, {"dtype": "fp8", **(cache or {})}, **options)
+
+
+@pytest.fixture
+def engine(tiny_qwen2_path: Path, tiny_runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
+    engines = Fp8Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
+    yield engines
+    engines.shutdown()
+
+
+@pytest.fixture(params=PLAIN)
+def any_engine(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path], tmp_path: Path) -> Iterator[Engines]:
+    """Engines of each family."""
+    path = tiny_model_paths[request.param]
+    engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
+    yield engines
+    engines.shutdown()
+
+
+# -- what is stored is what is read -----------------------------------------------------------------------------------
+
+
+def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine: Engines) -> None:
+    llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
+    assert llm.executor.pool.tensor.dtype == cold.executor.pool.tensor.dtype == FP8
+    teach(llm, DONOR)
+    output, expected = serve(llm, SHIFTED), serve(cold, SHIFTED)
+    assert output.reused_tokens > 100
+    assert token_ids(output) == token_ids(expected)
+    assert torch.equal(logits_of(output), logits_of(expected))
+
+
+def test_rounding_is_seen_in_the_answer_and_stays_small(any_engine: Engines) -> None:
+    rounded, plain = (logits_of(serve(any_engine(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
+    assert 1e-4 < error_of(rounded, plain) < 0.5  # in a mixture, rounding may send a token to another expert
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_tokens": 64, "max_batch_size": 4}, {"cache": {"use_kv_cache_manager_v2": True}}], ids=str
+)
+def test_chunks_and_the_engines_own_prefix_read_it_too(any_engine: Engines, options: dict[str, Any]) -> None:
+    """Sums of another length end at the next number of e4m3 here and there."""
+    llm, cold = any_engine(None, **options), any_engine.cold()
+    expected = serve(cold, SHIFTED)
+    first, again = serve(llm, SHIFTED), serve(llm, SHIFTED)
+    assert again.cached_tokens >= (len(SHIFTED) - 1) // BLOCK * BLOCK
+    for output in (first, again):
+        assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
+
+
+def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine: Engines) -> None:
+    outputs = []
+    for backend in ("TRTLLM", "FLASHINFER"):
+        llm = engine(None, contract="1.2", attn_backend=backend)
+        outputs.append(serve(llm, DONOR))
+    assert_same(*outputs, tolerance=0.0)
+
+
+def held_while_served(llm: LLM, prompt: list[int], positions: range) -> torch.Tensor:
+    """K and V at these positions of a prompt behind its prefill: [layers, 2, kv_heads, positions, head_dim]."""
+    stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    next(stream)
+    blocks = llm.block_manager.block_ids(stream.request_id)
+    view = pool_view(llm.executor.pool.tensor, llm.executor.pool.geometry)[blocks].float()
+    stream.close()
+    return view.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, positions.start : positions.stop]
+
+
+def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine: Engines) -> None:
+    """In the lowest layer, where a token's K and V hang on nothing but itself and its place."""
+    llm = any_engine(POLICY="position_fix", **SHORT)
+    teach(llm, DONOR)
+    start = len(OTHER_INSTRUCTION)
+    places = range(start, start + len(DOCUMENT))
+    moved, computed = (held_while_served(each, SHIFTED, places)[0] for each in (llm, any_engine.cold()))
+    there = range(len(INSTRUCTION), len(INSTRUCTION) + len(DOCUMENT))
+    unmoved = held_while_served(any_engine.cold(), DONOR, there)[0]
+    assert torch.equal(moved[1], computed[1])
+    assert 0 < error_of(moved[0], computed[0]) < TWO_ROUNDINGS
+    assert error_of(unmoved[0], computed[0]) > 2 * TWO_ROUNDINGS
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("every", [0, 4], ids=["dense", "sampled"])
+def test_a_token_that_is_the_same_deviates_by_nothing(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool, layer: int, every: int
+) -> None:
+    """Fresh rows are compared as they would be stored: threshold 0 keeps every one of them."""
+    bench = Bench(load(tiny_qwen2_path), fused, kv_dtype=FP8)
+    tokens = tokens_of(60)
+    logits, kv = bench.cold(tokens)
+    bench.place(1, kv, 5, 45)
+    check = SpanCheck(layer, 0.0, sample_every=every, witness_every=5, witness_bounds=(0.0,))
+    output = bench.run(bench.planned(make_plan(tokens, [(5, 20), (20, 45)], check=check, **SIZES)))[0]
+    (evidence,) = bench.evidence
+    assert (evidence.largest_kept, evidence.is_dropped) == (0.0, False)
+    assert evidence.recomputed_tokens == len(evidence.witnesses)
+    assert error_of(output, logits[45:]) < 1e-5
+    assert torch.equal(bench.kv(1, 60).view(torch.uint8), kv[:, :, :, :60].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED], ids=["dense", "sampled"])
+@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64, "max_batch_size": 4}], ids=["whole", "chunked"])
+def test_what_deviates_is_computed_and_the_answer_is_cold(
+    engine: Engines, profile: Callable[..., Path], check: ProfileCheck, options: dict[str, Any]
+) -> None:
+    llm = engine(PROFILE=profile(check=check), **options)
+    teach(llm, DONOR)
+    output, expected = serve(llm, SHIFTED), serve(engine.cold(), SHIFTED)
+    assert output.reused_tokens == 0
+    assert llm.connector_scheduler.reuse_of(output.request_id).recomputed_tokens == len(DOCUMENT)
+    assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
+
+
+@pytest.mark.parametrize("check", [SOME_KEPT, WATCHED], ids=["dense", "with witnesses"])
+def test_some_tokens_are_kept_and_the_others_computed(
+    engine: Engines, profile: Callable[..., Path], check: ProfileCheck
+) -> None:
+    llm = engine(PROFILE=profile(check=check))
+    teach(llm, DONOR)
+    output = serve(llm, SHIFTED)
+    report = llm.connector_scheduler.reuse_of(output.request_id)
+    assert 0 < output.reused_tokens < len(DOCUMENT)
+    assert report.recomputed_tokens == len(DOCUMENT) - output.reused_tokens
+    assert bool(report.witness_tokens) == (check is WATCHED)
+    assert torch.isfinite(logits_of(output)).all()
+
+
+# -- on the shipped model ---------------------------------------------------------------------------------------------
+
+GROUPS, TOKENS = 6, 700
+
+
+def cases_of(llm: LLM, family: str) -> list[Case]:
+    def count(words: str) -> int:
+        return len(llm.tokenizer.encode(words, add_special_tokens=False))
+
+    return write_family(family, form_for(llm.tokenizer), count, 3, GROUPS, 1, TOKENS)
+
+
+def answers(llm: LLM, cases: list[Case]) -> tuple[int, int, int]:
+    """Prompts that are answered rightly and with the donor's answer, and tokens that were reused, behind the donors."""
+    for case in cases:
+        teach(llm, *case.donors)
+    found = [serve(llm, case.prompt, SamplingParams(max_tokens=12)) for case in cases]
+    told = [each.outputs[0].text.strip() for each in found]
+    right = sum(each == case.reference for each, case in zip(told, cases, strict=True))
+    wrong = sum(each == case.donor_answer for each, case in zip(told, cases, strict=True))
+    return right, wrong, sum(each.reused_tokens for each in found)
+
+
+@pytest.fixture(scope="module")
+def shipped_runner() -> ModelRunner:
+    return ModelRunner(shipped_model(), "float32", "cpu")
+
+
+@pytest.fixture
+def shipped(shipped_runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
+    engines = Fp8Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), runner=shipped_runner)
+    yield engines
+    engines.shutdown()
+
+
+@pytest.fixture
+def rebound(shipped: Engines, tmp_path: Path) -> Callable[..., Path]:
+    """The shipped model's profile, as if it had been made for KV in fp8, with changes to its check."""
+
+    def write(**changes: Any) -> Path:
+        found, namespace = ReuseProfile.read(shipped_model() / PROFILE_NAME), shipped().connector_scheduler.namespace
+        assert found.check is not None
+        own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
+        fields = {"namespace": {**found.namespace, **own}, "check": found.check.model_copy(update=changes)}
+        found.model_copy(update=fields).write(tmp_path / "fp8.json")
+        return tmp_path / "fp8.json"
+
+    return write
+
+
+SAMPLE = {"sample_every": 4, "sample_threshold": 0.1, "witness_every": 16, "witness_bounds": (1e3, 1e3)}
+
+
+@pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
+@pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
+def test_a_trap_is_seen_by_verified_and_not_by_position_fix(
+    shipped: Engines, rebound: Callable[..., Path], family: str, changes: dict[str, Any]
+) -> None:
+    cold = shipped.cold()
+    cases = cases_of(cold, family)
+    assert answers(cold, cases)[0] == GROUPS
+    assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
+    assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
+def test_harmless_text_is_reused_by_verified(
+    shipped: Engines, rebound: Callable[..., Path], changes: dict[str, Any]
+) -> None:
+    llm = shipped(PROFILE=rebound(**changes))
+    right, _, reused = answers(llm, cases_of(llm, "reordered"))
+    assert right == GROUPS
+    assert reused > 0.2 * GROUPS * TOKENS
+
+
+def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped: Engines) -> None:
+    path = shipped_model() / PROFILE_NAME
+    llm = shipped(PROFILE=path)
+    teach(llm, DONOR)
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, output.reuse_reason) == (0, "profile_mismatch")
+    namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
+    (differences, _) = ReuseProfile.read(path).differences(namespace, geometry)
+    assert "KV dtype" in differences
+    assert "float8_e4m3fn" in differences
+
+
+# -- tiers, and what is refused ---------------------------------------------------------------------------------------
+
+
+def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine: Engines, tmp_path: Path) -> None:
+    disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
+    settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
+    first = ready(engine(MIN_DONOR_TOKENS=100, **settings))
+    kept(first, DONOR)
+    expected = kept(first, SHIFTED)
+    assert expected.reused_tokens == len(DOCUMENT)
+    first.shutdown()
+    assert len(donor_files(tmp_path)) == 1
+    late = settings | {"MIN_DONOR_TOKENS": 4096}
+    again = ready(engine(**late))
+    assert kept(again, SHIFTED).reuse_reason == "donor_on_disk"
+    forget_prefixes(again)
+    output = kept(again, SHIFTED)
+    assert output.reused_tokens == len(DOCUMENT)
+    assert_same(output, expected, tolerance=0.0)
+    again.shutdown()
+    other = ready(engine(cache={"dtype": "auto"}, **late))
+    assert kept(other, SHIFTED).reuse_reason == "no_donor_match"
+
+
+def test_the_stock_connector_knows_no_scales_and_reuses_nothing(engine: Engines) -> None:
+    llm = engine("semblend_trt.connector", POLICY="exact")
+    teach(llm, DONOR)
+    output = serve(llm, DONOR + QUESTION)
+    assert (output.reused_tokens, output.reuse_reason) == (0, "kv_scales")
+
+
+def test_latent_rows_in_fp8_are_refused_by_name(tiny_model_paths: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="dtype is fp8, but latent rows") as refused:
+        LLM(tiny_model_paths["deepseek_v3"], dtype="float32", kv_cache_config=KvCacheConfig(dtype="fp8"))
+    assert refused.value.reason == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "nvfp4", "int8", "FP8", ""])
+def test_other_dtypes_are_refused_with_their_value(dtype: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"KvCacheConfig\.dtype: .*'fp8' \(given: '{dtype}'\)"):
+        KvCacheConfig(dtype=dtype)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_by_name(tmp_path: Path) -> None:
+    asked = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    path = save_tiny_model("qwen2", tmp_path, quantization_config=asked)
+    with pytest.raises(UnsupportedModelError, match="the KV cache is quantised") as refused:
+        LLM(path, dtype="float32", kv_cache_config=KvCacheConfig(dtype="fp8"))
+    assert refused.value.reason == "kv_quantized"
