@@ -28,14 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded.llm import (
-    IDLE_PAUSE,
-    LLM,
-    WARM_PRIORITY,
-    KvCacheConfig,
-    KvCacheConnectorConfig,
-    RequestStream,
-)
+from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, WARM_PRIORITY, RequestStream
+from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.config import PREFIXES, load_settings
@@ -71,8 +65,7 @@ BOUNDS = ServerBounds()
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
 MAX_REQUESTS = 256
-# Fields that would change the answer and that this engine does not support, each with its neutral value. Null is always
-# neutral.
+# Fields that would change the answer and are not supported, each with its neutral value; null is always neutral.
 _UNSUPPORTED: dict[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": [],
@@ -568,8 +561,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8001, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
-    kv_dtype = "dtype of KV: auto, that of the weights, or fp8, which is e4m3 (default: auto)"
-    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help=kv_dtype)
+    parser.add_argument("--kv-dtype", default="auto", help="dtype of KV, that of the weights or fp8 (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: CUDA where it is)")
     parser.add_argument("--max-batch-size", type=int, default=8, help="requests that run together (default: 8)")
     for name, what in (

@@ -65,9 +65,7 @@ def known_model(name: str, kv_dtype: str, arguments: Any = None, llm_args: Any =
     if kv_dtype == AUTO and arguments is not None and arguments.dtype is not None:
         kv_dtype = arguments.kv_dtype.removeprefix("torch.")
     if kv_dtype == "fp8" and not is_scaled:
-        return _model.refused(
-            "kv_scales", f"a KV cache of fp8 is taken in vLLM, and in TensorRT-LLM by {WRAPPER_MODULE}"
-        )
+        return _model.refused("kv_scales", f"a KV cache of fp8 is taken in vLLM, and elsewhere by {WRAPPER_MODULE}")
     kv_dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
     try:
         facts = facts_in_engine(model_facts(name, None, is_scaled), arguments)
