@@ -8,7 +8,7 @@ import torch
 
 from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv, layer_view, pool_view
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, indexable, layer_view, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from kernels.sparse_prefill.rows import all_to_device
 
@@ -56,9 +56,10 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
     """
     rows, blocks, slots = all_to_device((rows, *_places(kv, positions)), fresh.k.device)
-    own = [each.index_select(0, rows) for each in (fresh.k, fresh.v) if each is not None]
-    donor = [layer_view(kv.pool, kv.geometry, layer, kind)[blocks, :, slots] for kind in range(len(own))]
-    return token_squares(torch.stack(own), torch.stack(donor))
+    own = [indexable(each).index_select(0, rows) for each in (fresh.k, fresh.v) if each is not None]
+    held = [indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(len(own))]
+    donor = [each[blocks, :, slots] for each in held]
+    return token_squares(torch.stack(own).view(fresh.k.dtype), torch.stack(donor).view(kv.pool.dtype))
 
 
 def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
@@ -67,8 +68,10 @@ def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
     blocks, slots = all_to_device(_places(kv, positions), kv.pool.device)
     if isinstance(kv.pool, LayeredPool):
         layers = zip(*kv.pool.kinds, strict=True)
-        return torch.stack([torch.stack([each[blocks, :, slots] for each in kinds]) for kinds in layers])
-    return pool_view(kv.pool, kv.geometry)[blocks, :, :, :, slots].permute(1, 2, 0, 3, 4)
+        taken = [torch.stack([indexable(each)[blocks, :, slots] for each in kinds]) for kinds in layers]
+        return torch.stack(taken).view(kv.pool.dtype)
+    rows = indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots]
+    return rows.view(kv.pool.dtype).permute(1, 2, 0, 3, 4)
 
 
 def token_squares(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:

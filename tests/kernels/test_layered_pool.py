@@ -159,11 +159,13 @@ def test_widths_dtypes_and_addresses(
 
 
 @every_layout
-def test_single_rows_are_compared_as_spans_of_one_token(layout: str, device: str) -> None:
-    donor, pool = donor_of(GEOMETRY, 17, seed=3), layered(layout, device)
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_single_rows_are_compared_as_spans_of_one_token(layout: str, device: str, dtype: torch.dtype) -> None:
+    donor, pool = donor_of(GEOMETRY, 17, seed=3, dtype=dtype), layered(layout, device, dtype)
     kv_move([Move(on(donor, device), 0, 0, 17)], in_blocks(pool), ROTATION)
-    k, v = (nan(9, HEADS, DIM, device=device).copy_(donor.tensor[1, kind, :, 4:13].transpose(0, 1)) for kind in (0, 1))
-    k[2], v[5] = 3.0, -1.0
+    rows_of = (donor.tensor[1, kind, :, 4:13].transpose(0, 1) for kind in (0, 1))
+    k, v = (nan(9, HEADS, DIM, device=device).copy_(each).to(dtype) for each in rows_of)
+    k[2], v[5] = torch.tensor(3.0).to(dtype), torch.tensor(-1.0).to(dtype)
     rows, positions = torch.tensor([7, 2, 5, 0]), torch.tensor([11, 6, 9, 16])
     fresh = FreshRows(k, v)
     actual = row_squares(fresh, rows, in_blocks(pool), positions, 1)
@@ -177,12 +179,15 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout: str, device: str
 
 
 @every_layout
-def test_tokens_are_compared_in_all_layers_as_spans_of_one_token_in_each(layout: str, device: str) -> None:
-    donor, pool = donor_of(GEOMETRY, 17, seed=3), layered(layout, device)
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_tokens_are_compared_in_all_layers_as_spans_of_one_token_in_each(
+    layout: str, device: str, dtype: torch.dtype
+) -> None:
+    donor, pool = donor_of(GEOMETRY, 17, seed=3, dtype=dtype), layered(layout, device, dtype)
     kv_move([Move(on(donor, device), 0, 0, 17)], in_blocks(pool), ROTATION)
     positions = torch.tensor([0, 7, 11, 16])
     before = token_rows(in_blocks(pool), positions)
-    other = donor_of(GEOMETRY, 17, seed=4)
+    other = donor_of(GEOMETRY, 17, seed=4, dtype=dtype)
     # The first token keeps what it has.
     kv_move([Move(on(other, device), 7, 7, 10)], in_blocks(pool), ROTATION)
     after = token_rows(in_blocks(pool), positions)
@@ -195,7 +200,7 @@ def test_tokens_are_compared_in_all_layers_as_spans_of_one_token_in_each(layout:
     assert bool((relative(actual)[..., 0] == 0).all())
     assert bool((relative(actual)[..., 1:] > 0).all())
     some = torch.cat([token_rows(in_blocks(pool).layers(*part), positions) for part in ((0, 1), (1, 3))])
-    assert torch.equal(some, after)
+    assert torch.equal(some.float(), after.float())
 
 
 @every_layout
