@@ -286,6 +286,17 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped: Engines) -> 
 # -- tiers, and what is refused ---------------------------------------------------------------------------------------
 
 
+def test_a_donor_on_the_device_and_one_on_the_host_are_the_same_bytes(engine: Engines) -> None:
+    outputs = []
+    for size in (0, 1 << 24):
+        llm = engine(POLICY="position_fix", DEVICE_BYTES=size)
+        teach(llm, DONOR)
+        outputs.append(serve(llm, SHIFTED))
+        assert outputs[-1].reused_tokens == len(DOCUMENT)
+        assert bool(llm.connector_scheduler.donor_index.catalog.stats().device_blocks_used) == bool(size)
+    assert_same(*outputs, tolerance=0.0)
+
+
 def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine: Engines, tmp_path: Path) -> None:
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
     settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
