@@ -165,7 +165,7 @@ def rotate(keys: torch.Tensor, factors: torch.Tensor, rotation: RopeRotation) ->
 
 def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`values` in `dtype`; float8_e4m3fn, which has no infinity, saturates."""
-    if dtype == torch.float8_e4m3fn != values.dtype:
+    if dtype == torch.float8_e4m3fn and values.dtype != dtype:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
     return values.to(dtype)
