@@ -113,7 +113,8 @@ def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
     if handles:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+        width = min(len(handles), 3 * columns)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=width, fontsize=8)
     return png(figure, title)
 
 

@@ -127,8 +127,9 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
     arguments.add(parser, "--groups", default=125, help=told)
     # Answers on the same documents count as one observation.
     arguments.add(parser, "--questions", default=1)
-    told = "most groups of a family that confirm; a margin of 0.01 needs about 500 even where nothing is lost"
-    parser.add_argument("--budget", type=int, default=1_000, help=told)
+    told = "most groups of a family that confirm: a margin of 0.01 needs about 500 where nothing is lost, and most of "
+    told += "4000 where half of it is; a family that has lost more after a quarter of them is given up"
+    parser.add_argument("--budget", type=int, default=4_000, help=told)
     told = "the likelihood of right answers that reuse may cost"
     parser.add_argument("--margin", type=float, default=MARGIN, help=told)
     return parser

@@ -462,11 +462,16 @@ class Search:
 
 
 def _most_doubtful_first(found: Found, candidate: Candidate, families: Sequence[str]) -> list[str]:
-    """The families by what the candidate has lost of each when it was screened: where one stays undecided, the others
-    need not be served."""
-    screened = [each.verdict.comparisons for each in found.tried if each.candidate == candidate]
-    differences = {each.line.family: each.likelihood.difference for each in itertools.chain(*screened)}
-    return sorted(families, key=lambda name: differences.get(name, 0.0))
+    """The families by how many layers computed in full were not enough for another candidate there, and then by what
+    this one has lost when it was screened: where one stays undecided, the others need not be served."""
+    stopped, differences = dict[str, int](), dict[str, float]()
+    for each in found.tried:
+        for name in (each.verdict.inferior, *each.verdict.undecided):
+            if name is not None:
+                stopped[name] = max(stopped.get(name, 0), each.candidate.full_layers)
+        if each.candidate == candidate:
+            differences |= {line.line.family: line.likelihood.difference for line in each.verdict.comparisons}
+    return sorted(families, key=lambda name: (-stopped.get(name, 0), differences.get(name, 0.0)))
 
 
 def _caught(samples: Iterable[Sample], lost: set[str]) -> set[str]:

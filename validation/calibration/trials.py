@@ -143,8 +143,8 @@ class Verdict:
 class Rule:
     """How long prompts are added: `looks` are the groups of a family after which its answers are compared, ascending.
 
-    With `proof` a family passes when its loss is shown to be within the `margin`; otherwise when it has lost no more
-    than that, as few prompts show little.
+    With `proof` a family passes when its loss is shown to be within the `margin`, and is given up when it has lost more
+    than that in a quarter of its prompts; otherwise it passes when it has lost no more, as few prompts show little.
     """
 
     looks: tuple[int, ...]
@@ -155,6 +155,10 @@ class Rule:
     def passes(self, comparison: Comparison, *, is_all: bool = False) -> bool:
         """`is_all`: the family has no more prompts, so that no proof can be asked for."""
         return comparison.holds if self.proof and not is_all else comparison.likelihood.difference >= -self.margin
+
+    def gives_up(self, comparison: Comparison, look: int) -> bool:
+        """Whether a family stays undecided without more prompts than those up to the `look`: nothing is accepted so."""
+        return self.proof and 4 * look >= self.looks[-1] and comparison.likelihood.difference < -self.margin
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +244,9 @@ class Trials:
                 if trial.found[name].fails:
                     return name, []
             waiting = [name for name in waiting if not rule.passes(trial.found[name], is_all=name in self._ended)]
-            undecided += [name for name in waiting if name in self._ended]
-            waiting = [name for name in waiting if name not in self._ended]
+            left = {name for name in waiting if name in self._ended or rule.gives_up(trial.found[name], look[1])}
+            undecided += [name for name in waiting if name in left]
+            waiting = [name for name in waiting if name not in left]
             if not waiting:
                 break
         return None, [*undecided, *waiting]

@@ -19,6 +19,8 @@ from validation.calibration.search import (
     Candidate,
     Found,
     Search,
+    Tried,
+    _most_doubtful_first,
     candidates,
     computed_share,
     sampled_checks,
@@ -309,6 +311,26 @@ def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_
     assert len(again) == len({(each.name, index) for index, (each, _) in enumerate(again)})
     assert {max(by_layer[layer], key=share_of) for layer in (1, 2)} <= {each for each, _ in again}
     assert [each.stage for each in found.tried].count("screen again") == len(again)
+
+
+def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_then_where_it_has_lost_most(
+    make_sample: Callable[..., Sample],
+) -> None:
+    sample = make_sample()
+
+    def lost(family: str, share: float) -> Comparison:
+        found = evidence([-share] * 4, range(4))
+        assert found is not None
+        return Comparison(line_of(family, "verified", [sample], {sample.case_id: sample}), found, None, found)
+
+    low, high, own = (Candidate("boundary", layers / DEEP_LAYERS, boundary=layers) for layers in (1, 3, 4))
+    stopped = [
+        Tried(low, "screen", Verdict((), inferior="shallow")),
+        Tried(high, "screen", Verdict((), undecided=("deep",))),
+        Tried(own, "screen", Verdict((lost("small", 0.01), lost("large", 0.02), lost("deep", 0.0)))),
+    ]
+    families = ["none", "small", "large", "shallow", "deep"]
+    assert _most_doubtful_first(Found(tried=stopped), own, families) == ["deep", "shallow", "large", "small", "none"]
 
 
 def confirmed_in_order(found: Found) -> list[Candidate]:

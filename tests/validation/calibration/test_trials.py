@@ -139,10 +139,10 @@ def written(profile: ReuseProfile, folder: Path, **fields: object) -> Path:
 def test_a_candidate_is_served_the_plants_that_it_misses(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
     assert trials.known([PLANTED], 2, lambda _: None) == [PLANTED]
     assert len(trials.deviations(PLANTED, TRIES)) == TRIES
-    verdict = trials.judge(written(profile, tmp_path, layer=1, **BLIND), [PLANTED], rule(4, 8, margin=0.1), "")
+    verdict = trials.judge(written(profile, tmp_path, layer=1, **BLIND), [PLANTED], rule(8, margin=0.1), "")
     [found] = verdict.comparisons
     assert (verdict.holds, verdict.inferior) == (False, PLANTED)
-    assert found.line.samples in (4, 8)
+    assert found.line.samples == 8
     assert found.line.follows_donor > 0.5
 
 
@@ -180,6 +180,22 @@ def test_what_the_budget_leaves_open_is_not_accepted(trials: Trials, profile: Re
     assert (verdict.holds, verdict.inferior, verdict.undecided) == (False, None, ("reordered",))
     assert "undecided at reordered" in verdict.outcome()
     assert trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01, proof=False), "").holds
+
+
+def test_a_family_that_has_lost_too_much_in_a_quarter_of_the_budget_is_given_up(
+    trials: Trials, profile: ReuseProfile, tmp_path: Path, make_sample: Callable[..., Sample]
+) -> None:
+    blind = written(profile, tmp_path, layer=1, **BLIND)
+    verdict = trials.judge(blind, ["header_trap"], rule(1, 2, 4, 8, margin=0.8), "")
+    assert (verdict.inferior, verdict.undecided, verdict.comparisons[0].line.samples) == (None, ("header_trap",), 2)
+    sample, asked = make_sample(), rule(250, 500, 1000, margin=0.01)
+    for losses, gives_up in ((2, False), (3, True)):
+        found = evidence([-1.0] * losses + [0.0] * (250 - losses), range(250))
+        assert found is not None
+        compared = Comparison(line_of("reordered", "verified", [sample], {sample.case_id: sample}), found, None, found)
+        assert (compared.holds, compared.fails, asked.gives_up(compared, 250)) == (False, False, gives_up)
+        assert not asked.gives_up(compared, 249)
+        assert not replace(asked, proof=False).gives_up(compared, 250)
 
 
 def test_behind_a_family_that_stays_undecided_no_other_is_served(
