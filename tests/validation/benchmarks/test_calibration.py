@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHORT = ("--families", "reordered,header_trap", "--groups", "8", "--budget", "16", "--screening-groups", "15")
-SHORT += ("--margin", "0.5", "--tokens", "512", "--max-tokens", "8")
+SHORT += ("--margin", "0.5", "--tokens", "512", "--max-tokens", "8", "--sample-tries", "0", "--generations", "0")
 
 
 def test_a_dry_run_makes_profiles_once_and_holds_each_on_other_prompts(tmp_path: Path) -> None:
