@@ -2,8 +2,8 @@
 
 `python -m validation.benchmarks.calibration --name NAME --folder DIR` keeps the profiles, and those that hold on the
 next seed's prompts, in DIR and makes what is not there, so that a run may be spread over several calls; `--at-once` is
-how many commands run side by side. What stands behind `--` goes to every calibration, as `--model M --dtype bfloat16
---device cuda`. With margins or budgets of one's own it is a dry run.
+how many seeds run side by side, and `--devices cuda:0,cuda:1` spreads them over two cards. What stands behind `--` goes
+to every calibration, as `--model M --dtype bfloat16`. With margins or budgets of one's own it is a dry run.
 """
 
 from __future__ import annotations
@@ -33,35 +33,32 @@ _MODEL_OPTIONS = ("--model", "--engine", "--device", "--dtype", "--kv-dtype", "-
 _OWN_RULE = ("--margin", "--budget", "--groups", "--screening-groups", "--families", "--tokens")
 
 
-def made(folder: Path, seeds: int, at_once: int, given: Sequence[str]) -> list[Path]:
-    """The profiles of `seeds` calibrations; those that are in the folder are taken as they are."""
+def made(folder: Path, seeds: int, at_once: int, devices: Sequence[str], given: Sequence[str]) -> list[Path]:
+    """The profiles of `seeds` calibrations, each confirmed on the next seed's prompts where it allows reuse; those that
+    are in the folder are taken as they are. The `devices` take turns. Raises CalledProcessError for a command that ends
+    with an error."""
+    pairs = zip(given[::2], given[1::2], strict=False)
+    of_model = [each for pair in pairs if pair[0] in _MODEL_OPTIONS for each in pair]
     paths = [folder / f"seed-{seed}.json" for seed in range(seeds)]
-    asked = [
-        ["calibrate", *given, "--seed", str(_APART * seed), "--output", str(path)]
-        for seed, path in enumerate(paths)
-        if not path.is_file()
-    ]
-    _run_all(asked, at_once)
+
+    def make(seed: int) -> None:
+        path, confirmed = paths[seed], confirmed_of(paths[seed])
+        place = ["--device", devices[seed % len(devices)]] if devices else []
+        if not path.is_file():
+            run_command(["calibrate", *given, *place, "--seed", str(_APART * seed), "--output", str(path)])
+        if ReuseProfile.read(path).terms is not None and not confirmed.is_file():
+            others = ["--seed", str(_APART * ((seed + 1) % seeds) + 1)]
+            files = ["--profile", str(path), "--output", str(confirmed)]
+            run_command(["confirm", *files, *of_model, *place, *others])
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(make, range(seeds)))
     return paths
 
 
-def held_elsewhere(paths: Sequence[Path], at_once: int, given: Sequence[str]) -> list[bool]:
-    """Whether each profile holds on the next seed's prompts; the profiles' files stay as they are."""
-    copies = {path: path.with_suffix(".confirmed") for path in paths if ReuseProfile.read(path).terms is not None}
-    asked = []
-    for seed, path in enumerate(paths):
-        if path in copies and not copies[path].is_file():
-            other = _APART * ((seed + 1) % len(paths)) + 1
-            places = ["--profile", str(path), "--output", str(copies[path]), "--seed", str(other)]
-            asked.append(["confirm", *places, *given])
-    _run_all(asked, at_once)
-    return [copy.is_file() for copy in copies.values()]
-
-
-def _run_all(commands: Sequence[Sequence[str]], at_once: int) -> None:
-    """Runs these commands of `python -m validation`. Raises CalledProcessError for one that ends with an error."""
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(run_command, commands))
+def confirmed_of(path: Path) -> Path:
+    """The file that is there once the profile of `path` holds on the next seed's prompts."""
+    return path.with_suffix(".confirmed")
 
 
 def run_command(command: Sequence[str]) -> None:
@@ -111,22 +108,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", required=True, help="of model and dtype, at the end of the rows' names")
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="where the profiles are kept")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="calibrations")
-    parser.add_argument("--at-once", type=int, default=1, help="commands that run side by side")
+    parser.add_argument("--at-once", type=int, default=1, help="seeds that run side by side")
+    parser.add_argument("--devices", default="", help="with commas between them: seeds take turns at them")
     parser.add_argument("given", nargs="*", metavar="OPTION", help="options of every calibration")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     is_dry = options.seeds < SEEDS or any(each in _OWN_RULE for each in options.given)
     rows = Results(arguments, device, dry=is_dry)
     options.folder.mkdir(parents=True, exist_ok=True)
-    paths = made(options.folder, options.seeds, options.at_once, options.given)
+    devices = [each for each in options.devices.split(",") if each]
+    paths = made(options.folder, options.seeds, options.at_once, devices, options.given)
     profiles = [ReuseProfile.read(path) for path in paths]
-    places = [
-        each
-        for option, value in zip(options.given[::2], options.given[1::2], strict=False)
-        if option in _MODEL_OPTIONS
-        for each in (option, value)
-    ]
-    held = held_elsewhere(paths, options.at_once, places)
+    allowing = [path for path, profile in zip(paths, profiles, strict=True) if profile.terms is not None]
+    held = [confirmed_of(path).is_file() for path in allowing]
     add_rows(rows, options.name, profiles, held)
     rows.write(options.json, f"calibration_{options.name}")
 

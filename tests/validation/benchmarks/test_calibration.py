@@ -29,7 +29,7 @@ def test_a_dry_run_makes_profiles_once_and_holds_each_on_other_prompts(tmp_path:
     )
     assert rows["calibration_confirmed_shipped"].value in (0.0, 1.0)
     first = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
-    main([*asked, "--at-once", "2", "--", *SHORT])
+    main([*asked, "--at-once", "2", "--devices", "cpu,cpu", "--", *SHORT])
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}.items() >= first.items()
 
 
