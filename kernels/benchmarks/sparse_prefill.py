@@ -28,7 +28,7 @@ from kernels.benchmarks.ceilings import (
     time_ms,
     wall_ms,
 )
-from kernels.layout import PoolLayer, pool_view
+from kernels.layout import PoolLayer, indexable, pool_view
 from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
 from kernels.sparse_prefill.captured import read_pinned
@@ -47,6 +47,14 @@ DENSE_TOKENS = (8192, 16384, 24576, 32768)
 SPARSE_TOKENS = 24576
 SPARSE_PERCENT = (1, 5, 10, 25)
 SUFFIX_ROWS = 128
+FP8 = torch.float8_e4m3fn
+# Tokens of each sequence of a decode step; KV in fp8 has queries in bf16 too.
+DECODE = {
+    "decode_24k": [SPARSE_TOKENS],
+    "decode_24k_fp8": [SPARSE_TOKENS],
+    "decode_32k": [32768],
+    "decode_8x4k": [4096] * 8,
+}
 WINDOW = 128  # that of gpt-oss
 # A decode step's inputs, and those of a forward of 256 rows with the block ids of 128k tokens and more.
 READ_WORDS = {"1k": 1 << 10, "16k": 1 << 14}
@@ -103,16 +111,17 @@ class Case:
 
     def dense_kv(self, sequence: SequenceRows) -> torch.Tensor:
         """[2, kv_heads, tokens, head_dim] of one sequence, gathered."""
-        blocks = pool_view(self.pool, QWEN_7B)[sequence.block_ids, LAYER]
-        return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : sequence.last_position + 1]
+        blocks = indexable(pool_view(self.pool, QWEN_7B))[sequence.block_ids, LAYER].view(self.pool.dtype)
+        return blocks.to(self.q.dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : sequence.last_position + 1]
 
 
-def make_case(positions: Sequence[torch.Tensor]) -> Case:
+def make_case(positions: Sequence[torch.Tensor], kv_dtype: torch.dtype = torch.bfloat16) -> Case:
     """A case with the given positions of each sequence, in blocks of its own, shuffled."""
     generator = torch.Generator().manual_seed(7)
     needed = [QWEN_7B.blocks_for(int(own[-1]) + 1) for own in positions]
     blocks = torch.randperm(sum(needed), generator=generator).split(needed)
-    pool = torch.randn((sum(needed), QWEN_7B.num_layers, 2, QWEN_7B.row_elements), device="cuda", dtype=torch.bfloat16)
+    shape = (sum(needed), QWEN_7B.num_layers, 2, QWEN_7B.row_elements)
+    pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kv_dtype)
     sequences, rows = [], 0
     for own, ids in zip(positions, blocks, strict=True):
         sequences.append(SequenceRows(rows, own, ids).to("cuda"))
@@ -174,11 +183,13 @@ def measure_rows(results: Results, name: str, case: Case, dense_ms: float, goal:
 
 
 def measure_few_rows(results: Results, dense_ms: float) -> None:
-    """Adds the rows of random rows, of a short suffix, and of decode of one sequence and of eight."""
+    """Adds the rows of random rows, of a short suffix, and of decode of one sequence and of eight; of some in fp8."""
     for percent in SPARSE_PERCENT:
         case = make_case([random_rows(SPARSE_TOKENS, percent)])
         measure_rows(results, f"sparse_prefill_{percent}pct", case, dense_ms, SPARSE_GOAL)
-    case = make_case([torch.arange(SPARSE_TOKENS - SUFFIX_ROWS, SPARSE_TOKENS)])
+    suffix = [torch.arange(SPARSE_TOKENS - SUFFIX_ROWS, SPARSE_TOKENS)]
+    measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k_fp8", make_case(suffix, FP8), dense_ms)
+    case = make_case(suffix)
     measure_rows(results, f"suffix_{SUFFIX_ROWS}_24k", case, dense_ms)
     started = time.perf_counter()
     for _ in range(100):
@@ -186,11 +197,11 @@ def measure_few_rows(results: Results, dense_ms: float) -> None:
     host_us = (time.perf_counter() - started) * 1e4
     torch.cuda.synchronize()
     results.add("suffix_host_us", host_us, "us", "host time of one call, its plan made before")
-    for name, batch in (("decode_24k", [SPARSE_TOKENS]), ("decode_32k", [32768]), ("decode_8x4k", [4096] * 8)):
-        case = make_case([torch.tensor([tokens - 1]) for tokens in batch])
+    for name, batch in DECODE.items():
+        case = make_case([torch.tensor([tokens - 1]) for tokens in batch], FP8 if "fp8" in name else torch.bfloat16)
         error = case.check(case.run())
         ours = time_ms(case.run)
-        read = sum(batch) * QWEN_7B.bytes_per_token(torch.bfloat16) / QWEN_7B.num_layers
+        read = sum(batch) * QWEN_7B.bytes_per_token(case.pool.dtype) / QWEN_7B.num_layers
         flash = f"torch SDPA flash {sdpa_ms(case):.3f} ms; " if len(batch) == 1 else ""
         baseline = f"{flash}copy {copy_gbps():.0f} GB/s; error {error:.1e}"
         results.add(f"{name}_ms", ours, "ms", baseline)
