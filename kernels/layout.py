@@ -150,7 +150,7 @@ def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
 
     Raises ValueError when the pool does not have the geometry's shape.
     """
-    check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
+    check_pool(pool, geometry)
     return pool.view(*pool.shape[:3], geometry.kv_heads, geometry.block_size, geometry.head_dim)
 
 
@@ -167,28 +167,23 @@ def indexable(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
-def check_pool(
-    pool: Pool,
-    geometry: KvGeometry,
-    name: str = "pool",
-    dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES,
-) -> None:
+def check_pool(pool: Pool, geometry: KvGeometry, name: str = "pool") -> None:
     """Raises ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
     if isinstance(pool, LayeredPool):
-        _check_layers(pool, geometry, name, dtypes)
+        _check_layers(pool, geometry, name)
         return
     expected = (geometry.num_layers, geometry.kv_factor, geometry.row_elements)
     if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
         raise ValueError(
             f"{name} has shape {list(pool.shape)}; [blocks, {', '.join(map(str, expected))}] is needed for {geometry}"
         )
-    check_dtype(pool.dtype, name, dtypes)
+    check_dtype(pool.dtype, name)
     if pool.stride(3) != 1:
         raise ValueError(f"{name} has stride {pool.stride(3)} in its last dimension; it must be 1")
 
 
-def _check_layers(pool: LayeredPool, geometry: KvGeometry, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    check_dtype(pool.dtype, name, dtypes)
+def _check_layers(pool: LayeredPool, geometry: KvGeometry, name: str) -> None:
+    check_dtype(pool.dtype, name)
     blocks = pool.shape[0]
     row = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_dim)
     found = {(tuple(each.shape), each.dtype, each.device) for kind in pool.kinds for each in kind}
@@ -200,8 +195,8 @@ def _check_layers(pool: LayeredPool, geometry: KvGeometry, name: str, dtypes: tu
         )
 
 
-def check_dtype(dtype: torch.dtype, name: str, dtypes: tuple[torch.dtype, ...] = SUPPORTED_DTYPES) -> None:
-    """Raises ValueError when `dtype` is none of `dtypes`."""
-    if dtype not in dtypes:
-        supported = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+def check_dtype(dtype: torch.dtype, name: str) -> None:
+    """Raises ValueError when `dtype` is none of MOVABLE_DTYPES."""
+    if dtype not in MOVABLE_DTYPES:
+        supported = ", ".join(str(each).removeprefix("torch.") for each in MOVABLE_DTYPES)
         raise ValueError(f"{name} is {dtype}; supported are {supported}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.kv_move.move import Move, check_kv, check_range, check_sources, sizes_of, tensor_of
-from kernels.layout import MOVABLE_DTYPES, ContiguousKv, PagedKv, check_dtype
+from kernels.layout import ContiguousKv, PagedKv, check_dtype
 from kernels.rope import RopeRotation, check_head_dim
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _check_rows(rows: FreshRows) -> None:
                 f"fresh.{name} has shape {list(tensor.shape)}; [tokens, kv_heads, head_dim], the same for k and v, is "
                 "needed"
             )
-        check_dtype(tensor.dtype, f"fresh.{name}", MOVABLE_DTYPES)
+        check_dtype(tensor.dtype, f"fresh.{name}")
         if tensor.dtype != rows.k.dtype or tensor.device != rows.k.device:
             raise ValueError(
                 f"fresh.{name} is {tensor.dtype} on {tensor.device}; fresh.k is {rows.k.dtype} on {rows.k.device}"

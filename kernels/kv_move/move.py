@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.layout import MOVABLE_DTYPES, ContiguousKv, LayeredPool, PagedKv, check_dtype, check_pool
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, check_dtype, check_pool
 from kernels.rope import LayerRotations, Rotation, check_head_dim
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ def check_kv(kv: PagedKv | ContiguousKv, name: str) -> None:
                 f"{name}.tensor has shape {list(kv.tensor.shape)}; [layers, 2 (1 in MLA), kv_heads, tokens, head_dim] "
                 "is needed"
             )
-        check_dtype(kv.tensor.dtype, f"{name}.tensor", MOVABLE_DTYPES)
+        check_dtype(kv.tensor.dtype, f"{name}.tensor")
         return
-    check_pool(kv.pool, kv.geometry, f"{name}.pool", MOVABLE_DTYPES)
+    check_pool(kv.pool, kv.geometry, f"{name}.pool")
     check_block_ids(kv.block_ids, kv.pool.shape[0], f"{name}.block_ids")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kernels.dispatch import has_kernels
 from kernels.layer_ops import eager
-from kernels.layout import MOVABLE_DTYPES, PoolLayer, check_pool
+from kernels.layout import PoolLayer, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ def rotate_rows(
     what `qkv` holds then; one in float8_e4m3fn saturates.
     """
     pool, layer, geometry = kv
-    check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
+    check_pool(pool, geometry)
     half, key_values = geometry.head_dim // 2, 2 * geometry.kv_heads * geometry.head_dim
     width = qkv.shape[-1] - key_values
     if qkv.ndim != 2 or not qkv.is_contiguous() or width <= 0 or width % geometry.head_dim:

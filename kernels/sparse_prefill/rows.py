@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry, PoolLayer, check_pool
+from kernels.layout import SUPPORTED_DTYPES, KvGeometry, PoolLayer, check_pool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -135,7 +135,7 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
     nothing waits for a device.
     """
     pool, layer, geometry = kv
-    check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
+    check_pool(pool, geometry)
     if not 0 <= layer < geometry.num_layers:
         raise ValueError(f"layer is {layer}, outside 0..{geometry.num_layers - 1}")
     rows = _covered_rows(tuple(sequences), pool.shape[0], geometry)

@@ -20,7 +20,7 @@ def geometry_of(pool: Any, facts: ModelFacts, tensor_parallel_size: int) -> KvGe
         block_size = pool.keys[0].shape[2]
         geometry = KvGeometry(facts.num_layers, kv_heads, facts.head_dim, block_size, facts.kv_factor)
         try:
-            check_pool(pool, geometry, dtypes=MOVABLE_DTYPES)
+            check_pool(pool, geometry)
         except ValueError:
             return None
         return geometry
