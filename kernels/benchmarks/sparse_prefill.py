@@ -48,12 +48,12 @@ SPARSE_TOKENS = 24576
 SPARSE_PERCENT = (1, 5, 10, 25)
 SUFFIX_ROWS = 128
 FP8 = torch.float8_e4m3fn
-# Tokens of each sequence of a decode step; KV in fp8 has queries in bf16 too.
+# Of a decode step the dtype of KV, under queries in bf16, and each sequence's tokens.
 DECODE = {
-    "decode_24k": [SPARSE_TOKENS],
-    "decode_24k_fp8": [SPARSE_TOKENS],
-    "decode_32k": [32768],
-    "decode_8x4k": [4096] * 8,
+    "decode_24k": (torch.bfloat16, [SPARSE_TOKENS]),
+    "decode_24k_fp8": (FP8, [SPARSE_TOKENS]),
+    "decode_32k": (torch.bfloat16, [32768]),
+    "decode_8x4k": (torch.bfloat16, [4096] * 8),
 }
 WINDOW = 128  # that of gpt-oss
 # A decode step's inputs, and those of a forward of 256 rows with the block ids of 128k tokens and more.
@@ -197,11 +197,11 @@ def measure_few_rows(results: Results, dense_ms: float) -> None:
     host_us = (time.perf_counter() - started) * 1e4
     torch.cuda.synchronize()
     results.add("suffix_host_us", host_us, "us", "host time of one call, its plan made before")
-    for name, batch in DECODE.items():
-        case = make_case([torch.tensor([tokens - 1]) for tokens in batch], FP8 if "fp8" in name else torch.bfloat16)
+    for name, (kv_dtype, batch) in DECODE.items():
+        case = make_case([torch.tensor([tokens - 1]) for tokens in batch], kv_dtype)
         error = case.check(case.run())
         ours = time_ms(case.run)
-        read = sum(batch) * QWEN_7B.bytes_per_token(case.pool.dtype) / QWEN_7B.num_layers
+        read = sum(batch) * QWEN_7B.bytes_per_token(kv_dtype) / QWEN_7B.num_layers
         flash = f"torch SDPA flash {sdpa_ms(case):.3f} ms; " if len(batch) == 1 else ""
         baseline = f"{flash}copy {copy_gbps():.0f} GB/s; error {error:.1e}"
         results.add(f"{name}_ms", ours, "ms", baseline)

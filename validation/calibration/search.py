@@ -470,7 +470,8 @@ def _most_doubtful_first(found: Found, candidate: Candidate, families: Sequence[
             if name is not None:
                 stopped[name] = max(stopped.get(name, 0), each.candidate.full_layers)
         if each.candidate == candidate:
-            differences |= {line.line.family: line.likelihood.difference for line in each.verdict.comparisons}
+            compared = each.verdict.comparisons
+            differences |= {own.line.family: own.likelihood.difference for own in compared}
     return sorted(families, key=lambda name: (-stopped.get(name, 0), differences.get(name, 0.0)))
 
 
