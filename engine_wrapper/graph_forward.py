@@ -109,9 +109,9 @@ class StaticInputs:
         read_pinned(self._host, self._device)
 
     def read_was_queued(self) -> None:
-        """The next `fill` waits until what is queued on the current stream has run."""
+        """The next `fill` waits until what is queued on the device's current stream has run."""
         if self._read is not None:
-            self._read.record()
+            self._read.record(torch.cuda.current_stream(self._device.device))
 
 
 def _sizes(shape: LaunchShape, block_room: int) -> list[int]:
@@ -227,7 +227,9 @@ class GraphForward:
         return self._forwards[key]
 
     def _capture(self, shape: LaunchShape, inputs: StaticInputs, begun: BegunLayer | None) -> _Captured:
-        current, (aside, capturing) = torch.cuda.current_stream(), _streams(self._decoder.pool.device)
+        # The card may be another one than torch's current one.
+        device = self._decoder.pool.device
+        current, (aside, capturing) = torch.cuda.current_stream(device), _streams(device)
         aside.wait_stream(current)
         # Kernels are compiled and libraries initialised outside the capture, on a stream as the capture uses.
         with torch.cuda.stream(aside):

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.fused_layers import BegunLayer, FusedRows
 from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
@@ -25,6 +27,7 @@ from tests.engine_wrapper.forward_bench import (
     SIZES,
     TOLERANCE,
     Bench,
+    attach_pool,
     close_by_norm,
     load,
     tokens_of,
@@ -412,3 +415,20 @@ def test_a_replay_never_waits_for_the_card(tiny_qwen2_path: Path) -> None:
         graphs(bench.schedule((1, 56, 60)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_a_card_reads_its_inputs_before_they_are_written_anew_though_another_is_current(tiny_qwen2_path: Path) -> None:
+    runner = ModelRunner(tiny_qwen2_path, device="cuda:1")
+    attach_pool(runner)
+    prompts = [tokens_of(60, seed) for seed in (4, 5, 6)]
+    blocks = [tuple(range(8 * number, 8 * number + 8)) for number in range(len(prompts))]
+    for number, prompt in enumerate(prompts):
+        runner.forward([SequenceSlice(number, 0, prompt[:-1], blocks[number])])
+    last = [SequenceSlice(number, 59, prompt[-1:], blocks[number]) for number, prompt in enumerate(prompts)]
+    wanted = [runner.forward([each]).cpu() for each in last]
+    with torch.cuda.device(1):
+        torch.cuda._sleep(200_000_000)
+    found = [runner.forward([each]) for each in last]
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close([each.cpu() for each in found], wanted)
