@@ -1,9 +1,9 @@
 """All result rows in the terminal, and the tables that pages make from them.
 
 On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
-that matches a row's name or its file's `machine/file`. With `<!-- results:HEADING=PATTERN ... -->` the values stand in
-columns, side by side: such a pattern matches a row's name or `machine/file/name`, and what its one `*` stands for names
-the line. A heading that is given again goes on with its column.
+that matches a row's name, its file's `machine/file`, or both as `machine/file/name`. With
+`<!-- results:HEADING=PATTERN ... -->` the values stand in columns, side by side: such a pattern matches a row's name or
+`machine/file/name`, and what its one `*` stands for names the line. A heading that is given again goes on with its column.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
             (place, each.name): each
             for place, found in rows.items()
             for each in found
-            if fnmatchcase(each.name, pattern) or fnmatchcase(place, pattern)
+            if any(fnmatchcase(named, pattern) for named in (each.name, place, f"{place}/{each.name}"))
         }
         if not matching:
             raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")

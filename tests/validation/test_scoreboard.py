@@ -81,6 +81,13 @@ def test_a_column_of_two_machines_asks_for_one(row: Callable[..., Row]) -> None:
     assert "| `a` | 2 |" in scoreboard.markdown_table("x=card/one/em_*", rows)
 
 
+def test_a_pattern_may_name_the_machine_and_the_file_of_its_rows(row: Callable[..., Row]) -> None:
+    rows = {place: [row("em_a"), row("other")] for place in ("card/one", "processor/one")}
+    lines = scoreboard.markdown_table("card/one/em_*", rows).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| `em_a`"]
+    assert lines[0].endswith(" | card |")
+
+
 def test_tables_are_replaced_and_the_text_stays(rows: dict[str, list[Row]]) -> None:
     once = scoreboard.with_tables(TEXT, rows)
     assert scoreboard.with_tables(once, rows) == once
