@@ -61,7 +61,7 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
     engine: Callable[..., Served], cold: Cold, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = getattr(VllmRows, rows)
-    monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * 1.01)
+    monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * 1.25)
     served = engine("position_fix")
     assert asked(served) == cold(MOVED)
     assert served.runtime.mode.value == "stock"
