@@ -3,7 +3,8 @@
 On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
 that matches a row's name, its file's `machine/file`, or both as `machine/file/name`. With
 `<!-- results:HEADING=PATTERN ... -->` the values stand in columns, side by side: such a pattern matches a row's name or
-`machine/file/name`, and what its one `*` stands for names the line. A heading that is given again goes on with its column.
+`machine/file/name`, and what its one `*` stands for names the line. A heading that is given again goes on with its
+column.
 """
 
 from __future__ import annotations
