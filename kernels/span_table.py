@@ -298,10 +298,10 @@ def plane_at(base, table, record, index, head, UNIT: tl.constexpr):
 
 @triton.jit
 def factors_of(table, factors_at, factor, HALF: tl.constexpr, PAD_HALF: tl.constexpr):
-    """cos and sin [1, PAD_HALF] of the factors' row `factor`; both 0 when it is -1."""
+    """cos and sin [1, PAD_HALF] of the factors' row `factor`."""
     factors = (table + factors_at).to(tl.pointer_type(tl.float32))
     planes = tl.arange(0, PAD_HALF)
-    mask = (planes < HALF) & (factor >= 0)
+    mask = planes < HALF
     row = factors + 2 * factor * HALF + planes
     cos = tl.load(row, mask=mask, other=0.0)
     sin = tl.load(row + HALF, mask=mask, other=0.0)
