@@ -50,7 +50,9 @@ class LatentCache:
     def __init__(self, paged: PagedAttention) -> None:
         self._paged = paged
 
-    def update(self, free: torch.Tensor, turning: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, free: torch.Tensor, turning: torch.Tensor, layer: int, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the active rows, [1, 1, rows, channels] in two parts, and returns those of all tokens up to the last
         row of each sequence, one sequence behind the other. Raises ConfigurationError as `latent_rows` does."""
         paged = self._paged

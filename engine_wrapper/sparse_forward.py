@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,8 +112,14 @@ class _Places:
     def get_seq_length(self, layer: int) -> torch.Tensor:  # noqa: ARG002 - all layers have the same rows
         return self._lengths
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, values
+
+
+@cache
+def cache_keyword(forward: Callable[..., Any]) -> str:
+    """By which name the `forward` of a class of Transformers takes its cache: `cache` since version 5.24."""
+    return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 class PlainRows:
@@ -172,14 +180,16 @@ class PlainRows:
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
         paged = PagedAttention(self._pool, self._geometry, sequences, watch)
-        self._hidden = self._decoder.layers[layer](
+        held = LatentCache(paged) if self._geometry.kv_factor == 1 else self._places
+        run = self._decoder.layers[layer]
+        self._hidden = run(
             self._hidden,
             attention_mask=None,
             position_ids=self._positions,
             position_embeddings=self._turned[None if self._kinds is None else self._kinds[layer]],
             use_cache=False,
-            past_key_values=LatentCache(paged) if self._geometry.kv_factor == 1 else self._places,
             paged=paged,
+            **{cache_keyword(type(run).forward): held},
         )
 
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from engine_wrapper.latent_cache import latent_rows
 from engine_wrapper.sequence_work import choose, sample_of, stretches, suspects_of, windows_of
+from engine_wrapper.sparse_forward import cache_keyword
 from kernels.deviation import Move, deviation
 from kernels.kv_move import kv_move
 from kernels.layout import KvGeometry, PagedKv
@@ -204,7 +205,8 @@ class DeviationCollector:
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
             # A cache that knows nothing of the model keeps all tokens of layers with a window, too.
-            cache = self._model.base_model(padded, past_key_values=DynamicCache(), use_cache=True).past_key_values
+            cache, decoder = DynamicCache(), self._model.base_model
+            decoder(padded, use_cache=True, **{cache_keyword(type(decoder).forward): cache})
         # Transformers 4.53 keeps its caches in two lists, later ones in layers.
         layers = getattr(cache, "layers", None)
         found = (
