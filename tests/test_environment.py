@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -33,7 +34,9 @@ def make(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["make", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        # Without what was asked of the make that runs the tests.
+        variables = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
     return run
 
