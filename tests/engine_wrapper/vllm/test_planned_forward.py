@@ -60,8 +60,9 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
 def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
     engine: Callable[..., Served], cold: Cold, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = getattr(VllmRows, rows)
-    monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * 1.25)
+    # On a card, which may multiply float32 as TF32, the bound is a twentieth.
+    ours, factor = getattr(VllmRows, rows), 1.25 if torch.cuda.is_available() else 1.01
+    monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * factor)
     served = engine("position_fix")
     assert asked(served) == cold(MOVED)
     assert served.runtime.mode.value == "stock"
