@@ -183,6 +183,7 @@ def serving(model: Path | None = None, **options: Any) -> Served:
     from vllm import LLM
 
     given = {
+        "model": str(model or shipped_model()),
         "dtype": "float32",
         "max_model_len": 2048,
         "enforce_eager": True,
@@ -197,9 +198,9 @@ def serving(model: Path | None = None, **options: Any) -> Served:
     try:
         with _collected_once():
             try:
-                return Served(LLM(model=str(model or shipped_model()), **given))
+                return Served(LLM(**given))
             except DistNetworkError:  # another process has taken the port that vLLM had found free
-                return Served(LLM(model=str(model or shipped_model()), **given))
+                return Served(LLM(**given))
     finally:
         gc.enable()
 
