@@ -148,7 +148,7 @@ gpu-test: card env ## run the tests of kernels and engine, compiled, on this mac
 
 # PYTHON is an interpreter with a CUDA build of vLLM, which brings its own torch.
 vllm-gpu-test: card ## run the tests inside vLLM on this machine's card, with either model runner; PYTHON is the interpreter that has it
-	@$(PYTHON) -c "from importlib.metadata import version as of; of('vllm'), of('semblend-trt')" || { \
+	@$(PYTHON) -c "from importlib.metadata import version as of; of('vllm'), of('semblend-trt')" 2>/dev/null || { \
 	  echo "'$(PYTHON)' lacks one of vLLM and this project: install what 'make wheel' makes there, as the doctor finds" \
 	    "engines by entry points." >&2; exit 1; }
 	for runner in 0 1; do VLLM_USE_V2_MODEL_RUNNER=$$runner VLLM_NO_USAGE_STATS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
