@@ -193,12 +193,25 @@ class Tokeniser:
 
     def tokenise(self, case: Case) -> TokenisedCase:
         """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
-        donors = tuple(map(self._encode, case.donors))
-        tokens = TokenisedCase(donors, self._encode(case.prompt), self._forced(case.reference))
-        self._check(case, "prompt", tokens.prompt, self._answer_room)
-        for number, donor in enumerate(donors, start=1):
-            self._check(case, f"donor {number}", donor, 1)
-        return tokens
+        return self.tokenise_all([case])[0]
+
+    def tokenise_all(self, cases: Sequence[Case]) -> list[TokenisedCase]:
+        """As `tokenise`, in order."""
+        # All at once, as fast tokenizers use every core then, and once each: the cases of a group share their donors.
+        texts = list(dict.fromkeys(text for case in cases for text in (*case.donors, case.prompt)))
+        ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}
+        found = []
+        for case in cases:
+            tokens = TokenisedCase(
+                tuple(list(map(int, ids[donor])) for donor in case.donors),
+                list(map(int, ids[case.prompt])),
+                self._forced(case.reference),
+            )
+            self._check(case, "prompt", tokens.prompt, self._answer_room)
+            for number, donor in enumerate(tokens.donors, start=1):
+                self._check(case, f"donor {number}", donor, 1)
+            found.append(tokens)
+        return found
 
     def sampling(self, forced: Sequence[int] | None) -> SamplingParams:
         """How an answer is taken: greedily up to the longest one, or `forced` token by token; with its logits."""
@@ -214,9 +227,6 @@ class Tokeniser:
         """An answer's text without the mark that ends it and without space around it."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
-
-    def _encode(self, text: str) -> list[int]:
-        return list(map(int, self._tokenizer.encode(text)))
 
     def _forced(self, reference: str | None) -> tuple[int, ...] | None:
         if reference is None:

@@ -57,7 +57,7 @@ class _CaseServer:
 
     def add(self, cases: Sequence[Case]) -> None:
         """More cases, whose ids are new."""
-        self._tokens |= {case.id: self._tokeniser.tokenise(case) for case in cases}
+        self._tokens |= zip([case.id for case in cases], self._tokeniser.tokenise_all(cases), strict=True)
         self._cases += cases
 
     @contextmanager

@@ -11,6 +11,7 @@ import pytest
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
 from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
+from validation.families.catalog import FamilyRequest, write_cases
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,3 +93,12 @@ def test_a_long_reference_is_scored_in_part(shipped: EmbeddedEngines) -> None:
     tokeniser = Tokeniser(shipped, 8)
     assert len(tokeniser.tokenise(a_case(reference="word " * 100)).forced or ()) == MAX_FORCED_TOKENS
     assert tokeniser.tokenise(a_case(reference=None)).forced is None
+
+
+def test_cases_that_are_tokenised_together_have_the_ids_of_each_alone(shipped: EmbeddedEngines) -> None:
+    tokeniser, cases = Tokeniser(shipped, 8), write_cases(shipped, FamilyRequest(("reordered", "prose"), 3, 2, 640))
+    found = tokeniser.tokenise_all(cases)
+    assert found == list(map(tokeniser.tokenise, cases))
+    for case, tokens in zip(cases, found, strict=True):
+        assert list(tokens.texts) == [shipped.tokenizer.encode(text) for text in (*case.donors, case.prompt)]
+    assert tokeniser.tokenise_all([]) == []

@@ -16,6 +16,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.sequence_work import sample_of
 from kernels.layout import KvGeometry
 from kernels.results import today, versions
+from semblend_trt.donors.host_tier import memory_kept
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from semblend_trt.namespace import CacheNamespace
@@ -241,7 +242,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             command=command,
         )
 
-    with tempfile.TemporaryDirectory(prefix="calibration-") as folder:
+    with tempfile.TemporaryDirectory(prefix="calibration-") as folder, memory_kept():
         path = Path(folder) / models.PROFILE_NAME
 
         def written(candidate: Candidate) -> Path:

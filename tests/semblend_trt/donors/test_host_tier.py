@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import ContiguousKv
-from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
+from semblend_trt.donors import host_tier
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier, memory_kept
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from tests.semblend_trt.held_donors import fill, held_kv, save
 
@@ -180,6 +181,42 @@ def test_the_smallest_hole_that_fits_is_taken_first():
 def test_more_memory_than_there_is_cannot_be_locked():
     with pytest.raises(ConfigurationError, match="lower it"):
         HostMemory(1 << 60, lock=True)
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """The sizes of all memory that is locked."""
+    sizes = []
+    monkeypatch.setattr(host_tier, "_lock_pages", lambda memory: sizes.append(memory.numel()))
+    monkeypatch.setattr(host_tier, "_unlock_pages", lambda memory: sizes.remove(memory.numel()))
+    return sizes
+
+
+def test_locked_memory_goes_back_with_its_tier(locked):
+    memory = HostMemory(3 * ROW, lock=True)
+    assert locked == [3 * ROW]
+    del memory
+    assert locked == []
+
+
+def test_kept_memory_serves_the_next_tier_that_needs_no_more(locked):
+    with memory_kept():
+        first = HostMemory(3 * ROW, lock=True)
+        address = first._bytes.data_ptr()
+        del first
+        second = HostMemory(2 * ROW, lock=True)
+        assert (second._bytes.data_ptr(), locked) == (address, [3 * ROW])
+        assert second.take(2, ROW) == [(0, 2 * ROW)]
+        with pytest.raises(CapacityError):
+            second.take(1, ROW)
+        beside = HostMemory(ROW, lock=True)
+        assert sorted(locked) == [ROW, 3 * ROW]
+        del second, beside
+        larger = HostMemory(4 * ROW, lock=True)
+        assert locked == [4 * ROW]
+        del larger
+        assert locked == [4 * ROW]
+    assert locked == []
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
