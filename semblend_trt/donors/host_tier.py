@@ -77,7 +77,7 @@ class HostMemory:
             raise ConfigurationError(
                 f"SEMBLEND_HOST_BYTES is {size}; this machine has {physical} bytes of memory to lock, lower it"
             )
-        spare = _spare(size) if lock else None
+        spare = _spare(size) if lock and size else None
         try:
             self._bytes = torch.empty(size, dtype=torch.uint8) if spare is None else spare
         except RuntimeError as error:

@@ -204,6 +204,7 @@ def test_kept_memory_serves_the_next_tier_that_needs_no_more(locked):
         first = HostMemory(3 * ROW, lock=True)
         address = first._bytes.data_ptr()
         del first
+        HostMemory(0, lock=True)  # takes none of it
         second = HostMemory(2 * ROW, lock=True)
         assert (second._bytes.data_ptr(), locked) == (address, [3 * ROW])
         assert second.take(2, ROW) == [(0, 2 * ROW)]
