@@ -202,13 +202,10 @@ class Tokeniser:
         ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}
         found = []
         for case in cases:
-            tokens = TokenisedCase(
-                tuple(list(map(int, ids[donor])) for donor in case.donors),
-                list(map(int, ids[case.prompt])),
-                self._forced(case.reference),
-            )
+            donors = tuple(ids[donor] for donor in case.donors)
+            tokens = TokenisedCase(donors, ids[case.prompt], self._forced(case.reference))
             self._check(case, "prompt", tokens.prompt, self._answer_room)
-            for number, donor in enumerate(tokens.donors, start=1):
+            for number, donor in enumerate(donors, start=1):
                 self._check(case, f"donor {number}", donor, 1)
             found.append(tokens)
         return found

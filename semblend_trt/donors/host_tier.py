@@ -132,9 +132,8 @@ class HostMemory:
         self._holes[at : at + 1] = [Range(part.end, hole.end)] if part.end < hole.end else []
 
 
-# Locked memory that no tier uses, for the next one, while it is kept.
-_spares: list[torch.Tensor] = []
-_is_kept = False
+# Locked memory that no tier uses, for the next one; None where none is kept.
+_spares: list[torch.Tensor] | None = None
 
 
 @contextmanager
@@ -143,34 +142,31 @@ def memory_kept() -> Iterator[None]:
 
     For many engines one after the other: to lock a gigabyte takes some 0.3 s, and processes wait for each other.
     """
-    global _is_kept
-    _is_kept = True
+    global _spares
+    _spares = spares = list[torch.Tensor]()
     try:
         yield
     finally:
-        _is_kept = False
-        _unlock_spares()
+        _spares = None
+        for memory in spares:
+            _unlock_pages(memory)
 
 
 def _spare(size: int) -> torch.Tensor | None:
-    """Spare memory of at least `size` bytes; those that are too small go back to the system."""
-    for index, memory in enumerate(_spares):
+    """Spare memory of at least `size` bytes; what is found too small goes back to the system."""
+    while _spares:
+        memory = _spares.pop()
         if memory.numel() >= size:
-            return _spares.pop(index)
-    _unlock_spares()
+            return memory
+        _unlock_pages(memory)
     return None
 
 
 def _let_go(memory: torch.Tensor) -> None:
-    if _is_kept:
-        _spares.append(memory)
-    else:
+    if _spares is None:
         _unlock_pages(memory)
-
-
-def _unlock_spares() -> None:
-    while _spares:
-        _unlock_pages(_spares.pop())
+    else:
+        _spares.append(memory)
 
 
 def _lock_pages(memory: torch.Tensor) -> None:
