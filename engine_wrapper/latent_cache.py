@@ -1,5 +1,5 @@
 """Latent attention (MLA) of Transformers' layers over a paged pool: in the place of their cache, rows go to the pool
-and come back as a forward without one would hold them.
+and come back as a forward without one would hold them, rounded where the pool is in fp8.
 
 Facts: Transformers, `models/deepseek_v3/modeling_deepseek_v3.py`: a layer hands its cache the channels that are free of
 position and those that turn, of which the first of each pair stand in front, and expands what it gets back to K and V
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.layout import PoolLayer, layer_view
+from kernels.layout import PoolLayer, indexable, layer_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import ConfigurationError
 
@@ -54,14 +54,16 @@ class LatentCache:
         self, free: torch.Tensor, turning: torch.Tensor, layer: int, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the active rows, [1, 1, rows, channels] in two parts, and returns those of all tokens up to the last
-        row of each sequence, one sequence behind the other. Raises ConfigurationError as `latent_rows` does."""
+        row of each sequence, one sequence behind the other: what is stored, in the rows' dtype. Raises
+        ConfigurationError as `latent_rows` does."""
         paged = self._paged
         rows = latent_rows(free, turning)[0].transpose(0, 1)
         if paged.watch is not None:
             paged.watch(rows, None)
         write_rows(rows, None, PoolLayer(paged.pool, layer, paged.geometry), paged.sequences)
-        pool = layer_view(paged.pool, paged.geometry, layer, 0)  # [blocks, 1, block_size, channels]
+        pool = indexable(layer_view(paged.pool, paged.geometry, layer, 0))  # [blocks, 1, block_size, channels]
         held = torch.cat([pool[each.block_ids].flatten(0, 2)[: each.last_position + 1] for each in paged.sequences])
+        held = held.view(paged.pool.dtype).to(rows.dtype)  # [tokens, channels]
         kept, turned = held[None, None].split([free.shape[-1], turning.shape[-1]], dim=-1)
         return kept, turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 

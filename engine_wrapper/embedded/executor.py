@@ -58,7 +58,7 @@ class Executor:
             raise ConfigurationError(
                 f"max_seq_len {self.max_seq_len} exceeds the model's context of {context} tokens; lower it"
             )
-        kv_dtype = pool_dtype(cache.dtype, runner.dtype, runner.facts.kv_factor)
+        kv_dtype = pool_dtype(cache.dtype, runner.dtype)
         if (runner.facts.chunk or 0) % cache.tokens_per_block:
             raise ConfigurationError(
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.layout import pool_view
-from semblend_trt.errors import CapacityError, ConfigurationError, UnsupportedModelError
+from semblend_trt.errors import CapacityError, ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,17 +67,12 @@ class KvPool:
         self.tensor[target].copy_(self.tensor[source])
 
 
-def pool_dtype(asked: str, dtype: torch.dtype, kv_factor: int) -> torch.dtype:
+def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
     """What KV of a model in `dtype` is stored in: for "fp8" e4m3, by a scale of 1, as TensorRT-LLM has it for a
     checkpoint that brings none (`KvCacheConfig.dtype` of `llmapi/llm_args.py`).
 
-    Raises UnsupportedModelError for fp8 of latent rows, ConfigurationError for another dtype than the model's.
+    Raises ConfigurationError for another dtype than the model's.
     """
-    if asked == "fp8" and kv_factor == 1:
-        raise UnsupportedModelError(
-            "kv_cache_dtype",
-            "kv_cache_config.dtype is fp8, but latent rows are taken as the model computes them; use auto",
-        )
     if asked == "fp8":
         return torch.float8_e4m3fn
     if asked not in ("auto", str(dtype).removeprefix("torch.")):

@@ -1,4 +1,5 @@
-"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes."""
+"""KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes. K and
+V of heads, and latent rows (MLA)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.sparse_forward import cache_keyword
 from kernels.layout import pool_view
+from kernels.rope import saturated
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
@@ -52,8 +56,8 @@ if TYPE_CHECKING:
     from validation.cases import Case
 
 BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
-# With K and V of every head; latent rows are refused.
-PLAIN = tuple(family for family in FAMILIES if family != "deepseek_v3")
+# K and V of heads, and latent rows, of whose channels the last ones turn.
+FORMS, LATENT_CHANNELS = ("qwen2", "deepseek_v3"), 512
 # Half a unit in the last of three bits of mantissa, for the donor's rounding and for that of the moved key.
 TWO_ROUNDINGS = 2 * 2**-4
 
@@ -67,14 +71,21 @@ class Fp8Engines(Engines):
         return super().__call__(module, {"dtype": "fp8", **(cache or {})}, **options)
 
 
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> tuple[Path, ModelRunner]:
+    path = tiny_model_paths[request.param]
+    return path, ModelRunner(path, "float32", "cpu")
+
+
 @pytest.fixture
-def engine(tiny_qwen2_path: Path, tiny_runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
-    engines = Fp8Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
+def engine(form: tuple[Path, ModelRunner], tmp_path: Path) -> Iterator[Engines]:
+    """Engines with K and V of heads, and with latent rows."""
+    engines = Fp8Engines(tmp_path / "audit.jsonl", model=form[0], runner=form[1])
     yield engines
     engines.shutdown()
 
 
-@pytest.fixture(params=PLAIN)
+@pytest.fixture(params=FAMILIES)
 def any_engine(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path], tmp_path: Path) -> Iterator[Engines]:
     """Engines of each family."""
     path = tiny_model_paths[request.param]
@@ -96,9 +107,31 @@ def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engi
     assert torch.equal(logits_of(output), logits_of(expected))
 
 
+@pytest.mark.parametrize("any_engine", [each for each in FAMILIES if each != "deepseek_v3"], indirect=True)
 def test_rounding_is_seen_in_the_answer_and_stays_small(any_engine: Engines) -> None:
     rounded, plain = (logits_of(serve(any_engine(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
     assert 1e-4 < error_of(rounded, plain) < 0.5  # in a mixture, rounding may send a token to another expert
+
+
+class Rounded(DynamicCache):
+    """Transformers' own cache, of which layers read numbers that e4m3 has."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return super().update(*(saturated(each, FP8).float() for each in (keys, values)), *rest, **options)
+
+
+def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path: Path) -> None:
+    """In a model of one layer: with more of them a random model's rounding grows."""
+    path = save_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1)
+    engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
+    rounded, plain = (logits_of(serve(engines(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
+    engines.shutdown()
+    model = load(path).cpu()
+    cache = {cache_keyword(type(model).forward): Rounded()}
+    with torch.inference_mode():
+        expected = model(torch.tensor([DONOR]), use_cache=True, **cache).logits[0, -1]
+    assert error_of(rounded, expected) < 1e-5
+    assert 1e-4 < error_of(rounded, plain) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -123,7 +156,7 @@ def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine: Engines) -> 
 
 
 def held_while_served(llm: LLM, prompt: list[int], positions: range) -> torch.Tensor:
-    """K and V at these positions of a prompt behind its prefill: [layers, 2, kv_heads, positions, head_dim]."""
+    """KV at these positions of a prompt behind its prefill: [layers, kv_factor, kv_heads, positions, head_dim]."""
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     next(stream)
     blocks = llm.block_manager.block_ids(stream.request_id)
@@ -133,7 +166,7 @@ def held_while_served(llm: LLM, prompt: list[int], positions: range) -> torch.Te
 
 
 def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine: Engines) -> None:
-    """In the lowest layer, where a token's K and V hang on nothing but itself and its place."""
+    """In the lowest layer, where a token's KV hangs on nothing but itself and its place."""
     llm = any_engine(POLICY="position_fix", **SHORT)
     teach(llm, DONOR)
     start = len(OTHER_INSTRUCTION)
@@ -141,22 +174,30 @@ def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engi
     moved, computed = (held_while_served(each, SHIFTED, places)[0] for each in (llm, any_engine.cold()))
     there = range(len(INSTRUCTION), len(INSTRUCTION) + len(DOCUMENT))
     unmoved = held_while_served(any_engine.cold(), DONOR, there)[0]
-    assert torch.equal(moved[1], computed[1])
-    assert 0 < error_of(moved[0], computed[0]) < TWO_ROUNDINGS
-    assert error_of(unmoved[0], computed[0]) > 2 * TWO_ROUNDINGS
+    (keys, still), (expected, same), (other, _) = map(by_place, (moved, computed, unmoved))
+    assert torch.equal(still, same)
+    assert 0 < error_of(keys, expected) < TWO_ROUNDINGS
+    assert error_of(other, expected) > 2 * TWO_ROUNDINGS
+
+
+def by_place(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What hangs on a token's place in a layer's KV, [kv_factor, kv_heads, tokens, head_dim], and what does not."""
+    return (kv[0], kv[1]) if len(kv) == 2 else (kv[0, ..., LATENT_CHANNELS:], kv[0, ..., :LATENT_CHANNELS])
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    ("family", "fused"), [("qwen2", False), ("qwen2", True), ("deepseek_v3", False)], ids=["plain", "fused", "latent"]
+)
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("every", [0, 4], ids=["dense", "sampled"])
 def test_a_token_that_is_the_same_deviates_by_nothing(
-    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool, layer: int, every: int
+    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, fused: bool, layer: int, every: int
 ) -> None:
     """Fresh rows are compared as they would be stored: threshold 0 keeps every one of them."""
-    bench = Bench(load(tiny_qwen2_path), fused, kv_dtype=FP8)
+    bench = Bench(load(tiny_model_paths[family]), fused, kv_dtype=FP8)
     tokens = tokens_of(60)
     logits, kv = bench.cold(tokens)
     bench.place(1, kv, 5, 45)
@@ -323,12 +364,6 @@ def test_the_stock_connector_knows_no_scales_and_reuses_nothing(engine: Engines)
     teach(llm, DONOR)
     output = serve(llm, DONOR + QUESTION)
     assert (output.reused_tokens, output.reuse_reason) == (0, "kv_scales")
-
-
-def test_latent_rows_in_fp8_are_refused_by_name(tiny_model_paths: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="dtype is fp8, but latent rows") as refused:
-        LLM(tiny_model_paths["deepseek_v3"], dtype="float32", kv_cache_config=KvCacheConfig(dtype="fp8"))
-    assert refused.value.reason == "kv_cache_dtype"
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "nvfp4", "int8", "FP8", ""])

@@ -9,8 +9,10 @@ from transformers import DynamicCache
 from engine_wrapper.latent_cache import LatentCache, latent_attention, latent_rows
 from engine_wrapper.sparse_forward import PagedAttention
 from kernels.layout import KvGeometry, pool_view
+from kernels.rope import saturated
 from kernels.sparse_prefill import SequenceRows
 from semblend_trt.errors import ConfigurationError
+from tests.kernels.builders import FP8
 
 FREE, TURNING, BLOCK, LAYERS = 12, 6, 4, 2
 GEOMETRY = KvGeometry(LAYERS, 1, FREE + TURNING, BLOCK, kv_factor=1)
@@ -32,10 +34,17 @@ def test_a_version_that_caches_every_head_is_refused() -> None:
         latent_rows(expanded, expanded)
 
 
-def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence() -> None:
-    """Two sequences, the first in two chunks; of no other block, and of what is not written, anything comes back."""
-    pool, watched = torch.full((8, LAYERS, 1, GEOMETRY.row_elements), float("nan")), list[torch.Tensor]()
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype: torch.dtype) -> None:
+    """Two sequences, the first in two chunks; of no other block, and of what is not written, anything comes back. In
+    e4m3 it is what the pool can hold."""
+    pool = torch.full((8, LAYERS, 1, GEOMETRY.row_elements), float("nan")).to(dtype)
+    watched = list[torch.Tensor]()
     first, second = parts(10, 1), parts(5, 2)
+    first[0][0, 0, 3, 1] = 1e4 if dtype is FP8 else 1.0
+
+    def held(part: torch.Tensor) -> torch.Tensor:
+        return saturated(part, dtype).float()
 
     def watch(rows: torch.Tensor, values: torch.Tensor | None) -> None:
         assert values is None
@@ -46,14 +55,15 @@ def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence() -> N
 
     blocks = torch.tensor([5, 2, 7])
     begun = update(SequenceRows(0, torch.arange(6), blocks), chunk=[each[:, :, :6] for each in first])
-    assert all(torch.equal(got, each[:, :, :6]) for got, each in zip(begun, first, strict=True))
+    assert all(torch.equal(got, held(each[:, :, :6])) for got, each in zip(begun, first, strict=True))
     rest = SequenceRows(0, torch.arange(6, 10), blocks), SequenceRows(4, torch.arange(5), torch.tensor([1, 0]))
     chunk = [torch.cat([one[:, :, 6:], other], dim=2) for one, other in zip(first, second, strict=True)]
     found = update(*rest, chunk=chunk)
     expected = DynamicCache().update(*(torch.cat(each, dim=2) for each in zip(first, second, strict=True)), 0)
-    assert all(torch.equal(got, each) for got, each in zip(found, expected, strict=True))
+    assert all(got.dtype == torch.float32 for got in found)
+    assert all(torch.equal(got, held(each)) for got, each in zip(found, expected, strict=True))
     assert torch.equal(watched[1][:, 0], latent_rows(*chunk)[0, 0])
-    assert bool(pool_view(pool, GEOMETRY)[:, 0].isnan().all()), "rows of the other layer are left"
+    assert bool(pool_view(pool, GEOMETRY)[:, 0].float().isnan().all()), "rows of the other layer are left"
 
 
 def test_rows_attend_to_their_own_sequence_up_to_themselves() -> None:

@@ -26,6 +26,7 @@ from tests.engine_wrapper.serving import (
     teach,
     text,
 )
+from tests.kernels.builders import FP8
 from tests.semblend_trt.held_donors import held_kv
 from tests.semblend_trt.rank_threads import on_ranks
 
@@ -64,10 +65,13 @@ def run(bench: Bench, plan: SemanticKvPlan) -> tuple[torch.Tensor, list[tuple[in
     return logits, refused, evidence
 
 
-@pytest.fixture(params=[("qwen2", False), ("qwen2", True), ("deepseek_v3", False)], ids=["plain", "fused", "latent"])
+@pytest.fixture(
+    params=[("qwen2", False, None), ("qwen2", True, None), ("deepseek_v3", False, None), ("deepseek_v3", False, FP8)],
+    ids=["plain", "fused", "latent", "latent in fp8"],
+)
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
-    family, fused = request.param
-    return Bench(load(tiny_model_paths[family]), fused)
+    family, fused, kv_dtype = request.param
+    return Bench(load(tiny_model_paths[family]), fused, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("check", [WATCHING, SAMPLED], ids=["dense", "sampled"])
