@@ -108,8 +108,9 @@ def test_heads_widths_blocks_and_dtypes(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_of_a_latent_row_there_is_one_deviation(interleaved: bool, device: str) -> None:
-    donor, fresh = (kv_of(seed, 9, 1, 40, kinds=1) for seed in (1, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_of_a_latent_row_there_is_one_deviation(interleaved: bool, dtype: torch.dtype, device: str) -> None:
+    donor, fresh = (kv_of(seed, 9, 1, 40, dtype, kinds=1) for seed in (1, 2))
     rotation = rotation_of(8, interleaved, first_channel=32)
     assert assert_matches_naive(device, [Move(donor, 1, 2, 7)], paged(fresh), 1, rotation).shape == (1, 7)
     assert_matches_naive(device, [Move(paged(donor), 1, 2, 7)], rows(fresh, 1, 1), 1, rotation)

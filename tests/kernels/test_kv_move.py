@@ -86,16 +86,22 @@ def test_heads_widths_blocks_and_dtypes(
     assert_matches_naive(device, [move], target_of(geometry, dtype), rotation_of(rotary_dim, interleaved))
 
 
-@pytest.mark.parametrize(("dtype", "interleaved"), [(torch.bfloat16, False), (FP8, True)])
+@pytest.mark.parametrize(
+    ("latent", "rotary", "dtype", "interleaved"),
+    [
+        *((32, 8, torch.bfloat16, False), (32, 8, FP8, True), (32, 8, FP8, False)),
+        *((512, 64, FP8, True), (24, 6, FP8, True), (7, 2, FP8, True)),
+    ],
+)
 def test_of_a_latent_row_only_the_channels_behind_the_latent_rotate(
-    dtype: torch.dtype, interleaved: bool, device: str
+    latent: int, rotary: int, dtype: torch.dtype, interleaved: bool, device: str
 ) -> None:
-    geometry = geometry_of(kv_heads=1, head_dim=40, kv_factor=1)
-    donor, rotation = donor_of(geometry, 9, seed=6, dtype=dtype), rotation_of(8, interleaved, first_channel=32)
+    geometry = geometry_of(kv_heads=1, head_dim=latent + rotary, kv_factor=1)
+    donor, rotation = donor_of(geometry, 9, seed=6, dtype=dtype), rotation_of(rotary, interleaved, latent)
     for source in (donor, paged(donor)):
         pool = assert_matches_naive(device, [Move(source, 1, 4, 7)], target_of(geometry, dtype), rotation)
-        row = pool_view(pool, geometry)[1, :, 0, 0, 0, :32]  # position 4
-        assert torch.equal(row.float(), donor.tensor[:, 0, 0, 1, :32].float())
+        row = pool_view(pool, geometry)[1, :, 0, 0, 0, :latent]  # position 4
+        assert torch.equal(row.float(), donor.tensor[:, 0, 0, 1, :latent].float())
 
 
 @pytest.mark.known_defect(26)
@@ -107,6 +113,16 @@ def test_fp8(head_dim: int, interleaved: bool, device: str) -> None:
     pool = assert_matches_naive(device, moves, target_of(geometry, FP8), rotation_of(8, interleaved))
     copied = pool_view(pool, geometry)[6, :, :, :, :3].view(torch.uint8)  # positions 0..2, shift 0
     assert torch.equal(copied, donor.tensor[:, :, :, :3].view(torch.uint8))
+
+
+def test_a_latent_row_in_fp8_saturates_where_its_rotation_leaves_the_range(device: str) -> None:
+    geometry, rotation = geometry_of(1, 40, kv_factor=1), rotation_of(8, interleaved=True, first_channel=32)
+    target = target_of(geometry, FP8)
+    move_on(device, [Move(ContiguousKv(torch.full((2, 1, 1, 3, 40), 448.0).to(FP8)), 0, 6, 3)], target, rotation)
+    rows = pool_view(target.pool, geometry)[1, :, 0, :, 2:].float()
+    assert float(rows[..., 32:].max()) == 448.0 > float(rows[..., 32:].min())
+    assert torch.equal(rows[..., :32], torch.full_like(rows[..., :32], 448.0))
+    assert not bool(rows.isnan().any())
 
 
 def test_fp8_saturates_where_a_rotation_leaves_its_range(device: str) -> None:

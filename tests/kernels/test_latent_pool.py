@@ -17,9 +17,20 @@ from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
 from kernels.kv_move.move import lie_alike, planes_of
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, PoolLayer, check_pool, layer_view
+from kernels.rope import saturated
 from kernels.sparse_prefill import naive as naive_prefill
 from kernels.sparse_prefill import sparse_prefill, write_rows
-from tests.kernels.builders import FP8, assert_same, donor_of, geometry_of, on, rotation_of, rows_at, seeded
+from tests.kernels.builders import (
+    FP8,
+    assert_same,
+    assert_stored,
+    donor_of,
+    geometry_of,
+    on,
+    rotation_of,
+    rows_at,
+    seeded,
+)
 
 BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5])
 FORMS = ("in_one_tensor", "apart", "padded", "layers_inside")
@@ -31,6 +42,9 @@ WIDTHS = [
     (24, 6, 5, torch.float16),
     (7, 2, 3, torch.float32),
     (32, 8, 4, FP8),
+    (512, 64, 16, FP8),
+    (24, 6, 5, FP8),
+    (7, 2, 3, FP8),
 ]
 widths = pytest.mark.parametrize(("latent", "rotary", "block", "dtype"), WIDTHS)
 
@@ -103,8 +117,8 @@ def test_some_layers_at_a_time(form: str, device: str) -> None:
 def test_it_is_compared_as_one_row(
     form: str, latent: int, rotary: int, block: int, dtype: torch.dtype, device: str
 ) -> None:
-    if dtype is FP8:
-        dtype = torch.float32
+    """e4m3 is compared in float32 as it is stored, so that no tolerance is needed for its rounding."""
+    tolerance = torch.float32 if dtype is FP8 else dtype
     sizes, rotation = sizes_of(latent, rotary, block), rotation_of(rotary, interleaved=True, first_channel=latent)
     donor, fresh = donor_of(sizes, 12, 1, dtype), donor_of(sizes, 12, 2, dtype)
     paged = held(pool_of(form, sizes, device, dtype), sizes)
@@ -113,10 +127,12 @@ def test_it_is_compared_as_one_row(
     expected = naive_deviation.deviation([Move(donor, 3, 4, 7)], rows, 1, rotation)
     actual = deviation([Move(paged, 3, 4, 7)], on(rows, device), 1, rotation)
     assert actual.shape == (1, 7)
-    assert_same(actual, expected, dtype)
+    assert_same(actual, expected, tolerance)
     single = row_squares(on(rows, device), torch.tensor([0, 5]), paged, torch.tensor([2, 7]), 1)
     spans = [Move(donor, 2, 2, 1), Move(donor, 7, 7, 1)]
-    assert_same(relative(single), naive_deviation.deviation(spans, rows, 1, rotation), dtype)
+    assert_same(relative(single), naive_deviation.deviation(spans, rows, 1, rotation), tolerance)
+    same = FreshRows(donor.tensor[1, 0].transpose(0, 1), None, 0)
+    assert torch.equal(deviation([Move(paged, 3, 3, 7)], on(same, device), 1, rotation).cpu(), torch.zeros(1, 7))
 
 
 @every_form
@@ -124,20 +140,28 @@ def test_it_is_compared_as_one_row(
 def test_rows_are_written_into_it(
     form: str, latent: int, rotary: int, block: int, dtype: torch.dtype, device: str
 ) -> None:
-    if dtype is FP8:
-        dtype = torch.float16
+    """Those of a model in float16 into a pool in e4m3, where they saturate."""
     sizes = sizes_of(latent, rotary, block)
     actual, expected = (pool_of(form, sizes, each, dtype) for each in (device, "cpu"))
     own = [[0, block - 1, block, 2 * block], [1, 3]]
     sequences = [rows_at(0, own[0], [4, 0, 7]), rows_at(4, own[1], [2, 8])]
-    rows = seeded(6, 1, sizes.head_dim + 3, seed=6, dtype=dtype)[..., : sizes.head_dim]
+    rows = seeded(6, 1, sizes.head_dim + 3, seed=6, dtype=torch.float16 if dtype is FP8 else dtype)
+    rows = rows[..., : sizes.head_dim]
+    if dtype is FP8:
+        rows[0, 0, 0], rows[1, 0, -1], rows[2, 0, -2] = math.inf, -448.5, 3e4
     write_rows(rows.to(device), None, PoolLayer(actual, 1, sizes), [each.to(device) for each in sequences])
     naive_prefill.write_rows(rows, None, PoolLayer(expected, 1, sizes), sequences)
-    written = content(actual, sizes)
-    torch.testing.assert_close(written, content(expected, sizes), rtol=0, atol=0, equal_nan=True)
+    written, wanted = content(actual, sizes), content(expected, sizes)
     assert int((~written.isnan()).sum()) == rows.numel()
     paged = PagedKv(actual, torch.tensor([4, 0, 7]), sizes)
-    assert torch.equal(token_rows(paged, torch.tensor(own[0]))[1, 0].cpu(), rows[:4])
+    taken = token_rows(paged, torch.tensor(own[0]))[1, 0].cpu()
+    if dtype is FP8:
+        assert_stored(written.to(FP8), wanted.to(FP8))
+        assert_stored(taken, saturated(rows[:4], FP8))
+        assert written[1].nan_to_num().abs().max() == 448
+        return
+    torch.testing.assert_close(written, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(taken, rows[:4])
 
 
 def test_it_is_told_as_the_pool_in_one_tensor_is() -> None:
