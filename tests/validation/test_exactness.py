@@ -58,7 +58,7 @@ def test_the_wrapper_is_exact_within_an_engine(tiny_model_paths: dict[str, Path]
     assert max(found.difference, found.noise) <= MAX_LOGIT_DIFFERENCE
 
 
-@pytest.mark.parametrize("family", ["qwen2", *MIXTURES])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", *MIXTURES])
 def test_so_it_is_over_kv_in_fp8(tiny_model_paths: dict[str, Path], family: str) -> None:
     """The same numbers are rounded; in other chunks the engine itself rounds some of them otherwise."""
     found = within_an_engine(tiny_model_paths[family], random_tokens(150), kv_dtype="fp8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from kernels.rope import rotate_keys, saturated
 from semblend_trt.connector.model_facts import model_facts
 from validation.benchmarks.families import CHUNK, WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
-from validation.cases import Tokeniser
+from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kernels.layout import PagedKv
+    from semblend_trt.connector.model_facts import ModelFacts
     from validation.embedded_engine import EmbeddedEngines
 
 
@@ -133,12 +134,36 @@ def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path: Path
         torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 
 
-def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
-    """In the lowest layer, where they depend on token and position alone, a moved row is that of the new place."""
+def latent_model(folder: Path) -> tuple[Any, ModelFacts]:
+    """A random model with latent attention (MLA), and its facts."""
     model = random_model("deepseek_v3")
     model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    facts = model_facts(tmp_path)
+    model.config.save_pretrained(folder)
+    return model, model_facts(folder)
+
+
+def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tmp_path: Path) -> None:
+    """In the lowest layer: channels free of position are the same bytes, and those that turn are rounded thrice."""
+    model, facts = latent_model(tmp_path)
+    tokens = torch.randint(0, 256, (190,), generator=torch.Generator().manual_seed(4)).tolist()
+    document, head, other = tokens[:130], tokens[130:140], tokens[140:]
+    case = TokenisedCase(([*head, *document],), [*other, *document], None)
+    own, rounded = DeviationCollector(model, facts, 64), DeviationCollector(model, facts, 64, FP8)
+    found = []
+    for collector in (own, rounded):
+        plan = collector._plan(case)
+        assert plan is not None
+        donor, fresh = collector._prefill(case.texts)
+        assert fresh.pool.dtype == (FP8 if collector is rounded else torch.float32)
+        found.append(collector._compared("one", plan, [donor], fresh).values)
+    assert found[0].shape == found[1].shape == (3, 129)
+    assert found[0][0].max() < 1e-4 < 1e-3 < found[1][0].min() <= found[1][0].max() < 3 * 2**-4
+    assert 0.8 < np.median(found[1][1]) / np.median(found[0][1]) < 1.25
+
+
+def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
+    """In the lowest layer, where they depend on token and position alone, a moved row is that of the new place."""
+    model, facts = latent_model(tmp_path)
     tokens = torch.randint(0, 256, (140,), generator=torch.Generator().manual_seed(4)).tolist()
     document, head, other = tokens[:90], tokens[90:99], tokens[99:]
     found = DeviationCollector(model, facts, min_span=64)._computed([[*head, *document], [*other, *document]])
