@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from kernels.layout import KvGeometry
     from semblend_trt.ranks import Ranks
@@ -65,6 +67,7 @@ def differences(
     geometry: KvGeometry,
     kv_dtype: torch.dtype,
     run: Run,
+    as_stored: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Iterator[str | None]:
     """Computes a prompt again: whole, then by a plan in one forward, then by it in several. Yields what differs each
     time, None where nothing does.
@@ -72,13 +75,17 @@ def differences(
     `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are of the prompt, and `kv_dtype`
     is what its KV is stored in. `run` runs a
     batch of one request, id 0, with plans by id and a bound on the rows of a forward, over the request's blocks.
+    `as_stored`, for an engine that reads a run's own KV before it is rounded: within it, rounded KV is read. A plan's
+    rows are compared with those of the whole prompt there, since both are then of the same KV.
     """
     tokens = len(token_ids)
-    whole = run(Batch((0,), (0,), (tokens,), 1, token_ids), {}, None)
-    yield difference("hidden rows", whole, engine_rows, kv_dtype)
+    batch = Batch((0,), (0,), (tokens,), 1, token_ids)
+    yield difference("hidden rows", run(batch, {}, None), engine_rows, kv_dtype)
     plan = check_plan(token_ids.tolist(), geometry)
-    for max_rows in (None, tokens // 4):  # the span has twice as many
-        yield _behind("a plan", plan, token_ids, engine_rows, kv_dtype, run, max_rows)
+    with nullcontext() if as_stored is None else as_stored():
+        expected = engine_rows if as_stored is None else run(batch, {}, None)
+        for max_rows in (None, tokens // 4):  # the span has twice as many
+            yield _behind("a plan", plan, token_ids, expected, kv_dtype, run, max_rows)
 
 
 def sample_difference(

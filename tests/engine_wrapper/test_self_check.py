@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import contextmanager
 
-from engine_wrapper.self_check import LayoutError, raise_difference
+import pytest
+import torch
+
+from engine_wrapper.self_check import LayoutError, differences, raise_difference
+from kernels.layout import KvGeometry
 from semblend_trt.ranks import Ranks
 
 
@@ -30,3 +34,28 @@ def test_what_another_rank_has_found_is_raised_here():
     with pytest.raises(LayoutError, match="the other rank's"):
         raise_difference([None], Second())
     raise_difference([None], Ranks())
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+def test_where_an_engine_rounds_late_a_plan_is_compared_within_what_is_stored(offset):
+    """A run without a plan reads its own rows unrounded, but within `as_stored`; a plan reads rounded ones."""
+    tokens, rounded = torch.arange(80), []
+    engine_rows = torch.randn(80, 4, generator=torch.Generator().manual_seed(1))
+    stored = engine_rows + 1.0
+
+    @contextmanager
+    def as_stored():
+        rounded.append(True)
+        yield
+        rounded.clear()
+
+    def run(batch, plans, max_rows):
+        read = stored + offset if plans else stored if rounded else engine_rows
+        return read[batch.begins[0] :]
+
+    asked = tokens, engine_rows, KvGeometry(2, 1, 4, 16, 1), torch.float8_e4m3fn, run
+    whole, *behind_plans = differences(*asked, as_stored)
+    assert whole is None
+    assert [each is None for each in behind_plans] == [offset == 0.0] * 2
+    assert rounded == []
+    assert [each is None for each in differences(*asked)] == [True, False, False]
