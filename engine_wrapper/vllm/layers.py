@@ -36,15 +36,16 @@ def in_order(names: Mapping[str, Any]) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheLayout:
-    """Where K and V lie in a cache. `shape`: kv_heads, block_size, head_dim; `dtype` is of what is stored, which e4m3
-    does in bytes."""
+    """Where K and V, or latent rows (MLA), lie in a cache. `shape`: kv_heads, block_size, head_dim; `dtype` is of what
+    is stored, which e4m3 does in bytes."""
 
     view: Callable[..., Views | None]
     shape: tuple[int, int, int]
     dtype: torch.dtype
 
     def views(self, cache: torch.Tensor) -> Views | None:
-        """K and V of a cache, each [blocks, kv_heads, block_size, head_dim]; None where it is of another form."""
+        """K and V of a cache, or its latent rows, each [blocks, kv_heads, block_size, head_dim]; None where it is of
+        another form."""
         return self.view(cache.view(self.dtype), *self.shape)
 
     def stored(
@@ -52,20 +53,36 @@ class CacheLayout:
         attention: Any,
         cache: torch.Tensor,
         keys: torch.Tensor,
-        values: torch.Tensor,
+        values: torch.Tensor | None,
         slots: torch.Tensor | None = None,
     ) -> Views:
-        """What the backend makes of rows, [rows, kv_heads, head_dim], each in `dtype`: it writes them into memory of
-        their own like `cache`, at `slots`, int64 [rows], or one behind the other."""
+        """What the backend makes of rows, as `write` takes them, each in `dtype`: it writes them into memory of their
+        own like `cache`, at `slots`, int64 [rows], or one behind the other."""
         slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
         # The blocks are the first dimension, or stand behind K and V.
         dim, blocks = int(self.view is _kinds_outside), -(-len(keys) // self.shape[1])
         small = torch.zeros_like(cache.narrow(dim, 0, blocks), memory_format=torch.preserve_format)
-        attention.impl.do_kv_cache_update(attention, keys, values, small, slots)
+        write(attention, small, keys, values, slots)
         read = self.views(small)
         assert read is not None
         found = [indexable(each).transpose(1, 2).flatten(0, 1)[slots].view(self.dtype) for each in read]
         return tuple(found)
+
+
+def write(
+    attention: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """Has the backend write rows, [rows, kv_heads, head_dim], into `cache` at `slots`, int64 [rows]. Without values
+    `keys` are latent rows (MLA), which it takes in two parts: the channels free of position, and those that turn."""
+    update = attention.impl.do_kv_cache_update
+    if values is not None:
+        update(attention, keys, values, cache, slots)
+        return
+    parts = keys.flatten(1).split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=1)
+    latent, turning = (each.contiguous() for each in parts)
+    # Kernels take the cache without the head that vLLM 0.32 gives it.
+    rows = cache.squeeze(1) if cache.ndim == 4 else cache
+    update(latent, turning.unsqueeze(1), rows, slots, attention.kv_cache_dtype, attention._k_scale)
 
 
 def layout_of(
@@ -77,13 +94,10 @@ def layout_of(
 ) -> CacheLayout | None:
     """The layout of `cache`, [kv_heads, block_size, head_dim] being `shape`; None where it is none that is known.
 
-    With `scales` of K and V the backend stores rows of dtype `rows` in e4m3. Writes into no cache: it probes one like
-    it.
+    With `scales` of K and V the backend stores rows of dtype `rows` in e4m3, latent ones by that of K. Writes into no
+    cache: it probes one like it.
     """
-    if hasattr(attention, "kv_lora_rank"):
-        latent = CacheLayout(_latent, shape, cache.dtype)
-        return latent if scales is None and _latent_reads_back(latent, cache, attention) else None
-    for view in _LAYOUTS:
+    for view in (_latent,) if hasattr(attention, "kv_lora_rank") else _LAYOUTS:
         layout = CacheLayout(view, shape, cache.dtype if scales is None else torch.float8_e4m3fn)
         if _reads_back(layout, cache, attention, rows or cache.dtype, scales or (1.0, 1.0)):
             return layout
@@ -103,17 +117,18 @@ def _reads_back(
 ) -> bool:
     """Whether what the backend writes into a small cache of the same kind is read through the layout."""
     kv_heads, block_size, head_dim = layout.shape
-    if layout.views(cache) is None or not callable(getattr(attention.impl, "do_kv_cache_update", None)):
+    views = layout.views(cache)
+    if views is None or not callable(getattr(attention.impl, "do_kv_cache_update", None)):
         return False
     generator = torch.Generator().manual_seed(0)
     tokens = _PROBE_BLOCKS * block_size
     # What is stored without rounding; in e4m3 a little more, since vLLM's CPU backend (0.28) rounds towards 0.
     more = 1.0 if layout.dtype != torch.float8_e4m3fn else 1 + 2**-6
-    wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(layout.dtype).float() for _ in range(2)]
+    wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(layout.dtype).float() for _ in views]
     factors = head_scales(scales, kv_heads)[..., None] * more
-    given = [(each * factor).to(cache.device, rows) for each, factor in zip(wanted, factors, strict=True)]
+    keys, *values = ((each * own).to(cache.device, rows) for each, own in zip(wanted, factors, strict=False))
     slots = torch.randperm(tokens, generator=generator).to(cache.device)
-    found = layout.stored(attention, cache, given[0], given[1], slots)
+    found = layout.stored(attention, cache, keys, values[0] if values else None, slots)
     return all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True))
 
 
@@ -121,22 +136,6 @@ def _latent(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) 
     """[blocks, 1, block_size, head_dim], one row that is K and V (MLA); before vLLM 0.32 it is without the 1."""
     rows = cache.unsqueeze(1) if cache.ndim == 3 else cache
     return (rows,) if rows.shape[1:] == (kv_heads, block_size, head_dim) else None
-
-
-def _latent_reads_back(layout: CacheLayout, cache: torch.Tensor, attention: Any) -> bool:
-    """Whether what the backend of a latent attention writes into a small cache of the same kind lies there as one row a
-    slot: channels free of position first, those that turn behind them."""
-    views = layout.views(cache)
-    if views is None or not callable(getattr(attention.impl, "do_kv_cache_update", None)):
-        return False
-    small = torch.zeros_like(views[0][:_PROBE_BLOCKS, 0], memory_format=torch.preserve_format)
-    generator, tokens = torch.Generator().manual_seed(0), small.shape[0] * small.shape[1]
-    rows = torch.randn(tokens, small.shape[2], generator=generator).to(cache.device, cache.dtype)
-    slots = torch.randperm(tokens, generator=generator).to(cache.device)
-    latent, turning = rows.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=1)
-    written = latent.contiguous(), turning.contiguous().unsqueeze(1)
-    attention.impl.do_kv_cache_update(*written, small, slots, attention.kv_cache_dtype, attention._k_scale)
-    return torch.equal(small.flatten(0, 1)[slots], rows)
 
 
 def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from engine_wrapper.self_check import (
 )
 from engine_wrapper.vllm.key_rotation import check_rotation
 from engine_wrapper.vllm.refusals import callers, sample_refusal
-from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows
+from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, own_rows_as_stored
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
@@ -279,7 +280,9 @@ class PlannedForward:
             return self._run(batch, [block_ids], plans, max_rows)
 
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
-        raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run), self._runtime.ranks)
+        is_rounded_late = geometry.kv_factor == 1 and kv_dtype == torch.float8_e4m3fn
+        as_stored = partial(own_rows_as_stored, self._parts) if is_rounded_late else None
+        raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
         check_rotation(self._parts, ids)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:

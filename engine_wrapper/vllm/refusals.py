@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 OLDEST = (0, 25)
 # Backends whose metadata takes any number of sequences, and stays as it is when the next stage's is built. FLASHINFER
 # copies from pinned memory that it writes again, and sizes tables, as FLEX_ATTENTION does, by sequences times blocks.
-# Those of latent attention come last; TRITON_MLA reserves memory for sequences times splits of their keys.
-LATENT_BACKENDS = ("FLASH_ATTN_MLA", "CPU_MLA")
+# Those of latent attention come last.
+LATENT_BACKENDS = ("FLASH_ATTN_MLA", "TRITON_MLA", "CPU_MLA")
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
+# They reserve memory for as many decodes as there may be sequences, times the most parts that keys are read in.
+RESERVING_BACKENDS = ("TRITON_MLA",)
 # What computes the longer runs of a latent attention's rows: on a card, and on a CPU from vLLM 0.32 on.
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
 # A sentence for each reason that counts, which says what to change.
@@ -44,8 +46,8 @@ REASONS = {
     "hybrid_model": "Serve a model all of whose layers are attention; states of other layers cannot be moved.",
     "diffusion": "Serve a model that generates from left to right.",
     "non_causal": "Set use_non_causal of the attention config to false.",
-    "attention_backend": "Set --attention-backend to FLASH_ATTN, TRITON_ATTN or, for latent attention, FLASH_ATTN_MLA, "
-    "and leave its mla_prefill_backend unset or at FLASH_ATTN; other backends were not tried.",
+    "attention_backend": "Set --attention-backend to FLASH_ATTN, TRITON_ATTN or, for latent attention, FLASH_ATTN_MLA "
+    "or TRITON_MLA, and leave its mla_prefill_backend unset or at FLASH_ATTN; other backends were not tried.",
     "sliding_window": "Serve a model with full attention in some layers at least, without --disable-sliding-window.",
     "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
     "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",

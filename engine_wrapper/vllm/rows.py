@@ -31,7 +31,8 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS
+from engine_wrapper.vllm.layers import write
+from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from kernels.sparse_prefill.rows import to_device
@@ -85,12 +86,12 @@ class Decoder:
     def stored(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of K and V, [rows, kv_heads, head_dim], as the cache would hold them: in e4m3 the backend itself has
-        rounded them, so that the same row of a donor does not deviate at all."""
-        if keys.dtype == self.pool.dtype or values is None:
+        """Rows of K and V, [rows, kv_heads, head_dim], or latent rows and None, as the cache would hold them: in e4m3
+        the backend itself has rounded them, so that the same row of a donor does not deviate at all."""
+        if keys.dtype == self.pool.dtype:
             return keys, values
-        found = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
-        return found[0], found[1]
+        stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
+        return stored, rest[0] if rest else None
 
     def write(
         self,
@@ -100,12 +101,11 @@ class Decoder:
         sequences: tuple[SequenceRows, ...],
         slots: torch.Tensor,
     ) -> None:
-        """Writes rows of K and V into the cache; `slots` are those of the sequences' rows."""
+        """Writes rows of K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
         if keys.dtype == self.pool.dtype:
             write_rows(keys, values, self.cache(layer), sequences)
             return
-        attention = self.attention[layer]
-        attention.impl.do_kv_cache_update(attention, keys, values, self.caches[layer], slots)
+        write(self.attention[layer], self.caches[layer], keys, values, slots)
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
@@ -116,7 +116,8 @@ def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
-    """A builder beside the engine's own of an attention group, for forwards of up to `max_rows` sequences.
+    """A builder beside the engine's own of an attention group, for forwards of up to `max_rows` sequences; of a backend
+    that reserves memory for each, no more of them than the engine's are decodes (`_built`).
 
     No graph is captured of what it builds. Raises LayoutError for a backend that is not known to take them.
     """
@@ -131,10 +132,22 @@ def own_builder(group: Any, max_rows: int) -> Any:
         )
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
-    config.scheduler_config.max_num_seqs = max_rows
+    if name not in RESERVING_BACKENDS:
+        config.scheduler_config.max_num_seqs = max_rows
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     with set_current_vllm_config(config):
         return type(theirs)(theirs.kv_cache_spec, group.layer_names, config, theirs.device)
+
+
+def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
+    """The builder's metadata. Where it has room for fewer decodes than there are runs, all runs count as prompts."""
+    if common.num_reqs <= builder.vllm_config.scheduler_config.max_num_seqs:
+        return builder.build(0, common)
+    rows_of_a_decode, builder.reorder_batch_threshold = builder.reorder_batch_threshold, 0
+    try:
+        return builder.build(0, common)
+    finally:
+        builder.reorder_batch_threshold = rows_of_a_decode
 
 
 def _prefill_backend(builder: Any) -> str | None:
@@ -402,7 +415,38 @@ class VllmRows:
             causal=True,
             positions=self._positions,
         )
-        return self._parts.builder.build(0, common)
+        return _built(self._parts.builder, common)
+
+
+@contextmanager
+def own_rows_as_stored(parts: Decoder) -> Iterator[None]:
+    """Has a latent attention read the rows of a run as its cache holds them; it takes them as they are computed, and
+    what lies before the run from the cache. Facts: vLLM, `model_executor/layers/attention/mla_attention.py`,
+    `forward_mha`, 0.28 and 0.32."""
+    impls = [each.impl for each in parts.attention]
+    for layer, impl in enumerate(impls):
+        impl.forward_mha = partial(_attend_to_stored, parts, layer, impl.forward_mha)
+    try:
+        yield
+    finally:
+        for impl in impls:
+            del impl.forward_mha
+
+
+def _attend_to_stored(
+    parts: Decoder,
+    layer: int,
+    stock: Callable[..., None],
+    queries: torch.Tensor,
+    latent: torch.Tensor,
+    turning: torch.Tensor,
+    *rest: Any,
+    **options: Any,
+) -> None:
+    rows, _ = parts.stored(layer, *_fresh_rows((latent, turning), parts.geometry))
+    read = (rows.float() * parts.attention[layer]._k_scale).to(latent.dtype)  # [rows, 1, channels]
+    free, turned = (each.contiguous() for each in read.split([latent.shape[1], turning.shape[-1]], dim=2))
+    stock(queries, free.squeeze(1), turned, *rest, **options)
 
 
 @contextmanager

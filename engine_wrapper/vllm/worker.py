@@ -154,10 +154,8 @@ class VllmWorker:
             return None
 
     def _layout_of(self, cache: torch.Tensor, attention: list[Any]) -> CacheLayout | None:
-        """Raises LayoutError where K and V are stored by scales that are not known, or in another fp8 than e4m3fn."""
+        """Raises LayoutError where KV is stored by scales that are not known, or in another fp8 than e4m3fn."""
         own = self._config.cache_config
-        if own.cache_dtype in E4M3 and hasattr(attention[0], "kv_lora_rank"):
-            raise LayoutError("kv_cache_dtype", "latent rows are taken as the model computes them, not in fp8")
         if own.cache_dtype in E4M3:
             if current_platform.is_fp8_fnuz():
                 raise LayoutError("kv_cache_dtype", "this machine's fp8 is e4m3fnuz; e4m3fn is taken")

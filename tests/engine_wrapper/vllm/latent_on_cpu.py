@@ -1,19 +1,25 @@
-"""What vLLM's build for a CPU lacked of latent attention before 0.32, in plain torch: how long runs are computed.
+"""What vLLM's builds for a CPU lack of latent attention, in plain torch: before 0.32 how long runs are computed, and in
+all of them a cache in e4m3.
 
-From 0.32 on nothing is put in anywhere. Facts: vLLM 0.28, `model_executor/layers/attention/mla_attention.py`: which
-attends to a run's own rows and to those before it apart, and joins the two by the logarithms of their sums.
+Facts: vLLM 0.28, `model_executor/layers/attention/mla_attention.py`: which attends to a run's own rows and to those
+before it apart, and joins the two by the logarithms of their sums.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernels.layout import indexable
+from kernels.rope import saturated
+from tests.kernels.builders import FP8
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import pytest
 
@@ -34,6 +40,63 @@ def complete(patch: pytest.MonkeyPatch) -> None:
     # The weights of one projection are read once more after vLLM has packed them.
     keep: Callable[..., None] = partial(_keep_weights, utils.dispatch_cpu_unquantized_gemm)
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
+
+
+def store_in_fp8(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None:
+    """Has vLLM's backend on a CPU store latent rows in e4m3, each layer by its scale, and read them so: single rows as
+    its decodes, and what lies before a longer run, as TRITON_MLA does. A run's own rows it reads as they are computed.
+
+    Facts: vLLM 0.28, `v1/attention/backends/mla/triton_mla.py`, `model_executor/layers/attention/mla_attention.py`.
+    """
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+    process, update = MLAAttention.process_weights_after_loading, CPUMLAImpl.do_kv_cache_update
+    decode, before = CPUMLAImpl.forward_mqa, CPUMLAImpl._compute_prefill_context
+
+    def load(attention: Any, act_dtype: torch.dtype) -> None:
+        process(attention, act_dtype)
+        attention._k_scale_float = scales[int(attention.layer_name.split(".")[2])]
+        attention._k_scale.fill_(attention._k_scale_float)
+
+    def stored(
+        impl: Any, latent: torch.Tensor, turning: torch.Tensor, cache: Any, slots: Any, kind: str, scale: torch.Tensor
+    ) -> None:
+        if cache.dtype == torch.uint8:
+            latent, turning = (saturated(each.float() / scale, FP8).view(torch.uint8) for each in (latent, turning))
+        update(impl, latent, turning, cache, slots, kind, scale)
+
+    def attend(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
+        if cache.dtype == FP8:
+            cache, table = _read(cache, metadata.decode.block_table, layer._k_scale, impl.kv_b_proj.params_dtype)
+            metadata = replace(metadata, decode=replace(metadata.decode, block_table=table))
+        return decode(impl, q, cache, metadata, layer)
+
+    def context(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, scale: torch.Tensor) -> Any:
+        if cache.dtype != FP8:
+            return before(impl, q, cache, metadata, scale)
+        cache, table = _read(cache, metadata.prefill.block_table, scale, q.dtype)
+        metadata = replace(metadata, prefill=replace(metadata.prefill, block_table=table))
+        kind, impl.kv_cache_dtype = impl.kv_cache_dtype, "auto"
+        try:
+            return before(impl, q, cache, metadata, scale)
+        finally:
+            impl.kv_cache_dtype = kind
+
+    patch.setattr(CPUMLABackend, "supported_kv_cache_dtypes", ["auto", "fp8", "fp8_e4m3"])
+    patch.setattr(MLAAttention, "process_weights_after_loading", load)
+    patch.setattr(CPUMLAImpl, "do_kv_cache_update", stored)
+    patch.setattr(CPUMLAImpl, "forward_mqa", attend)
+    patch.setattr(CPUMLAImpl, "_compute_prefill_context", context)
+
+
+def _read(
+    cache: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks of a cache in e4m3 that a table names, in `dtype`, and the table of their places there."""
+    blocks, places = table.unique(return_inverse=True)
+    held = indexable(cache)[blocks.long()].view(FP8).float() * scale
+    return held.to(dtype), places.int()
 
 
 def _keep_weights(stock: Callable[..., None], layer: Any, remove_weight: bool) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ from transformers import DeepseekV3Config
 from vllm import SamplingParams
 
 from engine_wrapper import sequence_work
-from engine_wrapper.self_check import LayoutError
 from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import rows
 from engine_wrapper.vllm.rows import VllmRows
-from engine_wrapper.vllm.worker import VllmWorker
 from kernels.deviation import token_rows
 from kernels.layout import PagedKv
 from semblend_trt.plan import SpanCheck
@@ -250,15 +247,6 @@ def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(
     found = served.scheduler.outcomes.of(served.last)
     assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), 0)
     assert not served.runtime.faults
-
-
-def test_rows_in_fp8_are_refused_by_name() -> None:
-    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="fp8_e4m3", block_size=16))
-    with pytest.raises(LayoutError, match="latent rows are taken as the model computes them") as refusal:
-        VllmWorker._layout_of(
-            SimpleNamespace(_config=config), torch.zeros(2, 16, 576), [SimpleNamespace(kv_lora_rank=512)]
-        )
-    assert refusal.value.reason == "kv_cache_dtype"
 
 
 def test_another_way_to_compute_prompts_is_refused_by_name(

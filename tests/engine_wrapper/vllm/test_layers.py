@@ -179,6 +179,29 @@ def latent_backend(*, turning_first: bool = False, updates: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("heads", [(), (1,)], ids=["before vLLM 0.32", "with one head"])
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
+def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(
+    heads: tuple[int, ...], rows: torch.dtype
+) -> None:
+    def update(latent: Any, turning: Any, cache: torch.Tensor, slots: Any, kind: str, scale: torch.Tensor) -> None:
+        assert (kind, cache.shape[1:]) == ("fp8", (SIZE, LATENT + TURNING))
+        row = torch.cat((latent, turning.squeeze(1)), dim=1)
+        cache.view(-1, LATENT + TURNING)[slots] = in_fp8(row[:, None], scale.item())[:, 0].view(torch.uint8)
+
+    attention = latent_backend()
+    attention.impl, attention.kv_cache_dtype = SimpleNamespace(do_kv_cache_update=update), "fp8"
+    attention._k_scale = torch.tensor(0.013)
+    cache = torch.full((BLOCKS, *heads, SIZE, LATENT + TURNING), 0x7F, dtype=torch.uint8)
+    layout = layout_of(cache, attention, (1, SIZE, LATENT + TURNING), rows, (0.013, 1.0))
+    assert layout is not None
+    given = torch.randn(11, 1, LATENT + TURNING, dtype=rows)
+    (found,) = layout.stored(attention, cache, given, None)
+    assert torch.equal(found.float(), in_fp8(given, 0.013).float())
+    assert bool((cache == 0x7F).all())  # it writes into memory of its own
+    assert layout_of(cache, attention, (1, SIZE, LATENT + TURNING), rows, (0.02, 1.0)) is None
+
+
+@pytest.mark.parametrize("heads", [(), (1,)], ids=["before vLLM 0.32", "with one head"])
 def test_a_latent_row_is_known_by_what_its_backend_writes(heads: tuple[int, ...]) -> None:
     caches = {name_of(layer): torch.full((BLOCKS, *heads, SIZE, 16), float("nan")) for layer in (1, 0)}
     layout = layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16))

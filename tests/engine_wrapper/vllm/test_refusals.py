@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import refusals
-from engine_wrapper.vllm.refusals import REASONS, engine_refusal_of, request_refusal, sample_refusal
+from engine_wrapper.vllm.refusals import LATENT_BACKENDS, REASONS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
 from tests.engine_wrapper.vllm.conftest import needs_torchvision
 from tests.engine_wrapper.vllm.engine_configs import engine_config, made_for
@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
     (
         "attention_backend",
         "attention_config.backend",
-        (AttentionBackendEnum.FLASHMLA, AttentionBackendEnum.TRITON_MLA, AttentionBackendEnum.CUTLASS_MLA),
+        (AttentionBackendEnum.FLASHMLA, AttentionBackendEnum.FLASHINFER_MLA, AttentionBackendEnum.CUTLASS_MLA),
     ),
     ("prompt_embeds", "model_config.enable_prompt_embeds", (True,)),
     ("routed_experts", "model_config.enable_return_routed_experts", (True,)),
@@ -124,7 +124,7 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
 
 def test_a_cache_of_latent_rows_is_not_refused() -> None:
     latent = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576})
-    in_this_version = [each for each in AttentionBackendEnum if each.name in ("FLASH_ATTN_MLA", "CPU_MLA")]
+    in_this_version = [each for each in AttentionBackendEnum if each.name in LATENT_BACKENDS]
     for backend in (None, *in_this_version):
         assert engine_refusal_of(engine_config({"attention_config.backend": backend}), caches(latent)) is None
 
