@@ -170,6 +170,7 @@ def test_states_are_taken_behind_the_probed_layer() -> None:
         (["--minutes", "0"], "must be above 0"),
         (["--window", "-1"], "not below 0"),
         (["--window", "64", "--resume", "model"], "--window is for a new model"),
+        (["--kv-dtype", "int8"], "invalid choice: 'int8'"),
         (["--families", "link,prose"], "--families names prose; there are reordered, link"),
     ],
 )

@@ -1,7 +1,7 @@
 """Cold exact match of the shipped model: greedy answers on prompts that no training run has seen.
 
 `python -m validation.assets.recipe.evaluate --model DIR [--questions N] [--device cuda]` prints one JSON object; with
-`--families NAMES`, of families instead of the shipped model's own suites.
+`--families NAMES`, of families instead of the shipped model's own suites; with `--kv-dtype fp8`, of KV rounded to e4m3.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from validation import documents, prompts
 from validation.families.catalog import write_family
+from validation.models import AUTO, KV_DTYPES
+
+from .kv_rounding import keep_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -137,10 +140,14 @@ def evaluate_families(model: Any, tokenizer: Any, names: Iterable[str], count: i
     return {name: round(scored(name), 4) for name in dict.fromkeys(names)}
 
 
-def load(directory: Path, device: str = "cpu") -> tuple[Any, Any]:
-    """Return the model in float32 and its tokenizer. Raises OSError if the directory holds no model."""
+def load(directory: Path, device: str = "cpu", kv_dtype: str = AUTO) -> tuple[Any, Any]:
+    """Return the model in float32, with KV as `keep_kv` says, and its tokenizer.
+
+    Raises OSError if the directory holds no model, and ValueError where its KV cannot be kept so.
+    """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+    keep_kv(model, kv_dtype)
     return model, tokenizer
 
 
@@ -195,8 +202,9 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--families", type=lambda names: names.split(","), help="with commas, instead of the suites")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=AUTO, help="fp8: attention sees K and V in e4m3")
     arguments = parser.parse_args()
-    model, tokenizer = load(arguments.model, arguments.device)
+    model, tokenizer = load(arguments.model, arguments.device, arguments.kv_dtype)
     if arguments.families:
         found = evaluate_families(model, tokenizer, arguments.families, arguments.questions)
     else:

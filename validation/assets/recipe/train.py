@@ -2,7 +2,8 @@
 
 `python -m validation.assets.recipe.train --text FILE --out DIR --seed N [--minutes M]`
 With `--families NAMES --resume MODEL` a model is taught to answer families that it does not answer yet. With
-`--window N` every second layer sees N tokens: the model is then of Gemma 3's architecture instead of Qwen2's.
+`--window N` every second layer sees N tokens: the model is then of Gemma 3's architecture instead of Qwen2's. With
+`--kv-dtype fp8` attention sees K and V rounded to e4m3, in training and in the evaluation behind it (`kv_rounding.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from transformers import (
 )
 
 from validation import prompts
+from validation.models import AUTO, KV_DTYPES
 
 from . import evaluate
+from .kv_rounding import keep_kv
 from .tasks import TEXT_WEIGHT, WRITERS, BatchStream, Source
 from .tokenizer import (
     END_ID,
@@ -75,6 +78,7 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mlp", type=int, default=416)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--window", type=int, default=0, help="tokens that every second layer sees; 0: all")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=AUTO, help="fp8: attention sees K and V in e4m3")
     parser.add_argument("--probe-layers", type=int, default=2, help="layers after which a row must know its place")
     parser.add_argument("--probe-weight", type=float, default=0.3, help="0 switches the auxiliary task off")
     parser.add_argument("--workers", type=int, default=14)
@@ -348,6 +352,7 @@ def main(values: list[str] | None = None) -> None:
     ]
     torch.set_float32_matmul_precision("high")
     model = build_model(arguments, tokenizer.get_vocab_size())
+    keep_kv(model, arguments.kv_dtype)
     with (arguments.out / "training_log.jsonl").open("w", encoding="utf-8") as log:
         log.write(json.dumps(heading(arguments)) + "\n")
         probe = PlaceProbe(model.config.hidden_size, tokenizer)
@@ -356,7 +361,7 @@ def main(values: list[str] | None = None) -> None:
             stream.close()
         save(model, tokenizer, arguments.out / "model")
         torch.set_float32_matmul_precision("highest")
-        trained = evaluate.load(arguments.out / "model", arguments.device)
+        trained = evaluate.load(arguments.out / "model", arguments.device, arguments.kv_dtype)
         if arguments.families:
             figures = evaluate.evaluate_families(*trained, (*arguments.families, *KEPT), arguments.questions)
         else:
