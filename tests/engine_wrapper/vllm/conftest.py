@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from torch.cuda import is_available
 from torch.distributed import DistNetworkError
 
+from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
 from validation.models import profile_of, shipped_model
@@ -309,6 +311,39 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(PlannedForward, "_blocks", told)
     return last
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of all metadata that we had built for latent rows, the sequences that count as decodes, and those that count as
+    prompts."""
+    from engine_wrapper.vllm.rows import VllmRows
+
+    found: list[tuple[int, int]] = []
+    stock = VllmRows._metadata
+
+    def told(own: VllmRows, *asked: Any) -> Any:
+        metadata = stock(own, *asked)
+        found.append((metadata.num_decodes, metadata.num_prefills))
+        return metadata
+
+    monkeypatch.setattr(VllmRows, "_metadata", told)
+    return found
+
+
+@pytest.fixture
+def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks find tokens to deviate that stand alone, and runs of them."""
+    from engine_wrapper import sequence_work
+
+    choose = sequence_work.choose
+
+    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
+        places = np.arange(len(deviations))
+        deviating = (places % 9 == 0) | (places // 20 % 3 == 1)
+        return choose(SpanCheck(check.layer, 0.5), deviating.astype(np.float32), *rest)
+
+    monkeypatch.setattr(sequence_work, "choose", chosen)
 
 
 @pytest.fixture

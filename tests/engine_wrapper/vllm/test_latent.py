@@ -8,19 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DeepseekV3Config
 from vllm import SamplingParams
 
-from engine_wrapper import sequence_work
-from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import rows
-from engine_wrapper.vllm.rows import VllmRows
 from kernels.deviation import token_rows
 from kernels.layout import PagedKv
-from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import (
@@ -141,21 +136,6 @@ def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(engine: Engine
     assert not served.runtime.faults
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of all metadata that we had built, the sequences that count as decodes, and those that count as prompts."""
-    found: list[tuple[int, int]] = []
-    stock = VllmRows._metadata
-
-    def told(own: VllmRows, *asked: Any) -> Any:
-        metadata = stock(own, *asked)
-        found.append((metadata.num_decodes, metadata.num_prefills))
-        return metadata
-
-    monkeypatch.setattr(VllmRows, "_metadata", told)
-    return found
-
-
 def test_neighbours_of_a_plan_are_answered_as_alone(
     engine: Engine, models: Models, cold: Cold, built: list[tuple[int, int]]
 ) -> None:
@@ -181,16 +161,9 @@ def test_neighbours_of_a_plan_are_answered_as_alone(
 
 
 def test_runs_of_every_length_give_the_engines_own_rows(
-    engine: Engine, models: Models, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, models: Models, many_runs: None, built: list[tuple[int, int]]
 ) -> None:
     """In the self-check, whose plans are over the engine's own KV."""
-
-    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
-        places = np.arange(len(deviations))
-        deviating = (places % 9 == 0) | (places // 20 % 3 == 1)
-        return choose(SpanCheck(check.layer, 0.5), deviating.astype(np.float32), *rest)
-
-    monkeypatch.setattr(sequence_work, "choose", chosen)
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"

@@ -6,19 +6,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DeepseekV3Config
 from vllm import SamplingParams
 
-from engine_wrapper import self_check, sequence_work
-from engine_wrapper.sequence_work import choose
+from engine_wrapper import self_check
 from engine_wrapper.vllm import planned_forward, rows
-from engine_wrapper.vllm.rows import VllmRows
 from kernels.deviation import token_rows
 from kernels.layout import PagedKv
-from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import (
@@ -75,33 +71,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cold(model: Path) -> Cold:
     """Answers of vLLM without a connector, with its cache in e4m3."""
     return cold_answers(DONOR, MOVED, NEW, LONG, model=model, **FP8)
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of all metadata that we had built, the sequences that count as decodes, and those that count as prompts."""
-    found: list[tuple[int, int]] = []
-    stock = VllmRows._metadata
-
-    def told(own: VllmRows, *asked: Any) -> Any:
-        metadata = stock(own, *asked)
-        found.append((metadata.num_decodes, metadata.num_prefills))
-        return metadata
-
-    monkeypatch.setattr(VllmRows, "_metadata", told)
-    return found
-
-
-@pytest.fixture
-def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks find tokens to deviate that stand alone, and runs of them."""
-
-    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
-        places = np.arange(len(deviations))
-        deviating = (places % 9 == 0) | (places // 20 % 3 == 1)
-        return choose(SpanCheck(check.layer, 0.5), deviating.astype(np.float32), *rest)
-
-    monkeypatch.setattr(sequence_work, "choose", chosen)
 
 
 def assert_cold(answer: Answered, expected: Answered, cached: int = 0) -> None:
