@@ -226,6 +226,20 @@ def cold_answers(*prompts: Sequence[int], model: Path | None = None, **options: 
     return lambda prompt: found[tuple(prompt)]
 
 
+def while_another_decodes(served: Served) -> dict[str, list[int]]:
+    """The tokens of NEW, "new", and of MOVED, "moved", which comes three steps later."""
+    from vllm import SamplingParams
+
+    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), dict[str, list[int]]()
+    for name, prompt in (("new", NEW), ("moved", MOVED)):
+        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(3):
+            served.llm.llm_engine.step()
+    while served.llm.llm_engine.has_unfinished_requests():
+        tokens |= {each.request_id: list(each.outputs[0].token_ids) for each in served.llm.llm_engine.step()}
+    return tokens
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _bfloat16_sinks() -> Iterator[None]:
     """vLLM 0.28's attention on a CPU reads sinks as bfloat16, whatever the model's type is, and float32 ones fail."""

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config
-from vllm import SamplingParams
 
 from engine_wrapper.vllm import rows
 from kernels.deviation import token_rows
@@ -28,6 +27,7 @@ from tests.engine_wrapper.vllm.conftest import (
     Served,
     near,
     taught,
+    while_another_decodes,
 )
 from tests.engine_wrapper.vllm.conftest import cold_answers as answered
 from tests.engine_wrapper.vllm.latent_on_cpu import complete
@@ -147,13 +147,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(
     # And while another one decodes.
     served.forget()
     built.clear()
-    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), dict[str, list[int]]()
-    for name, prompt in (("new", NEW), ("moved", MOVED)):
-        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        for _ in range(3):
-            served.llm.llm_engine.step()
-    while served.llm.llm_engine.has_unfinished_requests():
-        tokens |= {each.request_id: list(each.outputs[0].token_ids)[:TOKENS] for each in served.llm.llm_engine.step()}
+    tokens = {name: each[:TOKENS] for name, each in while_another_decodes(served).items()}
     assert tokens == {"new": expected[0].tokens[:TOKENS], "moved": expected[1].tokens[:TOKENS]}
     # A card's backend may count the plan's rows as a decode's.
     assert any(sum(each) == 2 for each in built) if ROUNDING else (1, 1) in built

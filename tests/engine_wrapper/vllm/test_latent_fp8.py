@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from transformers import DeepseekV3Config
-from vllm import SamplingParams
 
 from engine_wrapper import self_check
 from engine_wrapper.vllm import planned_forward, rows
@@ -29,6 +28,7 @@ from tests.engine_wrapper.vllm.conftest import (
     near,
     serving,
     taught,
+    while_another_decodes,
 )
 from tests.engine_wrapper.vllm.latent_on_cpu import complete, store_in_fp8
 
@@ -144,18 +144,6 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine: Engine, model: Path,
     for answer, alone, cached in zip(found, expected, (0, len(DOCUMENT), 0), strict=True):
         assert_cold(answer, alone, cached)
     assert not served.runtime.faults
-
-
-def while_another_decodes(served: Served) -> dict[str, list[int]]:
-    """The tokens of NEW and of MOVED, which comes three steps later."""
-    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), dict[str, list[int]]()
-    for name, prompt in (("new", NEW), ("moved", MOVED)):
-        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        for _ in range(3):
-            served.llm.llm_engine.step()
-    while served.llm.llm_engine.has_unfinished_requests():
-        tokens |= {each.request_id: list(each.outputs[0].token_ids) for each in served.llm.llm_engine.step()}
-    return tokens
 
 
 def test_a_plan_beside_a_decode_is_answered_as_vllm_answers_there(
