@@ -16,11 +16,11 @@ from validation import arguments, models
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer
-from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
+from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
 from validation.output import beside, complain, markdown_table, progress, say, write_json, write_text
 from validation.quality_plot import FILE_STEM, Point, draw
 from validation.report import HEADER_TRAP
-from validation.samples import MIN_COLD_SCORE, Line, Sample, line_of, lines_of
+from validation.samples import MIN_COLD_SCORE, Line, Sample, is_known, line_of, lines_of
 
 if TYPE_CHECKING:
     import argparse
@@ -88,6 +88,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
         settings=arguments.settings_in_text(options, dtype=dtype, profile=profile),
         measured=Measured.now(command, device, options.machine),
         seconds=seconds,
+        vocabulary=len(engines.tokenizer),
         seed=options.seed,
     )
     write_json(options.output, report.to_dict())
@@ -124,12 +125,10 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
     say(f"prompts a second: {rates}")
     for path in paths:
         say(path)
-    unanswered = report.unanswered()
-    if unanswered:
-        say(f"shows nothing, as the model does not answer it cold: {', '.join(unanswered)}")
-    inferior = [
-        each.family for each in lines if each.arm == VERIFIED and not each.holds and each.family not in unanswered
-    ]
+    unknown = report.unknown()
+    if unknown:
+        say(f"shows nothing, as the model does not know it cold: {', '.join(unknown)}")
+    inferior = [each.family for each in lines if each.arm == VERIFIED and not each.holds and each.family not in unknown]
     if inferior:
         complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
     return not inferior
@@ -137,7 +136,8 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """Everything that a run found. `kinds`: each family's kind, `harmless`, `trap` and so on."""
+    """Everything that a run found. `kinds`: each family's kind, `harmless`, `trap` and so on. `vocabulary`: tokens that
+    the model can give."""
 
     model: str
     samples: Sequence[Sample]
@@ -145,29 +145,34 @@ class QualityReport:
     settings: dict[str, Any]
     measured: Measured
     seconds: Mapping[str, float]
+    vocabulary: int
     seed: int = 0
 
     def lines(self) -> list[Line]:
         """One line for each family and arm."""
         return lines_of(self.samples, self._cold(), self.seed)
 
-    def unanswered(self) -> list[str]:
-        """Families that the model does not answer cold: whatever an arm does to them decides nothing."""
-        scores: dict[str, list[bool]] = {}
-        for sample in self.samples:
-            if sample.arm == COLD and sample.exact_match is not None:
-                scores.setdefault(sample.workload, []).append(sample.exact_match)
-        return [family for family, right in scores.items() if sum(right) < MIN_COLD_SCORE * len(right)]
+    def unknown(self) -> list[str]:
+        """Families that the model does not know cold: whatever an arm does to them decides nothing."""
+        by_family: dict[str, list[Sample]] = {}
+        for sample in (each for each in self.samples if each.arm == COLD):
+            by_family.setdefault(sample.workload, []).append(sample)
+        return [
+            family
+            for family, samples in by_family.items()
+            if not is_known(
+                mean(each.exact_match for each in samples),
+                mean(each.loss for each in samples),
+                self.vocabulary,
+            )
+        ]
 
     def kind_lines(self) -> list[Line]:
-        """One line for each kind of family and arm, over all families of the kind; of the traps only over those that
-        the model answers cold."""
+        """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
         by_key: dict[tuple[str, str], list[Sample]] = {}
-        unanswered = self.unanswered()
-        for sample in self.samples:
-            kind = self.kinds[sample.workload]
-            if kind != Kind.TRAP.value or sample.workload not in unanswered:
-                by_key.setdefault((kind, sample.arm), []).append(sample)
+        unknown = self.unknown()
+        for sample in (each for each in self.samples if each.workload not in unknown):
+            by_key.setdefault((self.kinds[sample.workload], sample.arm), []).append(sample)
         return [line_of(kind, arm, chosen, self._cold(), self.seed) for (kind, arm), chosen in by_key.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,8 +207,9 @@ class QualityReport:
             "text was scored (PPL ratio; its bound is the largest ratio not excluded). Bounds are from a paired "
             f"bootstrap of {RESAMPLES:,} resamples over groups of questions on the same documents. `{COLD_AGAIN}` is "
             "the noise floor. Donor's: share of the answers that are the wrong one of the donor's text. Computed: "
-            "share of tokens times layers. Tokens are sums over the prompts. A trap whose cold EM is below "
-            f"{MIN_COLD_SCORE:g} shows nothing and is in no sum.",
+            "share of tokens times layers. Tokens are sums over the prompts. A family whose cold EM is below "
+            f"{MIN_COLD_SCORE:g}, or whose texts the model predicts no better than a blind guess, shows nothing and is "
+            "in no sum.",
             "",
             *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
             markdown_table(_HEADINGS, (_cells(line, self.kinds[line.family]) for line in self.lines())),
@@ -254,16 +260,19 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     of its arm where it is over all families of a kind."""
     results = Results(measured=report.measured, is_shown=False)
     lines = report.lines()
-    cold = {line.family: line.exact_match or 0.0 for line in lines if line.arm == COLD}
-    # A family that the model cannot answer cold shows nothing.
-    for line in (each for each in lines if cold.get(each.family, 0.0) >= MIN_COLD_SCORE):
+    cold = {line.family: line.exact_match for line in lines if line.arm == COLD}
+    unknown = report.unknown()
+    for line in lines:
+        known = cold.get(line.family)
+        if known is None or line.family in unknown:
+            continue
         if line.arm == COLD:
             where = f"{line.samples} prompts in {line.groups} groups"
-            results.add(f"cold_em{suffix}_{line.family}", cold[line.family], "exact match", where)
+            results.add(f"cold_em{suffix}_{line.family}", known, "exact match", where)
         elif line.arm == VERIFIED:
             _add_verified(results, line, suffix)
         elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
-            _add_unchecked(results, line, cold[line.family], suffix)
+            _add_unchecked(results, line, known, suffix)
     for line in report.kind_lines():
         if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
             _add_kind(results, line, suffix)

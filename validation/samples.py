@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 MIN_COLD_SCORE = 0.5
 
 
+def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> bool:
+    """Whether a model knows a family, by the means of its cold answers; whatever reuse does to another shows nothing.
+
+    Where one answer is right, it gives that often enough. A text's `loss`, in nats a token, is below that of a blind
+    guess among the `vocabulary`'s tokens.
+    """
+    if exact_match is not None:
+        return exact_match >= MIN_COLD_SCORE
+    return loss is None or loss < math.log(vocabulary)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
@@ -148,7 +159,8 @@ def sample_of(
 class Line:
     """One family under one arm: means over samples, and sums of tokens.
 
-    `ppl_ratio`: exp of the mean difference of losses. `follows_donor`: share of answers that are the donors' wrong one.
+    `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses. `follows_donor`: share
+    of answers that are the donors' wrong one.
     The bounds compare with cold: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: reused over
     offered tokens. `largest_kept` and `generation`: the maxima over samples.
     """
@@ -160,6 +172,7 @@ class Line:
     exact_match: float | None
     exact_match_bound: NonInferiority | None
     follows_donor: float | None
+    loss: float | None
     ppl_ratio: float | None
     loss_bound: NonInferiority | None
     agreement: float
@@ -224,6 +237,7 @@ def line_of(
         exact_match=metrics.mean(sample.exact_match for sample in samples),
         exact_match_bound=exact,
         follows_donor=metrics.mean(sample.follows_donor for sample in samples),
+        loss=metrics.mean(sample.loss for sample in samples),
         ppl_ratio=None if loss is None else math.exp(-loss.difference),
         loss_bound=loss,
         agreement=agreement,

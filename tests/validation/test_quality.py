@@ -113,6 +113,8 @@ def test_bad_usage_is_one_sentence_and_leaves_nothing(
 
 
 ARMS = ("cold", "cold_again", "position_fix", "verified")
+# A blind guess loses 2.08 nats a token.
+VOCABULARY = 8
 KINDS = {"reordered": "harmless", "prose": "harmless", "header_trap": "trap", "unrelated": "none"}
 
 
@@ -133,7 +135,7 @@ def report(make_sample: Maker, measured: Measured) -> QualityReport:
                 }
                 case_id = f"{family}-{index}"
                 samples.append(make_sample(case_id=case_id, workload=family, group=case_id, arm=arm, **changes))
-    return QualityReport("tiny", samples, KINDS, {}, measured, {})
+    return QualityReport("tiny", samples, KINDS, {}, measured, {}, VOCABULARY)
 
 
 def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> None:
@@ -198,12 +200,26 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(
         return replace(report, samples=samples)
 
     assert not _show(lost("header_trap", {"verified"}), [])
-    unanswered = lost("header_trap", {"cold", "position_fix"})
-    assert unanswered.unanswered() == ["header_trap"]
-    assert {line.family for line in unanswered.kind_lines()} == {"harmless", "none"}
+    unknown = lost("header_trap", {"cold", "position_fix"})
+    assert unknown.unknown() == ["header_trap"]
+    assert {line.family for line in unknown.kind_lines()} == {"harmless", "none"}
     assert _show(lost("header_trap", {"cold", "verified"}), [])
-    assert "shows nothing, as the model does not answer it cold: header_trap" in capsys.readouterr().out
+    assert "shows nothing, as the model does not know it cold: header_trap" in capsys.readouterr().out
     assert {line.family for line in lost("reordered", {"cold"}).kind_lines()} == {"harmless", "trap", "none"}
+
+
+def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothing(report: QualityReport) -> None:
+    def worse(nats: float) -> QualityReport:
+        losses = [None if each.loss is None else each.loss + nats for each in report.samples]
+        samples = [replace(each, loss=loss) for each, loss in zip(report.samples, losses, strict=True)]
+        samples = [replace(each, loss=9.0) if each.loss and each.arm == "verified" else each for each in samples]
+        return replace(report, samples=samples)
+
+    assert worse(0.0).unknown() == []
+    assert not _show(worse(0.0), [])
+    assert worse(0.1).unknown() == ["prose"]
+    assert _show(worse(0.1), [])
+    assert "verified_ppl_ratio" not in {row.name for row in quality_rows(worse(0.1))}
 
 
 def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: QualityReport) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from validation.arms import Arm
 from validation.cases import Case, Expectation
-from validation.samples import Sample, line_of, lines_of, sample_of
+from validation.samples import Sample, is_known, line_of, lines_of, sample_of
 from validation.serving import Answer, Reuse
 
 if TYPE_CHECKING:
@@ -47,6 +47,17 @@ def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_sample: Maker)
     assert line.ppl_ratio == pytest.approx(math.exp(0.004))
     assert line.loss_bound.largest_ratio == pytest.approx(math.exp(0.004))
     assert line.holds
+
+
+@pytest.mark.parametrize(
+    ("exact_match", "loss", "expected"),
+    [(0.5, None, True), (0.49, 0.1, False), (None, 2.07, True), (None, 2.08, False), (None, None, True)],
+)
+def test_a_model_knows_what_it_answers_or_predicts_better_than_a_blind_guess(
+    exact_match: float | None, loss: float | None, expected: bool
+) -> None:
+    """Among 8 tokens a guess loses 2.079 nats."""
+    assert is_known(exact_match, loss, vocabulary=8) == expected
 
 
 def test_lines_are_by_family_and_arm_and_compare_with_cold(make_sample: Maker) -> None:

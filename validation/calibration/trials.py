@@ -22,7 +22,7 @@ from validation.measurement import BatchServer
 from validation.metrics import evidence
 from validation.models import full_layers_of
 from validation.output import progress
-from validation.samples import MIN_COLD_SCORE, line_of
+from validation.samples import is_known, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -205,16 +205,17 @@ class Trials:
         return [each for each in found if each is not None]
 
     def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
-        """The families that the model can answer cold, or that are scored by perplexity; the others show nothing."""
+        """The families that the model knows cold; the others show nothing."""
         asked = {family: self._cases(family, 0, count) for family in families}
         known = []
         for family, cases in asked.items():
             cold = self._server.cold(cases)
             line = line_of(family, COLD, list(cold.values()), cold, is_bounded=False)
-            is_known = line.exact_match is None or line.exact_match >= MIN_COLD_SCORE
+            if is_known(line.exact_match, line.loss, len(self._engines.tokenizer)):
+                known.append(family)
             score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
-            tell(f"{family}: {line.samples} prompts{score}" + ("" if is_known else "; the family shows nothing"))
-            known += [family] if is_known else []
+            told = "" if family in known else "; the family shows nothing"
+            tell(f"{family}: {line.samples} prompts{score}{told}")
         return known
 
     def judge(self, path: Path, families: Sequence[str], rule: Rule, title: str) -> Verdict:
