@@ -180,7 +180,7 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made: 
     for line in made_there["families"]:
         assert line["likelihood_vs_cold"]["lower"] >= -0.3
         assert line["exact_match_vs_cold"]["difference"] == 0.0
-    assert made_there["prompts"] == {**MADE_WITH, "seed": 1003, "min_match_length": 64}
+    assert made_there["prompts"] == {**MADE_WITH, "seed": 1003, "budget": 112, "min_match_length": 64}
     assert all(each.reused > 100 and each.reason is None for each in reuse_in(trtllm, path))
     assert confirm(path, *SHORT) == 0
     again = ReuseProfile.read(path)
