@@ -70,7 +70,7 @@ _SCREENING_LOOKS = 4
 _FRESH = 1_000
 # Times a profile's own budget. A search passes over what stays undecided, but a confirmation has nothing else to try:
 # where 0.6 of the margin is lost, 4,000 prompts decide fewer than half of the tries, 16,000 nearly all.
-_PATIENCE = 4
+_BUDGET_FACTOR = 4
 # Which prompts a calibration asks for, by the names of its options.
 PROMPT_OPTIONS = ("groups", "budget", "questions", "tokens", "seed", "max_tokens", "min_match_length")
 # The figure of an engine in which a profile from elsewhere was confirmed.
@@ -110,7 +110,7 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
     """
     epilog = (
         "Families and prompts that are not named are those with which the profile was made, with a seed "
-        f"{_FRESH:,} higher and {_PATIENCE} times the budget."
+        f"{_FRESH:,} higher and {_BUDGET_FACTOR} times the budget."
     )
     parser = _parser("confirm", _CONFIRM, epilog)
     arguments.add(parser, "--profile", required=True, help="the profile")
@@ -118,7 +118,7 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(given)
     made_with, families = prompts_of(ReuseProfile.read(options.profile).figures)
     made_with["seed"] = made_with.get("seed", 0) + _FRESH
-    made_with["budget"] = _PATIENCE * made_with.get("budget", parser.get_default("budget"))
+    made_with["budget"] = _BUDGET_FACTOR * made_with.get("budget", parser.get_default("budget"))
     parser.set_defaults(**made_with, families=",".join(families) or None)
     return parser.parse_args(given)
 

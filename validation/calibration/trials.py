@@ -211,11 +211,10 @@ class Trials:
         for family, cases in asked.items():
             cold = self._server.cold(cases)
             line = line_of(family, COLD, list(cold.values()), cold, is_bounded=False)
-            if is_known(line.exact_match, line.loss, len(self._engines.tokenizer)):
-                known.append(family)
+            knows = is_known(line.exact_match, line.loss, len(self._engines.tokenizer))
             score = "" if line.exact_match is None else f", cold exact match {line.exact_match:.3f}"
-            told = "" if family in known else "; the family shows nothing"
-            tell(f"{family}: {line.samples} prompts{score}{told}")
+            tell(f"{family}: {line.samples} prompts{score}" + ("" if knows else "; the family shows nothing"))
+            known += [family] if knows else []
         return known
 
     def judge(self, path: Path, families: Sequence[str], rule: Rule, title: str) -> Verdict:
