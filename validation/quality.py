@@ -16,7 +16,7 @@ from validation import arguments, models
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer
-from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES, mean
+from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
 from validation.output import beside, complain, markdown_table, progress, say, write_json, write_text
 from validation.quality_plot import FILE_STEM, Point, draw
 from validation.report import HEADER_TRAP
@@ -154,26 +154,17 @@ class QualityReport:
 
     def unknown(self) -> list[str]:
         """Families that the model does not know cold: whatever an arm does to them decides nothing."""
-        by_family: dict[str, list[Sample]] = {}
-        for sample in (each for each in self.samples if each.arm == COLD):
-            by_family.setdefault(sample.workload, []).append(sample)
-        return [
-            family
-            for family, samples in by_family.items()
-            if not is_known(
-                mean(each.exact_match for each in samples),
-                mean(each.loss for each in samples),
-                self.vocabulary,
-            )
-        ]
+        cold = self._cold()
+        lines = lines_of(cold.values(), cold, is_bounded=False)
+        return [each.family for each in lines if not is_known(each.exact_match, each.loss, self.vocabulary)]
 
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
         by_key: dict[tuple[str, str], list[Sample]] = {}
-        unknown = self.unknown()
+        unknown, cold = self.unknown(), self._cold()
         for sample in (each for each in self.samples if each.workload not in unknown):
             by_key.setdefault((self.kinds[sample.workload], sample.arm), []).append(sample)
-        return [line_of(kind, arm, chosen, self._cold(), self.seed) for (kind, arm), chosen in by_key.items()]
+        return [line_of(kind, arm, chosen, cold, self.seed) for (kind, arm), chosen in by_key.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form with every sample."""
@@ -260,19 +251,20 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     of its arm where it is over all families of a kind."""
     results = Results(measured=report.measured, is_shown=False)
     lines = report.lines()
-    cold = {line.family: line.exact_match for line in lines if line.arm == COLD}
     unknown = report.unknown()
-    for line in lines:
-        known = cold.get(line.family)
-        if known is None or line.family in unknown:
-            continue
+    cold = {
+        line.family: line.exact_match
+        for line in lines
+        if line.arm == COLD and line.exact_match is not None and line.family not in unknown
+    }
+    for line in (each for each in lines if each.family in cold):
         if line.arm == COLD:
             where = f"{line.samples} prompts in {line.groups} groups"
-            results.add(f"cold_em{suffix}_{line.family}", known, "exact match", where)
+            results.add(f"cold_em{suffix}_{line.family}", cold[line.family], "exact match", where)
         elif line.arm == VERIFIED:
             _add_verified(results, line, suffix)
         elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
-            _add_unchecked(results, line, known, suffix)
+            _add_unchecked(results, line, cold[line.family], suffix)
     for line in report.kind_lines():
         if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
             _add_kind(results, line, suffix)

@@ -199,12 +199,14 @@ class Line:
         return all(bound.holds for bound in self.bounds)
 
 
-def lines_of(samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0) -> list[Line]:
-    """One line for each family and arm, in the order in which they appear; `cold` by case id."""
+def lines_of(
+    samples: Iterable[Sample], cold: Mapping[str, Sample], seed: int = 0, *, is_bounded: bool = True
+) -> list[Line]:
+    """One line for each family and arm, in the order in which they appear; `cold` by case id, the rest as `line_of`."""
     by_key: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         by_key.setdefault((sample.workload, sample.arm), []).append(sample)
-    return [line_of(family, arm, chosen, cold, seed) for (family, arm), chosen in by_key.items()]
+    return [line_of(family, arm, chosen, cold, seed, is_bounded=is_bounded) for (family, arm), chosen in by_key.items()]
 
 
 def line_of(
