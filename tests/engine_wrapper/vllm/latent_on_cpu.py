@@ -42,22 +42,33 @@ def complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
-def store_in_fp8(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None:
-    """Has vLLM's backend on a CPU store latent rows in e4m3, each layer by its scale, and read them so: single rows as
-    its decodes, and what lies before a longer run, as TRITON_MLA does. A run's own rows it reads as they are computed.
-
-    Facts: vLLM 0.28, `v1/attention/backends/mla/triton_mla.py`, `model_executor/layers/attention/mla_attention.py`.
-    """
+def scale_by(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None:
+    """Gives every layer its scale, as a checkpoint would that has them."""
     from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-    process, update = MLAAttention.process_weights_after_loading, CPUMLAImpl.do_kv_cache_update
-    decode, before = CPUMLAImpl.forward_mqa, CPUMLAImpl._compute_prefill_context
+    process = MLAAttention.process_weights_after_loading
 
     def load(attention: Any, act_dtype: torch.dtype) -> None:
         process(attention, act_dtype)
         attention._k_scale_float = scales[int(attention.layer_name.split(".")[2])]
         attention._k_scale.fill_(attention._k_scale_float)
+
+    patch.setattr(MLAAttention, "process_weights_after_loading", load)
+
+
+def store_in_fp8(patch: pytest.MonkeyPatch) -> None:
+    """Has vLLM's backend on a CPU store latent rows in e4m3, each layer by its scale, and read them so: single rows as
+    its decodes, and what lies before a longer run, as TRITON_MLA does. A run's own rows it reads as they are computed.
+
+    Facts: vLLM 0.28, `v1/attention/backends/mla/triton_mla.py`, `model_executor/layers/attention/mla_attention.py`.
+    """
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+    update, decode, before = (
+        CPUMLAImpl.do_kv_cache_update,
+        CPUMLAImpl.forward_mqa,
+        CPUMLAImpl._compute_prefill_context,
+    )
 
     def stored(
         impl: Any, latent: torch.Tensor, turning: torch.Tensor, cache: Any, slots: Any, kind: str, scale: torch.Tensor
@@ -84,7 +95,6 @@ def store_in_fp8(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None
             impl.kv_cache_dtype = kind
 
     patch.setattr(CPUMLABackend, "supported_kv_cache_dtypes", ["auto", "fp8", "fp8_e4m3"])
-    patch.setattr(MLAAttention, "process_weights_after_loading", load)
     patch.setattr(CPUMLAImpl, "do_kv_cache_update", stored)
     patch.setattr(CPUMLAImpl, "forward_mqa", attend)
     patch.setattr(CPUMLAImpl, "_compute_prefill_context", context)

@@ -1,5 +1,5 @@
-"""Latent rows (MLA) in e4m3 inside a real vLLM on a CPU, with a backend of these tests in the place of TRITON_MLA: no
-backend of vLLM's own stores them so there (`latent_on_cpu.py`)."""
+"""Latent rows (MLA) in e4m3 inside a real vLLM: on a card with TRITON_MLA, on a CPU, where no backend of vLLM's own
+stores them so, with one of these tests in its place (`latent_on_cpu.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from tests.engine_wrapper.vllm.conftest import (
     taught,
     while_another_decodes,
 )
-from tests.engine_wrapper.vllm.latent_on_cpu import complete, store_in_fp8
+from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8
+from tests.engine_wrapper.vllm.place import LATENT_IN_FP8, on_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from tests.engine_wrapper.vllm.conftest import Answered
 
     Engine = Callable[..., Served]
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the backend of these tests runs on a CPU")
 
 FP8 = {"kv_cache_dtype": "fp8"}
 LAYERS, FREE = 3, 512
@@ -51,13 +50,19 @@ SIZES = {"vocab_size": 2000, "max_position_embeddings": 2048, "qk_nope_head_dim"
 WHOLE = ("boundary", {"recompute_boundary_layer": LAYERS})
 # Of one value rounded to the nearest of eight between powers of 2.
 ROUNDING = 2**-4
+ON_CARD = torch.cuda.is_available()
+# A card computes in 16 bit, so that a value between two of e4m3 ends at either: random models choose their tokens
+# narrowly, and only the first ones have to be the same.
+TOKENS, NEAR, SAME = (4, 0.1, 0.98) if ON_CARD else (16, 0.0, 1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _latent_in_fp8_on_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        complete(patch)
-        store_in_fp8(patch, SCALES)
+    with pytest.MonkeyPatch.context() as patch, on_card(LATENT_IN_FP8):
+        if not ON_CARD:
+            complete(patch)
+            store_in_fp8(patch)
+        scale_by(patch, SCALES)
         patch.setattr(DeepseekV3Config, "model_type", "deepseek_v3")
         yield
 
@@ -75,8 +80,8 @@ def cold(model: Path) -> Cold:
 
 def assert_cold(answer: Answered, expected: Answered, cached: int = 0) -> None:
     assert answer.cached >= cached
-    assert answer.tokens == expected.tokens
-    assert near(answer.logprobs, expected.logprobs)
+    assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
+    assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS], NEAR)
 
 
 def stored(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
@@ -104,7 +109,8 @@ def test_a_plan_reads_what_the_engine_has_stored_whatever_its_runs_are(
     engine: Engine, model: Path, many_runs: None, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for values between two of e4m3, where a run's own rows are read as they are stored; else not by far."""
-    monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
+    if not ON_CARD:
+        monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
     served = engine("position_fix", model=model, **FP8)
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
@@ -126,7 +132,8 @@ def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(rows, "RESERVING_BACKENDS", ("CPU_MLA",))
+    if not ON_CARD:
+        monkeypatch.setattr(rows, "RESERVING_BACKENDS", ("CPU_MLA",))
     served = engine("position_fix", model=model, max_num_seqs=4, **options)
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
@@ -157,7 +164,10 @@ def test_a_plan_beside_a_decode_is_answered_as_vllm_answers_there(
         stock.close()
     served = taught(engine(*WHOLE, model=model, **FP8))
     built.clear()
-    assert while_another_decodes(served) == expected
+    found = while_another_decodes(served)
+    assert {name: each[:TOKENS] for name, each in found.items()} == {
+        name: each[:TOKENS] for name, each in expected.items()
+    }
     assert (1, 1) in built
     assert not served.runtime.faults
 
@@ -179,7 +189,7 @@ def test_moved_rows_are_the_donors_bytes_and_those_that_turn_are_rounded_once_mo
     moved = stored(served, blocks, own)
     as_bytes = [each[..., :FREE].contiguous().view(torch.uint8) for each in (moved, before, fresh)]
     assert torch.equal(as_bytes[0], as_bytes[1])
-    assert torch.equal(as_bytes[0][0], as_bytes[2][0])
+    assert float((as_bytes[0][0] == as_bytes[2][0]).float().mean()) >= SAME
     turned, wanted, unturned = (each[0, :, FREE:].float() for each in (moved, fresh, before))
     assert 0 < float((turned - wanted).norm() / wanted.norm()) < 2 * ROUNDING
     assert float((unturned - wanted).norm() / wanted.norm()) > 4 * ROUNDING
