@@ -140,14 +140,34 @@ def own_builder(group: Any, max_rows: int) -> Any:
 
 
 def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
-    """The builder's metadata. Where it has room for fewer decodes than there are runs, all runs count as prompts."""
-    if common.num_reqs <= builder.vllm_config.scheduler_config.max_num_seqs:
-        return builder.build(0, common)
-    rows_of_a_decode, builder.reorder_batch_threshold = builder.reorder_batch_threshold, 0
+    """The builder's metadata. Where it has room for fewer decodes than there are runs, all runs count as prompts.
+
+    Runs stand in the order of their tokens. With latent attention vLLM 0.25 has prompts with tokens before them come
+    first, takes all behind these for prompts without, and shares a workspace among the first, at least a block for
+    each. Facts: its `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
+    """
+    _make_room(builder, common.num_reqs)
+    rows_of_a_decode = builder.reorder_batch_threshold
+    if common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs:
+        builder.reorder_batch_threshold = 0
     try:
-        return builder.build(0, common)
+        metadata = builder.build(0, common)
     finally:
         builder.reorder_batch_threshold = rows_of_a_decode
+    context: Any = getattr(getattr(metadata, "prefill", None), "chunked_context", None)
+    if hasattr(context, "prefill_tokens_with_context"):
+        context.prefill_tokens_with_context = None
+    return metadata
+
+
+def _make_room(builder: Any, runs: int) -> None:
+    """Has a latent attention's workspace hold a block of what lies before each run."""
+    if not hasattr(builder, "chunked_prefill_workspace"):
+        return
+    rows, room = runs * builder.page_size, builder.chunked_prefill_workspace
+    if rows > builder.chunked_prefill_workspace_size:
+        builder.chunked_prefill_workspace = room.new_empty((rows, room.shape[1]))
+        builder.chunked_prefill_workspace_size = rows
 
 
 def _prefill_backend(builder: Any) -> str | None:

@@ -42,6 +42,41 @@ def complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
+def take_prompts_as_in_0_25(patch: pytest.MonkeyPatch, workspace_rows: int) -> None:
+    """Has latent attention take prompts as vLLM 0.25.1 does on a card: those with tokens before them come first, and
+    share a workspace of so many rows, a block for each at least.
+
+    Facts: vLLM 0.25.1, `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention import mla_attention
+
+    builders = mla_attention.MLACommonMetadataBuilder
+    build, join = builders.build, mla_attention.merge_attn_states
+
+    def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any) -> Any:
+        metadata, common = build(builder, common_prefix_len, common_attn_metadata, **options), common_attn_metadata
+        context = metadata.prefill and metadata.prefill.chunked_context
+        if context is not None:
+            starts = common.query_start_loc_cpu[metadata.num_decodes :]
+            before = common.seq_lens_cpu_upper_bound[metadata.num_decodes :] - starts.diff()
+            count = int((before > 0).sum())
+            assert builder.chunked_prefill_workspace_size // count >= builder.page_size
+            context.prefill_tokens_with_context = int(starts[count] - starts[0])
+        return metadata
+
+    def joined(*, output: torch.Tensor, suffix_output: torch.Tensor, **rest: Any) -> None:
+        join(output=output, suffix_output=suffix_output, **rest)
+        metadata = next(iter(get_forward_context().attn_metadata.values()))
+        with_context = metadata.prefill.chunked_context.prefill_tokens_with_context
+        if rest.get("output_lse") is None and with_context is not None:
+            output[with_context:] = suffix_output[with_context:]
+
+    patch.setattr(builders, "determine_chunked_prefill_workspace_size", staticmethod(lambda _: workspace_rows))
+    patch.setattr(builders, "build", built)
+    patch.setattr(mla_attention, "merge_attn_states", joined)
+
+
 def scale_by(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None:
     """Gives every layer its scale, as a checkpoint would that has them."""
     from vllm.model_executor.layers.attention import MLAAttention

@@ -26,17 +26,20 @@ from tests.engine_wrapper.vllm.conftest import (
     Answered,
     Served,
     near,
+    some,
     taught,
     while_another_decodes,
 )
 from tests.engine_wrapper.vllm.conftest import cold_answers as answered
-from tests.engine_wrapper.vllm.latent_on_cpu import complete
+from tests.engine_wrapper.vllm.latent_on_cpu import complete, take_prompts_as_in_0_25
 from tests.engine_wrapper.vllm.place import LATENT, on_card
 
 Engine = Callable[..., Served]
 Models = Callable[..., Path]
 Cold = Callable[..., Answered]
 
+# FLASH_ATTN_MLA takes up to 512 rows as a decode.
+FAR = [*some(520), *DONOR, *some(8)]
 LAYERS, CHANNELS = 3, 576
 # Random models choose their tokens narrowly: in 16 bit only the first ones have to be the same.
 TOKENS = 4 if torch.cuda.is_available() else 16
@@ -82,7 +85,7 @@ def cold(models: Models) -> Cold:
 
     @cache
     def asked(form: str) -> Cold:
-        return answered(DONOR, MOVED, NEW, LONG, model=models(form))
+        return answered(DONOR, MOVED, FAR, NEW, LONG, model=models(form))
 
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
 
@@ -129,10 +132,13 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(
 
 
 @pytest.mark.every_version
-def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(engine: Engine, models: Models, cold: Cold) -> None:
-    expected = cold(MOVED, "one layer")
+@pytest.mark.parametrize("prompt", [MOVED, FAR], ids=["a short run in front", "more rows in front than a decode has"])
+def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(
+    engine: Engine, models: Models, cold: Cold, prompt: list[int]
+) -> None:
+    expected = cold(prompt, "one layer")
     served = taught(engine("position_fix", model=models("one layer")))
-    assert_cold(served.ask(MOVED, max_tokens=16), expected)
+    assert_cold(served.ask(prompt, max_tokens=16), expected)
     assert not served.runtime.faults
 
 
@@ -162,6 +168,19 @@ def test_runs_of_every_length_give_the_engines_own_rows(
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
     assert max(sum(each) if ROUNDING else each[1] for each in built) > 15
+    assert not served.runtime.faults
+
+
+@pytest.mark.every_version
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card's vLLM takes prompts in its own way")
+def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_them_first(
+    engine: Engine, models: Models, many_runs: None, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_prompts_as_in_0_25(monkeypatch, workspace_rows=64)
+    served = engine("position_fix", model=models())
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
+    assert max(prompts for _, prompts in built) > 15
     assert not served.runtime.faults
 
 
