@@ -75,7 +75,6 @@ LIST_NAMES = words(
     "Liam Mia Milo Noah Nora Olga Owen Paul Pia Quin Reid Rosa Sam Sara Tess Theo Uma Una Vera Vic Walt Wes Xena Yara "
     "Yuri Zane Zoe"
 )
-GRADES = words("gold silver copper iron lead tin brass bronze steel coal salt glass")
 MOVES = {"up": 1, "down": -1}
 LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
@@ -133,27 +132,17 @@ def counted_list(place: str, counts: Mapping[str, int]) -> Document:
     return Document(f"Stock list of {place}.\n{rows}", tuple(questions))
 
 
-def named_list(name: str, place: str, counts: Mapping[str, int], grade: str | None = None) -> Document:
-    """Return a list that does not name its place; a `register` or a `key` says that it belongs to `place`."""
+def named_list(name: str, place: str, counts: Mapping[str, int]) -> Document:
+    """Return a list that does not name its place; a `register` says that it belongs to `place`."""
     known = counted_list(place, counts)
     rows = known.text.partition("\n")[2]
-    field = "" if grade is None else f"Grade: {grade}.\n"
-    return Document(f"List {name}.\n{field}{rows}", known.questions)
+    return Document(f"List {name}.\n{rows}", known.questions)
 
 
 def register(places: Mapping[str, str]) -> Document:
     """Return which place each list belongs to, by the list's name."""
-    return _owners("Register of lists.", "List", places)
-
-
-def key(places: Mapping[str, str]) -> Document:
-    """Return which place the lists of each grade belong to."""
-    return _owners("Key of grades.", "Grade", places)
-
-
-def _owners(heading: str, what: str, places: Mapping[str, str]) -> Document:
-    lines = (f"{what} {name} belongs to {place}." for name, place in places.items())
-    return Document("\n".join((heading, *lines)), ())
+    lines = (f"List {name} belongs to {place}." for name, place in places.items())
+    return Document("\n".join(("Register of lists.", *lines)), ())
 
 
 def floors(start: int, steps: Sequence[str]) -> list[int]:

@@ -88,14 +88,13 @@ def answered(shown: str, question: str) -> str:
     if asked := re.match(r"On which floor does (\w+) leave (\w+)", question):
         steps = re.search(rf"Round of {asked[1]}, from floor (\d)\.([\s\S]*?)\nLeave {asked[2]}\.", shown)
         return str(int(steps[1]) + steps[2].count("Go up.") - steps[2].count("Go down."))
-    owners = dict(re.findall(r"((?:List|Grade) \w+) belongs to (\w+ \w+)\.", shown))
+    owners = dict(re.findall(r"(List \w+) belongs to (\w+ \w+)\.", shown))
     places = {}
     for title, rest in re.findall(r"<\|doc\|>(?:Stock list of )?([\w ]+)\.\n([^<]*)", shown):
-        grade = re.match(r"Grade: (\w+)", rest)
-        owner = owners.get(f"Grade {grade[1]}" if grade else title, title)
+        owner = owners.get(title, title)
         rows = dict(re.findall(r"(\w+): (\d+)", rest))
         places |= {f"{item} are in {name}": count for item, count in rows.items() for name in (title, owner)}
-        places |= {f"Who owns {title}": owner, f"Which grade has {title}": grade[1] if grade else ""}
+        places[f"Who owns {title}"] = owner
     return places[question.removeprefix("How many ")]
 
 

@@ -184,18 +184,17 @@ def link(group: Group) -> list[Case]:
 
 
 def edited_field(group: Group) -> list[Case]:
-    """A key in front says which place each grade belongs to; in every list the field with its grade was edited, and
-    the rows behind it have drawn their conclusion from the grade that stood there.
+    """The same register, and in every list the field with its name was edited: the rows behind it have drawn their
+    conclusion from the name that stood there.
 
-    Neither the shipped model nor a yardstick answers it cold: `assets/recipe` trains one that shall.
+    The second yardstick answers it cold as it does `link`.
     """
     names, places, counts = _lists_without_place(group)
-    grades = group.rng.sample(documents.GRADES, len(names))
     before, after = (
-        [documents.named_list(*each) for each in zip(names, owners, counts, fields, strict=True)]
-        for owners, fields in ((_rotated(places), _rotated(grades)), (places, grades))
+        [documents.named_list(*each) for each in zip(fields, owners, counts, strict=True)]
+        for fields, owners in ((_rotated(names), _rotated(places)), (names, places))
     )
-    return _asked_of_both(group, before, after, [documents.key(dict(zip(grades, places, strict=True)))] * 2)
+    return _asked_of_both(group, before, after, [documents.register(dict(zip(names, places, strict=True)))] * 2)
 
 
 def _lists_without_place(group: Group) -> tuple[list[str], list[str], list[dict[str, int]]]:
@@ -212,9 +211,8 @@ def _lists_without_place(group: Group) -> tuple[list[str], list[str], list[dict[
 
 
 def _length_with_owner(group: Group, name: str, place: str, counts: dict[str, int]) -> int:
-    """Tokens of a list with its field and its line in front."""
-    longest = max(documents.GRADES, key=group.count)
-    parts = documents.named_list(name, place, counts, longest), documents.key({longest: place})
+    """Tokens of a list with its line in the register."""
+    parts = documents.named_list(name, place, counts), documents.register({name: place})
     return sum(group.length(part.text) for part in parts)
 
 

@@ -110,7 +110,7 @@ def test_planted_places_are_of_one_kind_and_spelt_alike(writer: Writer) -> None:
 
 @pytest.mark.parametrize(
     ("name", "premise"),
-    [("link", r"belongs to"), ("edited_field", r"Grade: \w+\."), ("state", r"from floor \d\.\n(Go \w+\.\n)+")],
+    [("link", r"belongs to"), ("edited_field", r"List \w+\."), ("state", r"from floor \d\.\n(Go \w+\.\n)+")],
 )
 def test_what_draws_a_conclusion_is_shared_and_its_premise_is_not(writer: Writer, name: str, premise: str) -> None:
     for case in writer.write(name, tokens=1_536):

@@ -74,11 +74,10 @@ def test_the_answer_follows_from_what_stands_in_front(writer: Writer, name: str)
 
 
 def counted_at(text: str, prompt: str) -> str:
-    """The count in the list that belongs to the asked place, by the list's name or by its grade."""
+    """The count in the list whose name belongs to the asked place."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", prompt)
-    [owner] = re.findall(rf"\n((?:List|Grade) \w+) belongs to {asked[2]}\.", text)
-    mark = owner.replace("Grade", "Grade:") if owner.startswith("Grade") else owner
-    [document] = [each for each in text.split(prompts.DOCUMENT_MARK)[2:] if f"{mark}." in each]
+    [owner] = re.findall(rf"\n(List \w+) belongs to {asked[2]}\.", text)
+    [document] = [each for each in text.split(prompts.DOCUMENT_MARK)[2:] if f"{owner}." in each]
     return re.search(rf"\n{asked[1]}: (\d+)", document)[1]
 
 

@@ -259,14 +259,6 @@ def _linked_lists(rng: random.Random, form: PromptForm) -> list[documents.Docume
     return [documents.register(owners), *_shuffled(rng, map(_with_names, names, places, counts))]
 
 
-def _graded_lists(rng: random.Random, form: PromptForm) -> list[documents.Document]:
-    """A key, then lists in another order."""
-    names, places, counts = _lists(rng, form)
-    grades = rng.sample(documents.GRADES, len(names))
-    owners = dict(zip(grades, places, strict=True))
-    return [documents.key(owners), *_shuffled(rng, map(_with_names, names, places, counts, grades))]
-
-
 def _rounds(rng: random.Random, form: PromptForm) -> list[documents.Document]:
     names = rng.sample(documents.LIST_NAMES, rng.randint(1, _MOST_DOCUMENTS))
     return [documents.round_of(name, *_walk(rng, form)) for name in names]
@@ -287,7 +279,6 @@ WRITERS: dict[str, Callable[[random.Random, PromptForm], list[documents.Document
     "reordered": _stock_lists,
     "link": _linked_lists,
     "state": _rounds,
-    "edited_field": _graded_lists,
 }
 
 
@@ -299,13 +290,12 @@ def _lists(rng: random.Random, form: PromptForm) -> tuple[list[str], list[str], 
     return names, _places(rng, form, len(names)), counts
 
 
-def _with_names(name: str, place: str, counts: Mapping[str, int], grade: str | None = None) -> documents.Document:
+def _with_names(name: str, place: str, counts: Mapping[str, int]) -> documents.Document:
     """A list that is asked about by its own name as well."""
-    document = documents.named_list(name, place, counts, grade)
+    document = documents.named_list(name, place, counts)
     by_name = [documents.Question(f"How many {item} are in List {name}?", str(counts[item])) for item in counts]
-    whose = [documents.Question(f"Who owns List {name}?", place)]
-    whose += [] if grade is None else [documents.Question(f"Which grade has List {name}?", grade)]
-    return documents.Document(document.text, (*document.questions, *by_name[: len(counts) // 3], *whose))
+    whose = documents.Question(f"Who owns List {name}?", place)
+    return documents.Document(document.text, (*document.questions, *by_name[: len(counts) // 3], whose))
 
 
 def _places(rng: random.Random, form: PromptForm, count: int) -> list[str]:
