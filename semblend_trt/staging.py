@@ -113,11 +113,12 @@ class HostReader:
                 wait(self._copies, [slot.free])
                 with on(self._copies):
                     _copy_layers(batch, rooms[own.start : own.stop], first_layer, end_layer)
-                wait(self._moves, [record(self._copies)])
-                with on(self._moves):
-                    # Once for all layers and slots, while the first copies run.
+                    # Once for all layers and slots, while the first copies run, and its table goes up right behind
+                    # them. From another stream the card's one engine for copies would take it behind further groups.
                     if number not in laid:
                         laid[number] = LayerMoves(_staged(batch, ContiguousKv(rooms)), target, self._rotation)
+                wait(self._moves, [record(self._copies)])
+                with on(self._moves):
                     laid[number].make(own, first_layer)
                 slot.free = placed = record(self._moves)
             return placed

@@ -42,7 +42,8 @@ class LayerMoves:
     def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
         """Sources and target may have different numbers of layers; a rotation that differs by layer has the target's.
 
-        Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream.
+        Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream; `make` on
+        another one has to be ordered behind that.
         """
         self._room = sizes_of(target)[0]
         self._layers = min((sizes_of(move.source)[0] for move in moves), default=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -89,6 +90,9 @@ def prepared(
             num_warps=tiling.warps,
         )
         keep_until_read(sources, memory)
+        if table.words.is_cuda:
+            # Its memory is given out again for the stream of its upload, which may be another one.
+            table.words.record_stream(torch.cuda.current_stream(table.words.device))
 
     return run
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_move import Move, kv_move
+from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
+from semblend_trt import staging as staging_module
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.staging import HostReader, HostWriter, Staging, batches
@@ -58,6 +61,58 @@ def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
     for first in range(0, 5, layers):
         place(first, min(first + layers, 5))
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
+
+
+class Queues:
+    """Stands for a card's streams, "copies" and "moves": notes what a reader queues on each. An event is a number, of
+    what was recorded last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies: list[str] = []
+        self.moves: list[str] = []
+        self._current, self._events = "", count()
+        make = LayerMoves.make
+        for name in ("on", "record", "wait"):
+            monkeypatch.setattr(staging_module, name, getattr(self, f"_{name}"))
+        monkeypatch.setattr(staging_module, "_copy_layers", lambda *_: self._note("copy"))
+        monkeypatch.setattr(staging_module, "LayerMoves", lambda *each: self._note("table") or LayerMoves(*each))
+        monkeypatch.setattr(LayerMoves, "make", lambda *each: self._note("move") or make(*each))
+
+    def reader(self) -> HostReader:
+        """A reader with two slots for 12 tokens of one layer."""
+        reader = HostReader(CPU, ROTATION, staging(12))
+        reader._copies, reader._moves = "copies", "moves"
+        return reader
+
+    @contextmanager
+    def _on(self, stream):
+        self._current = stream
+        yield
+        self._current = ""
+
+    def _note(self, what, stream=None):
+        getattr(self, stream or self._current).append(what)
+
+    def _record(self, stream):
+        event = next(self._events)
+        self._note(f"event {event}", stream)
+        return event
+
+    def _wait(self, stream, events):
+        for event in (each for each in events if each is not None):
+            self._note(f"behind {event}", stream)
+
+
+def test_a_table_goes_up_behind_the_first_copies(monkeypatch):
+    """In a stream of its own the card would take it behind the copies that are queued next."""
+    queues = Queues(monkeypatch)
+    reader = queues.reader()
+    reader.begin("loaded")
+    place = reader.placing([Move(host_donor(14, 1), 3, 9, 11)], empty_target(), 1)
+    place(0, 1)
+    place(1, 2)
+    assert queues.copies == ["copy", "table", "event 0", "copy", "event 2"]
+    assert queues.moves == ["behind loaded", "behind 0", "move", "event 1", "behind 2", "move", "event 3"]
 
 
 @settings(max_examples=30)
