@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     write_json(options.output, report.to_dict())
     if plot is not None:
         title = f"{report.model}, {report.measured.machine['name']}, {report.measured.date}"
-        write_bytes(plot, draw(panels_of(report.kind_lines()), title))
+        write_bytes(plot, draw(panels_of(report.kind_lines), title))
     if page is not None:
         write_text(page, report.page(None if plot is None else plot.name))
     if options.record is not None:
@@ -115,7 +116,7 @@ def _serve(server: BatchServer, prompts: int, arms: Sequence[Arm]) -> tuple[list
 
 
 def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
-    lines = report.lines()
+    lines = report.lines
     for line in lines:
         say(f"{line.family} {line.arm}: {'; '.join(bound.sentence() for bound in line.bounds)}")
     rates = ", ".join(
@@ -134,7 +135,7 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
     return not inferior
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, as it keeps its lines: their bounds take long
 class QualityReport:
     """Everything that a run found. `kinds`: each family's kind, `harmless`, `trap` and so on. `vocabulary`: tokens that
     the model can give."""
@@ -148,6 +149,7 @@ class QualityReport:
     vocabulary: int
     seed: int = 0
 
+    @cached_property
     def lines(self) -> list[Line]:
         """One line for each family and arm."""
         return lines_of(self.samples, self._cold(), self.seed)
@@ -158,6 +160,7 @@ class QualityReport:
         lines = lines_of(cold.values(), cold, is_bounded=False)
         return [each.family for each in lines if not is_known(each.exact_match, each.loss, self.vocabulary)]
 
+    @cached_property
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
         by_key: dict[tuple[str, str], list[Sample]] = {}
@@ -168,7 +171,7 @@ class QualityReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form with every sample."""
-        kind_lines = [_fields_of(line) for line in self.kind_lines()]
+        kind_lines = [_fields_of(line) for line in self.kind_lines]
         return {
             "schema": SCHEMA,
             "model": self.model,
@@ -176,7 +179,7 @@ class QualityReport:
             "confidence": CONFIDENCE,
             "resamples": RESAMPLES,
             "kinds": dict(self.kinds),
-            "lines": [_fields_of(line) for line in self.lines()],
+            "lines": [_fields_of(line) for line in self.lines],
             "kind_lines": kind_lines,
             "noise_floor": [line for line in kind_lines if line["arm"] == COLD_AGAIN],
             "settings": self.settings,
@@ -203,9 +206,9 @@ class QualityReport:
             "in no sum.",
             "",
             *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
-            markdown_table(_HEADINGS, (_cells(line, self.kinds[line.family]) for line in self.lines())),
+            markdown_table(_HEADINGS, (_cells(line, self.kinds[line.family]) for line in self.lines)),
             *("", "Over all families of a kind:", ""),
-            markdown_table(_HEADINGS, (_cells(line, line.family) for line in self.kind_lines())),
+            markdown_table(_HEADINGS, (_cells(line, line.family) for line in self.kind_lines)),
         ]
         return "\n".join(rows) + "\n"
 
@@ -250,7 +253,7 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     """Rows of the figures that the run measured; `suffix` stands behind what a row tells, in front of its family, or
     of its arm where it is over all families of a kind."""
     results = Results(measured=report.measured, is_shown=False)
-    lines = report.lines()
+    lines = report.lines
     unknown = report.unknown()
     cold = {
         line.family: line.exact_match
@@ -265,7 +268,7 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
             _add_verified(results, line, suffix)
         elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
             _add_unchecked(results, line, cold[line.family], suffix)
-    for line in report.kind_lines():
+    for line in report.kind_lines:
         if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
             _add_kind(results, line, suffix)
         if line.family == Kind.HARMLESS.value and line.arm == VERIFIED:

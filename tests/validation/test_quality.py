@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation import scoreboard
+from validation import metrics, scoreboard
 from validation.cli import main
 from validation.quality import QualityReport, _show, panels_of, quality_rows
 from validation.quality_plot import Point, draw, points_of
@@ -202,10 +202,10 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(
     assert not _show(lost("header_trap", {"verified"}), [])
     unknown = lost("header_trap", {"cold", "position_fix"})
     assert unknown.unknown() == ["header_trap"]
-    assert {line.family for line in unknown.kind_lines()} == {"harmless", "none"}
+    assert {line.family for line in unknown.kind_lines} == {"harmless", "none"}
     assert _show(lost("header_trap", {"cold", "verified"}), [])
     assert "shows nothing, as the model does not know it cold: header_trap" in capsys.readouterr().out
-    assert {line.family for line in lost("reordered", {"cold"}).kind_lines()} == {"harmless", "trap", "none"}
+    assert {line.family for line in lost("reordered", {"cold"}).kind_lines} == {"harmless", "trap", "none"}
 
 
 def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothing(report: QualityReport) -> None:
@@ -235,7 +235,7 @@ def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: Qua
 
 
 def test_the_plot_has_a_panel_for_each_kind_with_right_answers(report: QualityReport) -> None:
-    panels = panels_of(report.kind_lines())
+    panels = panels_of(report.kind_lines)
     assert list(panels) == ["harmless, 16 prompts an arm", "trap, 8 prompts an arm", "none, 8 prompts an arm"]
     assert [point.exact_match for point in panels["trap, 8 prompts an arm"]] == [1.0, 1.0, 0.0, 1.0]
     assert draw(panels, "title").startswith(b"\x89PNG")
@@ -246,3 +246,14 @@ def test_the_document_holds_every_sample_and_the_kinds_together(report: QualityR
     assert len(document["samples"]) == len(report.samples)
     assert {line["family"] for line in document["kind_lines"]} == {"harmless", "trap", "none"}
     assert [line["arm"] for line in document["noise_floor"]] == ["cold_again"] * 3
+
+
+def test_every_bound_is_taken_once(report: QualityReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, bootstrap = [], metrics.bootstrap
+    monkeypatch.setattr(metrics, "bootstrap", lambda *given, **how: taken.append(given) or bootstrap(*given, **how))
+    report.to_dict()
+    report.page(None)
+    panels_of(report.kind_lines)
+    quality_rows(report)
+    _show(report, [])
+    assert len(taken) == sum(len(line.bounds) for line in (*report.lines, *report.kind_lines)) > 0
