@@ -27,8 +27,8 @@ from validation.arms import POSITION_FIX, VERIFIED
 from validation.cases import Tokeniser, groups
 from validation.embedded_engine import EmbeddedEngines, open_cold, open_llm
 from validation.families.catalog import FAMILIES, FamilyRequest, Kind, write_cases
-from validation.metrics import exact_match
-from validation.samples import MIN_COLD_SCORE
+from validation.metrics import exact_match, mean
+from validation.samples import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,7 @@ def answered_cold(runner: ModelRunner, cases: Sequence[Case], tokeniser: Tokenis
             sampling = SamplingParams(max_tokens=ANSWER_TOKENS, stop_token_ids=tokeniser.stop_token_ids)
             answer = llm.generate([case.prompt], sampling)[0].outputs[0].token_ids
             right[case.workload].append(exact_match(tokeniser.text(answer), str(case.reference)))
-    return {family for family, found in right.items() if sum(found) >= MIN_COLD_SCORE * len(found)}
+    return {family for family, found in right.items() if is_known(mean(found), None, len(runner.tokenizer))}
 
 
 def run(groups_each: int, rows: Results) -> None:
