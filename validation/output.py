@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import rich.progress as bars
 from matplotlib import rc_context
@@ -19,7 +19,7 @@ from semblend_trt.command_line import printable
 from semblend_trt.files import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from matplotlib.figure import Figure
@@ -80,9 +80,15 @@ def show(tables: Iterable[Table], width: int = 140) -> None:
         console.print(table)
 
 
+class Advance(Protocol):
+    """Reports what was done last, by name, and so many `steps` with it."""
+
+    def __call__(self, last: str, steps: int = 1) -> None: ...
+
+
 @contextmanager
-def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """Shows a transient progress bar of `steps` steps on stderr; gives the function that reports a step by name."""
+def progress(title: str, steps: int) -> Iterator[Advance]:
+    """Shows a transient progress bar of `steps` steps on stderr; gives the function that advances it."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -93,7 +99,7 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
-        yield lambda last: bar.update(task, advance=1, last=printable(last))
+        yield lambda last, steps=1: bar.update(task, advance=steps, last=printable(last))
 
 
 def svg(figure: Figure) -> bytes:

@@ -7,6 +7,7 @@ victim's own changes no answer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from validation.families.catalog import FamilyRequest
     from validation.measurement import OnStep, ServingSettings
     from validation.metrics import Evidence
+    from validation.output import Advance
     from validation.samples import Line, Sample
 
 # The planter's family, and how many plants one is chosen from.
@@ -219,26 +221,29 @@ class Trials:
 
     def judge(self, path: Path, families: Sequence[str], rule: Rule, title: str) -> Verdict:
         """Serves the families under policy verified with the profile of `path` until all pass, one fails, or the looks
-        are over; `title` is the progress bar's. Raises SemBlendError when the engine refuses the profile."""
+        are over; `title` is that of the progress bar, which counts families that need no more prompts. Raises
+        SemBlendError when the engine refuses the profile."""
         profile, arm = self._read(path)
         trial = _Trial(profile, arm, {family: [] for family in families}, {})
         one_by_one = rule.proof and not self._engines.starts_slowly
         inferior, undecided = None, list[str]()
-        with self._server.keeping(arm), progress(title, rule.looks[-1] * len(families)) as on_step:
+        with self._server.keeping(arm), progress(f"{title}: families done", len(families)) as advance:
             for names in [[name] for name in families] if one_by_one else [families]:
-                inferior, undecided = self._decided(trial, names, rule, on_step)
+                inferior, undecided = self._decided(trial, names, rule, advance)
                 if inferior is not None or (one_by_one and undecided):
                     break
         samples = tuple(itertools.chain(*trial.samples.values()))
         return Verdict(tuple(trial.found.values()), inferior, tuple(undecided), samples)
 
     def _decided(
-        self, trial: _Trial, families: Sequence[str], rule: Rule, on_step: OnStep
+        self, trial: _Trial, families: Sequence[str], rule: Rule, advance: Advance
     ) -> tuple[str | None, list[str]]:
         """Adds prompts of the families; returns the one that fails, and those that the looks leave open."""
         waiting, undecided = list(families), list[str]()
+        on_case = functools.partial(advance, steps=0)
         for look in itertools.pairwise((0, *rule.looks)):
-            for name, served in self._served_in_turn(trial.arm, waiting, look, trial.profile, on_step):
+            asked = waiting
+            for name, served in self._served_in_turn(trial.arm, asked, look, trial.profile, on_case):
                 trial.samples[name] += served
                 trial.found[name] = self._compared(name, trial.samples[name], rule)
                 if trial.found[name].fails:
@@ -247,6 +252,7 @@ class Trials:
             left = {name for name in waiting if name in self._ended or rule.gives_up(trial.found[name], look[1])}
             undecided += [name for name in waiting if name in left]
             waiting = [name for name in waiting if name not in left]
+            advance(", ".join(waiting), len(asked) - len(waiting))
             if not waiting:
                 break
         return None, [*undecided, *waiting]

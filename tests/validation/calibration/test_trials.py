@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from rich.progress import Progress
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
@@ -158,6 +160,25 @@ def test_prompts_are_added_until_the_loss_is_bounded(trials: Trials, profile: Re
         assert each.exact_match.difference == 0.0
         assert abs(each.noise.difference) < 1e-4
         assert each.line.samples == each.likelihood.samples == 6
+
+
+def test_the_progress_bar_counts_families_that_need_no_more_prompts(
+    trials: Trials, profile: ReuseProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, update = list[tuple[float, float | None]](), Progress.update
+
+    def kept(bar: Progress, *given: Any, **changes: Any) -> None:
+        update(bar, *given, **changes)
+        shown.extend((task.completed, task.total) for task in bar.tasks)
+
+    monkeypatch.setattr(Progress, "update", kept)
+    names, path = ["header_trap", "reordered"], written(profile, tmp_path)
+    for proof in (True, False):  # one family after the other, and both together
+        assert trials.judge(path, names, rule(3, 6, 50, proof=proof), "").holds
+    assert [each for each, _ in itertools.groupby(shown)] == [(0, 2), (1, 2), (2, 2), (0, 2), (2, 2)]
+    shown.clear()
+    assert not trials.judge(path, names, rule(2, 4, margin=0.01), "").holds
+    assert set(shown) == {(0, 2)}
 
 
 def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(
