@@ -29,7 +29,7 @@ from engine_wrapper.self_check import (
 )
 from engine_wrapper.vllm.key_rotation import check_rotation
 from engine_wrapper.vllm.refusals import callers, sample_refusal
-from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, own_rows_as_stored
+from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, as_prompts, own_rows_as_stored
 from semblend_trt.plan import EngineMode
 
 if TYPE_CHECKING:
@@ -283,6 +283,10 @@ class PlannedForward:
         is_rounded_late = geometry.kv_factor == 1 and kv_dtype == torch.float8_e4m3fn
         as_stored = partial(own_rows_as_stored, self._parts) if is_rounded_late else None
         raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
+        if geometry.kv_factor == 1:
+            # A latent attention may take runs as long as these for decodes, and longer ones for prompts.
+            with as_prompts(self._parts.builder):
+                raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
         check_rotation(self._parts, ids)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:

@@ -16,7 +16,7 @@ padding, that no expert gets; before torch 2.11 also how many layers with expert
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -147,17 +147,23 @@ def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
     each. Facts: its `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
     """
     _make_room(builder, common.num_reqs)
-    rows_of_a_decode = builder.reorder_batch_threshold
-    if common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs:
-        builder.reorder_batch_threshold = 0
-    try:
+    are_too_many = common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs
+    with as_prompts(builder) if are_too_many else nullcontext():
         metadata = builder.build(0, common)
-    finally:
-        builder.reorder_batch_threshold = rows_of_a_decode
     context: Any = getattr(getattr(metadata, "prefill", None), "chunked_context", None)
     if hasattr(context, "prefill_tokens_with_context"):
         context.prefill_tokens_with_context = None
     return metadata
+
+
+@contextmanager
+def as_prompts(builder: Any) -> Iterator[None]:
+    """Has the builder count all runs as prompts, those too that it would count as decodes."""
+    rows_of_a_decode, builder.reorder_batch_threshold = builder.reorder_batch_threshold, 0
+    try:
+        yield
+    finally:
+        builder.reorder_batch_threshold = rows_of_a_decode
 
 
 def _make_room(builder: Any, runs: int) -> None:

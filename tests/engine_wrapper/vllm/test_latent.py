@@ -171,6 +171,25 @@ def test_runs_of_every_length_give_the_engines_own_rows(
     assert not served.runtime.faults
 
 
+def test_the_self_check_computes_runs_as_prompts_too(
+    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLASH_ATTN_MLA takes those of the check for decodes."""
+    found, stock = list[int](), rows._built
+
+    def told(builder: Any, common: Any) -> Any:
+        found.append(builder.reorder_batch_threshold)
+        return stock(builder, common)
+
+    monkeypatch.setattr(rows, "_built", told)
+    served = engine("position_fix", model=models())
+    served.ask(DONOR, max_tokens=1)
+    assert served.runtime.mode.value == "wrapper"
+    own = served.worker._forward._parts.builder.reorder_batch_threshold
+    assert set(found) == {own, 0}
+    assert own > 0
+
+
 @pytest.mark.every_version
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card's vLLM takes prompts in its own way")
 def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_them_first(
