@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 KEYS_PER_ROW = 4096
 # With fewer rows for each gap between them, our kernel attends.
 ROWS_PER_GAP = 4
+# What vLLM before 0.28 says of a latent attention's prompts: how many rows, the first ones, have tokens before them.
+_WITH_CONTEXT = "prefill_tokens_with_context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +127,8 @@ def own_builder(group: Any, max_rows: int) -> Any:
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
     theirs = group.get_metadata_builder(0)
-    if name in LATENT_BACKENDS and (prefill := _prefill_backend(theirs)) not in PREFILL_BACKENDS:
-        raise LayoutError(
-            "attention_backend",
-            f"{name} computes its prompts by {prefill}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}",
-        )
+    if name in LATENT_BACKENDS and (problem := _problem_of_prompts(theirs)) is not None:
+        raise LayoutError("attention_backend", f"{name} computes its prompts by {problem}")
     config = copy(theirs.vllm_config)
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     if name not in RESERVING_BACKENDS:
@@ -151,8 +150,8 @@ def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
     with as_prompts(builder) if are_too_many else nullcontext():
         metadata = builder.build(0, common)
     context: Any = getattr(getattr(metadata, "prefill", None), "chunked_context", None)
-    if hasattr(context, "prefill_tokens_with_context"):
-        context.prefill_tokens_with_context = None
+    if hasattr(context, _WITH_CONTEXT):
+        setattr(context, _WITH_CONTEXT, None)
     return metadata
 
 
@@ -176,10 +175,23 @@ def _make_room(builder: Any, runs: int) -> None:
         builder.chunked_prefill_workspace_size = rows
 
 
-def _prefill_backend(builder: Any) -> str | None:
-    """By which backend a latent attention computes long runs; None where this version does not tell."""
-    backend = getattr(builder, "_prefill_backend", None)
-    return None if backend is None else str(backend.get_name())
+def _problem_of_prompts(builder: Any) -> str | None:
+    """Why a latent attention's longer runs are not taken; None where they are.
+
+    Where FlashAttention 3 and 4 cannot run, vLLM 0.25 pads V, and what lies before a run it joins wrong from the second
+    part on, since it takes one stride for both; many runs make many parts. Facts: its
+    `model_executor/layers/attention/mla_attention.py`, `_compute_prefill_context` and `forward_mha`.
+    """
+    prefill = getattr(builder, "_prefill_backend", None)
+    name = None if prefill is None else str(prefill.get_name())
+    if name not in PREFILL_BACKENDS:
+        return f"{name}; set mla_prefill_backend to {PREFILL_BACKENDS[0]}"
+    if getattr(prefill, "requires_v_padding", False):
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+
+        if hasattr(MLACommonPrefillMetadata.ChunkedContextMetadata, _WITH_CONTEXT):
+            return f"{name} with padded values on this card, which this vLLM joins wrong; install vLLM 0.28 or newer"
+    return None
 
 
 class StepGraphs:

@@ -264,3 +264,18 @@ def test_another_way_to_compute_prompts_is_refused_by_name(
     answer = served.ask(MOVED, max_tokens=16)
     assert (answer.cached, answer.tokens) == (0, expected.tokens)
     assert served.runtime.refusal == "attention_backend"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card's vLLM says itself whether it pads")
+def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong(
+    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.28, on a card without FlashAttention 3 and 4."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+    monkeypatch.setattr(MLAPrefillBackend, "requires_v_padding", True, raising=False)
+    assert engine("position_fix", model=models()).runtime.refusal is None
+    context = MLACommonPrefillMetadata.ChunkedContextMetadata
+    monkeypatch.setattr(context, "prefill_tokens_with_context", None, raising=False)
+    assert engine("position_fix", model=models()).runtime.refusal == "attention_backend"
