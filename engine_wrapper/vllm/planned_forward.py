@@ -8,6 +8,7 @@ step's batch; V2 makes it for the step and hands it on.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -280,12 +281,11 @@ class PlannedForward:
             return self._run(batch, [block_ids], plans, max_rows)
 
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
-        is_rounded_late = geometry.kv_factor == 1 and kv_dtype == torch.float8_e4m3fn
-        as_stored = partial(own_rows_as_stored, self._parts) if is_rounded_late else None
-        raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
-        if geometry.kv_factor == 1:
-            # A latent attention may take runs as long as these for decodes, and longer ones for prompts.
-            with as_prompts(self._parts.builder):
+        is_latent = geometry.kv_factor == 1
+        as_stored = partial(own_rows_as_stored, self._parts) if is_latent and kv_dtype == torch.float8_e4m3fn else None
+        # A latent attention may take runs as long as these for decodes, and longer ones for prompts.
+        for way in (nullcontext(), as_prompts(self._parts.builder)) if is_latent else (nullcontext(),):
+            with way:
                 raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
         check_rotation(self._parts, ids)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
