@@ -4,6 +4,8 @@ A plan may compute more tokens than the engine has scheduled, so an iteration is
 (micro-batches). The rows of a sequence are divided in the order of their positions: each part attends to the KV that
 the parts before it have left in the pool.
 
+A check's sample runs first, in a forward of its own, and what is left mostly follows it without a wait.
+
 Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many for that, their
 lowest layers run first, part by part, and the check decides once, over all parts. Rows that leave are then done. The
 others enter layer 0 again, because the parts' hidden rows are not kept.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,19 +24,22 @@ from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_sc
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
 from engine_wrapper.witnesses import Witnesses
 from kernels.sparse_prefill.rows import to_device
+from semblend_trt.streams import HostCopy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy.typing as npt
-
     from kernels.layout import KvGeometry, Pool
-    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
 
 # Runs all rows of a work up to K and V of a layer, as `lowest_schedule` has it. Returns the deviations of its checked
 # tokens, float32 [tokens].
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
+Output = TypeVar("Output")
+
+# Rows that run before the host knows what a sample found, in vain where it speaks against it.
+MAX_SPECULATIVE_ROWS = 512
 
 
 class Part(NamedTuple):
@@ -88,40 +93,84 @@ def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWo
     return work.part(0, end, max(1, scheduled)), scheduled, work.part(end, rows, work.outputs - scheduled)
 
 
+class _Sample:
+    """The sample of one work's check: its forward is queued, and the host has not waited for it."""
+
+    def __init__(self, work: SequenceWork, max_rows: int | None, run: RunLowest) -> None:
+        assert work.pending is not None
+        self._work, self._compared = work, work.first_compared()
+        self._found = HostCopy(_run_parts(work.sample(self._compared), work.pending.check.layer, max_rows, run))
+
+    def expected(self) -> SequenceWork:
+        """What is left if nothing deviates."""
+        return self._work.behind_sample(self._compared, np.zeros(len(self._compared), dtype=np.float32))[0]
+
+    def left(self) -> tuple[SequenceWork, CheckEvidence | None]:
+        """As `SequenceWork.behind_sample`; the host waits for the deviations."""
+        return self._work.behind_sample(self._compared, self._found.read())
+
+
+def run_behind_samples(
+    works: Sequence[SequenceWork],
+    max_rows: int | None,
+    lowest: RunLowest,
+    witnesses: Witnesses,
+    evidence_sink: EvidenceSink | None,
+    run: Callable[[Sequence[SequenceWork]], Output],
+) -> Output:
+    """Runs the samples of checks, each in forwards of its own, then by `run` what they leave of `works`; returns what
+    `run` does. `evidence_sink` gets what is known behind a sample alone.
+
+    Few rows are left if nothing deviates. They run at once, before the host knows; if a sample speaks against it, `run`
+    gets the works that are left then, and writes over what was written.
+    """
+    samples = {
+        index: _Sample(work, max_rows, lowest)
+        for index, work in enumerate(works)
+        if work.pending is not None and work.pending.check.sample_every
+    }
+    expected = [samples[index].expected() if index in samples else work for index, work in enumerate(works)]
+    is_likely = all(work.pending is None for work in expected)
+    is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
+    speculative = run(expected) if samples and is_likely and is_short else None
+    left = list(works)
+    for index, sample in samples.items():
+        left[index], known = sample.left()
+        if known is not None and evidence_sink is not None:
+            evidence_sink(known)
+    if speculative is not None:
+        if all(work.pending is None for work in left):
+            return speculative
+        witnesses.restore()
+    return run(left)
+
+
 def with_lowest_layers_run(
     work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
 ) -> SequenceWork:
     """`work`, or the rest of it, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
 
     Most works can be divided as they are, and nothing runs; None needs no division. Otherwise `run` gets their parts,
-    and `evidence_sink` what the check found; the host waits for the device there. The sample of a check runs here too.
+    and `evidence_sink` what the check found; the host waits for the device there.
     """
-    if work.pending is not None and work.pending.check.sample_every:
-        compared = work.first_compared()
-        found = _run_parts(work.sample(compared), work.pending.check.layer, max_rows, run)
-        work, known = work.behind_sample(compared, found)
-        if known is not None and evidence_sink is not None:
-            evidence_sink(known)
     # This runs in every iteration; rows of cold requests and of decode steps are only counted.
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
         # The layer in which rows are compared, else the last one before the first rows leave.
         layer = int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
         found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
         if work.pending is not None:
-            work, evidence = work.decide(found)
+            work, evidence = work.decide(found.cpu().numpy())
             if evidence_sink is not None:
                 evidence_sink(evidence)
         work = work.beyond(layer, num_layers)
     return work
 
 
-def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLowest) -> npt.NDArray[np.float32]:
-    """Runs the lowest layers of all rows; returns the deviations of the checked ones, for which the host waits."""
+def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLowest) -> torch.Tensor:
+    """Runs the lowest layers of all rows; returns the deviations of the checked ones, float32, on the device."""
     rows = len(work.positions)
     step = rows if max_rows is None else max_rows
-    parts = [work.part(start, min(start + step, rows), 0) for start in range(0, rows, step)]
-    deviations: npt.NDArray[np.float32] = torch.cat([run(part, layer) for part in parts]).cpu().numpy()
-    return deviations
+    return torch.cat([run(work.part(start, min(start + step, rows), 0), layer) for start in range(0, rows, step)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +231,32 @@ class Batch:
         witnesses = Witnesses(works, forward.pool, geometry, forward.ranks)
         witnesses.take(num_layers)
         sink = witnesses.note if witnesses else evidence_sink
-        works = [with_lowest_layers_run(work, num_layers, max_rows, below, sink) for work in works]
-        hidden, done = [], 0
-        for parts in micro_batches(works, num_layers, max_rows):
-            end = done + sum(part.scheduled for part in parts)
-            own = forward.run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
-            asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
-            if not asked.all():
-                own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), device))
-            hidden.append(own)
-            done = end
-        found = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+
+        def run(works: Sequence[SequenceWork]) -> torch.Tensor:
+            works = [with_lowest_layers_run(work, num_layers, max_rows, below, sink) for work in works]
+            return self._run(micro_batches(works, num_layers, max_rows), forward, sink)
+
+        found = run_behind_samples(works, max_rows, below, witnesses, sink, run)
         for index, plan in witnesses.refused(evidence_sink):
             rows = self._rows_of(index)
             again = self._alone(index).run({plan.request_id: plan}, [blocks[index]], forward)
             found = torch.cat([found[: rows.start], again, found[rows.stop :]])
         return found
+
+    def _run(
+        self, batches: Sequence[Sequence[Part]], forward: EngineForward, sink: EvidenceSink | None
+    ) -> torch.Tensor:
+        """Runs the forwards, one behind the other; returns as `run` does."""
+        hidden, done = [], 0
+        for parts in batches:
+            end = done + sum(part.scheduled for part in parts)
+            own = forward.run(_schedule(parts, self.input_ids[done:end], forward.geometry.num_layers), sink)
+            asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
+            if not asked.all():
+                own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
+            hidden.append(own)
+            done = end
+        return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
 
     def _rows_of(self, index: int) -> slice:
         first = sum(self.lengths[:index])

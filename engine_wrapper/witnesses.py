@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from kernels.deviation import relative, token_rows, token_squares
-from kernels.layout import PagedKv
+from kernels.layout import PagedKv, PoolLayer
+from kernels.sparse_prefill import SequenceRows, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,6 +69,14 @@ class Witnesses:
         for each in self._watched if end > self._taken else ():
             each.donor.append(token_rows(each.kv.layers(self._taken, end), each.positions))
         self._taken = max(self._taken, end)
+
+    def restore(self) -> None:
+        """Writes the donors' KV back, as if no forward had computed a witness."""
+        for each in self._watched:
+            rows = (SequenceRows(0, each.positions, each.kv.block_ids).to(each.kv.pool.device),)
+            for layer, (keys, *values) in enumerate(torch.cat(each.donor)):
+                kv = PoolLayer(each.kv.pool, layer, each.kv.geometry)
+                write_rows(keys, values[0] if values else None, kv, rows)
 
     def note(self, evidence: CheckEvidence) -> None:
         """Takes what a check of the iteration found."""

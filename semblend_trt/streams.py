@@ -10,6 +10,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy.typing as npt
+
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
@@ -53,3 +55,20 @@ def wait(stream: Stream | None, events: Iterable[Event | None]) -> None:
     for event in events:
         if event is not None:
             stream.wait_event(event)
+
+
+class HostCopy:
+    """A tensor on its way to the host, behind what is queued on the current stream so far."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Queues the copy; the host does not wait."""
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = record(current_stream(tensor.device))
+
+    def read(self) -> npt.NDArray[Any]:
+        """Waits for the copy, and for nothing that was queued behind it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: npt.NDArray[Any] = self._host.numpy()
+        return found

@@ -32,6 +32,7 @@ from engine_wrapper.vllm.key_rotation import check_rotation
 from engine_wrapper.vllm.refusals import callers, sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, as_prompts, own_rows_as_stored
 from semblend_trt.plan import EngineMode
+from semblend_trt.streams import HostCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -116,17 +117,12 @@ class _OrderCheck:
     def __init__(self, positions: torch.Tensor, batch: Batch) -> None:
         """`positions`: int64 [rows and padding], on the engine's device."""
         self._spans = list(zip(batch.begins, batch.lengths, strict=True))
-        told = positions[: sum(batch.lengths)]
-        self._read = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.is_cuda)
-        self._read.copy_(told, non_blocking=True)
-        self._is_read = torch.cuda.current_stream().record_event() if told.is_cuda else None
+        self._told = HostCopy(positions[: sum(batch.lengths)])
 
     def end(self) -> None:
         """Raises LayoutError where they do not."""
-        if self._is_read is not None:
-            self._is_read.synchronize()
         wanted = np.concatenate([np.arange(begin, begin + count) for begin, count in self._spans])
-        if not np.array_equal(self._read.numpy(), wanted):
+        if not np.array_equal(self._told.read(), wanted):
             raise LayoutError("model_call", "the rows of the step stand in another order than its requests")
 
 

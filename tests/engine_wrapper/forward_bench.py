@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.batch import with_lowest_layers_run
+from engine_wrapper.batch import run_behind_samples, with_lowest_layers_run
 from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
@@ -21,6 +21,7 @@ from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
@@ -77,15 +78,24 @@ class Bench:
         return replace(self.slice(plan.request_id, tokens, plan.prefix_end, end), plan=plan)
 
     def run(self, *slices: SequenceSlice, max_rows: int | None = None, keys_per_row: int = 0) -> list[torch.Tensor]:
-        """Logits of each slice, [tokens, vocabulary]; `evidence` and `lowest` are this run's.
+        """Logits of each slice, [tokens, vocabulary]; `evidence`, `lowest` and `forwards`, of what samples leave, are
+        this run's.
 
         With `max_rows` plans that need more run their lowest layers in parts, and one forward runs what is left.
         """
         self.evidence, self.lowest = [], []
         sink = self.evidence.append
         works = works_of(slices, NUM_LAYERS, keys_per_row)
-        works = [with_lowest_layers_run(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
-        hidden = self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
+        witnesses = self.forward.witnesses(works)
+        witnesses.take(NUM_LAYERS)
+        self.forwards = 0
+
+        def run(works: Sequence[SequenceWork]) -> torch.Tensor:
+            self.forwards += 1
+            works = [with_lowest_layers_run(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
+            return self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
+
+        hidden = run_behind_samples(works, max_rows, self._run_lowest, witnesses, sink, run)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:

@@ -113,6 +113,34 @@ def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan
     assert (evidence.sampled_tokens, evidence.checked_tokens, evidence.recomputed_tokens) == (sampled, 0, 0)
     assert evidence.reused_tokens == evidence.offered_tokens == sum(end - start for start, end in SPANS)
     assert 0.0 <= evidence.largest_kept < 1e-4
+    assert bench.forwards == 1
+
+
+@pytest.mark.usefixtures("short_windows")
+@pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
+def test_what_runs_before_a_sample_has_decided_changes_nothing(
+    bench: Bench, make_plan: PlanMaker, monkeypatch: pytest.MonkeyPatch, deviates: bool
+) -> None:
+    check = replace(SAMPLED, witness_every=2, witness_bounds=(9.0,))
+    tokens, found = tokens_of(LENGTH), []
+    plan, bystander = make_plan(tokens, SPANS, **SIZES, check=check), bench.slice(2, tokens_of(25, seed=8))
+    wanted, kv = bench.cold(tokens, 1)
+    other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
+    if deviates:
+        kv[1:, :, :, 30:37] = other[1:, :, :, 30:37]
+    for rows in (0, 512):
+        monkeypatch.setattr("engine_wrapper.batch.MAX_SPECULATIVE_ROWS", rows)
+        bench.clear()
+        for start, end in SPANS:
+            bench.place(1, kv, start, end)
+        logits = bench.run(bench.planned(plan), bystander)
+        assert close(logits[0], wanted[plan.prefix_end :])
+        assert bench.forwards == (2 if rows and deviates else 1)
+        found.append(([*logits, bench.kv(1)[:, :, :, :LENGTH], bench.kv(2)[:, :, :, :25]], bench.evidence))
+    (waited, evidence), (speculative, told) = found
+    assert all(torch.equal(each, other) for each, other in zip(speculative, waited, strict=True))
+    assert told == evidence
+    assert (evidence[0].checked_tokens > 0) == deviates
 
 
 @pytest.mark.usefixtures("short_windows")
