@@ -4,7 +4,7 @@ A plan may compute more tokens than the engine has scheduled, so an iteration is
 (micro-batches). The rows of a sequence are divided in the order of their positions: each part attends to the KV that
 the parts before it have left in the pool.
 
-A check's sample runs first, in a forward of its own, and what is left mostly follows it without a wait.
+A check's sample has a forward of its own. What it most likely leaves runs before it.
 
 Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many for that, their
 lowest layers run first, part by part, and the check decides once, over all parts. Rows that leave are then done. The
@@ -29,6 +29,8 @@ from semblend_trt.streams import HostCopy
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
+
     from kernels.layout import KvGeometry, Pool
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
     from semblend_trt.ranks import Ranks
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
 Output = TypeVar("Output")
 
-# Rows that run before the host knows what a sample found, in vain where it speaks against it.
+# Rows that run before a sample, in vain where it speaks against it.
 MAX_SPECULATIVE_ROWS = 512
 
 
@@ -93,24 +95,7 @@ def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWo
     return work.part(0, end, max(1, scheduled)), scheduled, work.part(end, rows, work.outputs - scheduled)
 
 
-class _Sample:
-    """The sample of one work's check: its forward is queued, and the host has not waited for it."""
-
-    def __init__(self, work: SequenceWork, max_rows: int | None, run: RunLowest) -> None:
-        assert work.pending is not None
-        self._work, self._compared = work, work.first_compared()
-        self._found = HostCopy(_run_parts(work.sample(self._compared), work.pending.check.layer, max_rows, run))
-
-    def expected(self) -> SequenceWork:
-        """What is left if nothing deviates."""
-        return self._work.behind_sample(self._compared, np.zeros(len(self._compared), dtype=np.float32))[0]
-
-    def left(self) -> tuple[SequenceWork, CheckEvidence | None]:
-        """As `SequenceWork.behind_sample`; the host waits for the deviations."""
-        return self._work.behind_sample(self._compared, self._found.read())
-
-
-def run_behind_samples(
+def run_with_samples(
     works: Sequence[SequenceWork],
     max_rows: int | None,
     lowest: RunLowest,
@@ -118,24 +103,26 @@ def run_behind_samples(
     evidence_sink: EvidenceSink | None,
     run: Callable[[Sequence[SequenceWork]], Output],
 ) -> Output:
-    """Runs the samples of checks, each in forwards of its own, then by `run` what they leave of `works`; returns what
-    `run` does. `evidence_sink` gets what is known behind a sample alone.
+    """Runs the samples of checks, each in forwards of its own, and by `run` what they leave of `works`; returns what
+    `run` does. `evidence_sink` gets what is known by a sample alone.
 
-    Few rows are left if nothing deviates. They run at once, before the host knows; if a sample speaks against it, `run`
-    gets the works that are left then, and writes over what was written.
+    Few rows are left if every sample lets all pass. They run first, so that the host prepares the samples meanwhile. If
+    one does not, `run` gets the works that are left then, and writes over what was written.
     """
-    samples = {
-        index: _Sample(work, max_rows, lowest)
-        for index, work in enumerate(works)
-        if work.pending is not None and work.pending.check.sample_every
-    }
-    expected = [samples[index].expected() if index in samples else work for index, work in enumerate(works)]
-    is_likely = all(work.pending is None for work in expected)
+
+    def sampled(work: SequenceWork, found: npt.NDArray[np.int64]) -> torch.Tensor:
+        assert work.pending is not None
+        return _run_parts(work.sample(found), work.pending.check.layer, max_rows, lowest)
+
+    compared = {index: found for index, work in enumerate(works) if len(found := work.first_compared())}
+    expected = [work.unchecked() if index in compared else work for index, work in enumerate(works)]
+    is_likely = bool(compared) and all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
-    speculative = run(expected) if samples and is_likely and is_short else None
+    speculative = run(expected) if is_likely and is_short else None
+    deviations = {index: HostCopy(sampled(works[index], found)) for index, found in compared.items()}
     left = list(works)
-    for index, sample in samples.items():
-        left[index], known = sample.left()
+    for index, found in compared.items():
+        left[index], known = works[index].behind_sample(found, deviations[index].read())
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
     if speculative is not None:
@@ -236,7 +223,7 @@ class Batch:
             works = [with_lowest_layers_run(work, num_layers, max_rows, below, sink) for work in works]
             return self._run(micro_batches(works, num_layers, max_rows), forward, sink)
 
-        found = run_behind_samples(works, max_rows, below, witnesses, sink, run)
+        found = run_with_samples(works, max_rows, below, witnesses, sink, run)
         for index, plan in witnesses.refused(evidence_sink):
             rows = self._rows_of(index)
             again = self._alone(index).run({plan.request_id: plan}, [blocks[index]], forward)

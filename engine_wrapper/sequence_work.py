@@ -347,16 +347,23 @@ class SequenceWork:
     def beyond(self, layer: int, num_layers: int) -> SequenceWork:
         """The rows that are computed above `layer`, or in the last layer. The check must have decided."""
         assert self.pending is None
-        stays = self.active(min(layer + 1, num_layers - 1))
-        return replace(
-            self, token_ids=self.token_ids[stays], positions=self.positions[stays], drops_at=self.drops_at[stays]
-        )
+        return self._of(self.active(min(layer + 1, num_layers - 1)))
 
     def first_compared(self) -> npt.NDArray[np.int64]:
-        """Which of the checked tokens the check's sample compares."""
+        """Which of the checked tokens the check's sample compares; none without one, or where all are witnesses."""
+        pending = self.pending
+        if pending is None or not pending.check.sample_every:
+            return np.empty(0, dtype=np.int64)
+        lengths = [len(rows) for rows in pending.rows]
+        found = sample_of(lengths, pending.check.sample_every, pending.plan.execution.sample_seed)
+        if len(pending.witnesses):
+            found = found[~np.isin(self.positions[pending.checked[found]], pending.witnesses)]
+        return found
+
+    def unchecked(self) -> SequenceWork:
+        """The work that is left if the check keeps every token; its rows enter layer 0."""
         assert self.pending is not None
-        lengths = [len(rows) for rows in self.pending.rows]
-        return sample_of(lengths, self.pending.check.sample_every, self.pending.plan.execution.sample_seed)
+        return replace(self._of(self._stays(self.pending.checked)), pending=None)
 
     def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
         """The rows of a sample's forward: `compared` of those that are checked, and all others that are computed in
@@ -368,15 +375,8 @@ class SequenceWork:
         stays[checked] = False
         stays[checked[compared]] = True
         stays[checked[compared[-1]] + 1 :] = False
-        places = np.cumsum(stays) - stays
-        return replace(
-            self,
-            token_ids=self.token_ids[stays],
-            positions=self.positions[stays],
-            drops_at=self.drops_at[stays],
-            outputs=0,
-            pending=replace(pending, rows=(), sampled=places[checked[compared]]),
-        )
+        places: npt.NDArray[np.int64] = np.cumsum(stays) - stays
+        return replace(self._of(stays), outputs=0, pending=replace(pending, rows=(), sampled=places[checked[compared]]))
 
     def behind_sample(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
@@ -392,30 +392,37 @@ class SequenceWork:
         suspects = suspects_of(
             pending.check, compared, deviations, lengths, pending.saved_tokens, pending.plan.matched_tokens
         )
-        checked, stays = pending.checked, np.ones(len(self.positions), dtype=bool)
-        stays[checked[~suspects]] = False
-        stays |= np.isin(self.positions, pending.witnesses)
+        checked = pending.checked
+        stays = self._stays(checked[~suspects])
         found = np.zeros(len(checked), dtype=np.float32)
         found[compared] = deviations
         kept = deviations[~suspects[compared]]
         sample = SampleFound(
             len(compared), int(np.count_nonzero(~suspects)), float(kept.max(initial=0.0)), found[suspects]
         )
-        places = np.cumsum(stays) - stays
+        places: npt.NDArray[np.int64] = np.cumsum(stays) - stays
         rows = tuple(
             range(int(places[part.start]), int(places[part.start]) + len(part))
             for part in stretches(pending.rows, suspects)
         )
         left = replace(pending, rows=rows, sample=sample)
-        work = replace(
-            self,
-            token_ids=self.token_ids[stays],
-            positions=self.positions[stays],
-            drops_at=self.drops_at[stays],
-            pending=left if rows else None,
-        )
+        work = replace(self._of(stays), pending=left if rows else None)
         nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
         return work, None if rows else left.evidence(nothing, np.empty(0, dtype=np.int64))
+
+    def _stays(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which rows are left without the rows `kept`, but for witnesses among them, bool [rows]."""
+        assert self.pending is not None
+        stays = np.ones(len(self.positions), dtype=bool)
+        stays[kept] = False
+        stays[kept[np.isin(self.positions[kept], self.pending.witnesses)]] = True
+        return stays
+
+    def _of(self, rows: npt.NDArray[np.bool_]) -> SequenceWork:
+        """These rows alone, bool [rows], the check's as they are."""
+        return replace(
+            self, token_ids=self.token_ids[rows], positions=self.positions[rows], drops_at=self.drops_at[rows]
+        )
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
         """The work after its check, which found these deviations, and the check's evidence."""

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.deviation import relative, token_rows, token_squares
-from kernels.layout import PagedKv, PoolLayer
-from kernels.sparse_prefill import SequenceRows, write_rows
+from kernels.deviation import put_token_rows, relative, token_rows, token_squares
+from kernels.layout import PagedKv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -73,10 +72,7 @@ class Witnesses:
     def restore(self) -> None:
         """Writes the donors' KV back, as if no forward had computed a witness."""
         for each in self._watched:
-            rows = (SequenceRows(0, each.positions, each.kv.block_ids).to(each.kv.pool.device),)
-            for layer, (keys, *values) in enumerate(torch.cat(each.donor)):
-                kv = PoolLayer(each.kv.pool, layer, each.kv.geometry)
-                write_rows(keys, values[0] if values else None, kv, rows)
+            put_token_rows(each.kv, each.positions, torch.cat(each.donor))
 
     def note(self, evidence: CheckEvidence) -> None:
         """Takes what a check of the iteration found."""

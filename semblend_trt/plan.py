@@ -37,7 +37,8 @@ class SpanCheck:
     `min_saved_share` of its promised tokens is dropped: everything is computed.
 
     With `sample_every`, a sample comes first: all tokens of the first window of every span, and one, at random, of
-    every `sample_every` behind them. Only these run in the layers below `layer`, over the donors' KV of the others. A
+    every `sample_every` behind them, but no witness. Only these run in the layers below `layer`, over the KV that lies
+    there of the others. A
     window whose sample deviates by more than `sample_threshold` in the mean, or by more than `threshold` in one token,
     is checked as above, and so are its neighbours; the other windows keep the donor's KV in all layers.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from engine_wrapper.batch import micro_batches, run_behind_samples, with_lowest_layers_run
+from engine_wrapper.batch import micro_batches, run_with_samples, with_lowest_layers_run
 from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, no_hook, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
@@ -167,7 +167,7 @@ class ModelRunner:
             works = [with_lowest_layers_run(work, num_layers, max_rows, self._run_lowest, sink) for work in works]
             return self._run_batches(micro_batches(works, num_layers, max_rows), len(works), sink, all_rows)
 
-        return run_behind_samples(works, max_rows, self._run_lowest, self._witnesses, sink, run)
+        return run_with_samples(works, max_rows, self._run_lowest, self._witnesses, sink, run)
 
     def _run_batches(
         self, batches: Sequence[Sequence[Part]], works: int, sink: EvidenceSink | None, all_rows: bool

@@ -74,6 +74,18 @@ def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
     return rows.view(kv.pool.dtype).permute(1, 2, 0, 3, 4)
 
 
+def put_token_rows(kv: PagedKv, positions: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes what `token_rows` took of the same positions back, to the byte; the host does not wait."""
+    blocks, slots = all_to_device(_places(kv, positions), kv.pool.device)
+    rows = indexable(rows)
+    if isinstance(kv.pool, LayeredPool):
+        for kinds, own in zip(kv.pool.kinds, rows.unbind(1), strict=True):
+            for layer, each in zip(kinds, own, strict=True):
+                indexable(layer)[blocks, :, slots] = each
+    else:
+        indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots] = rows.permute(2, 0, 1, 3, 4)
+
+
 def token_squares(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
     """The sums of `squares` for rows that lie beside each other: both [..., kv_heads, head_dim]; returns float32
     [2, ...]."""

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, deviation, relative, row_squares, squares, token_rows, token_squares
+from kernels.deviation import (
+    FreshRows,
+    deviation,
+    put_token_rows,
+    relative,
+    row_squares,
+    squares,
+    token_rows,
+    token_squares,
+)
 from kernels.deviation import eager as eager_deviation
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
@@ -201,6 +210,11 @@ def test_tokens_are_compared_in_all_layers_as_spans_of_one_token_in_each(
     assert bool((relative(actual)[..., 1:] > 0).all())
     some = torch.cat([token_rows(in_blocks(pool).layers(*part), positions) for part in ((0, 1), (1, 3))])
     assert torch.equal(some.float(), after.float())
+    others = torch.tensor([i for i in range(17) if i not in positions])
+    beside = token_rows(in_blocks(pool), others)
+    put_token_rows(in_blocks(pool), positions, before)
+    for rows, own in ((positions, before), (others, beside)):
+        assert torch.equal(token_rows(in_blocks(pool), rows).view(torch.uint8), own.view(torch.uint8))
 
 
 @every_layout
