@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kernels.layout import KvGeometry, Pool
-    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.ranks import Ranks
 
 # Runs all rows of a work up to K and V of a layer, as `lowest_schedule` has it. Returns the deviations of its checked
