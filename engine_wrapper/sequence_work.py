@@ -415,7 +415,7 @@ class SequenceWork:
         assert self.pending is not None
         stays = np.ones(len(self.positions), dtype=bool)
         stays[kept] = False
-        stays[kept[np.isin(self.positions[kept], self.pending.witnesses)]] = True
+        stays[np.searchsorted(self.positions, self.pending.witnesses)] = True
         return stays
 
     def _of(self, rows: npt.NDArray[np.bool_]) -> SequenceWork:
