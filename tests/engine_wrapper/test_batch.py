@@ -143,6 +143,22 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(
     assert (evidence[0].checked_tokens > 0) == deviates
 
 
+@pytest.mark.parametrize("witness_every", [5, 1], ids=["some", "all"])
+def test_no_witness_is_sampled(bench: Bench, make_plan: PlanMaker, witness_every: int) -> None:
+    check = replace(SAMPLED, sample_every=1, witness_every=witness_every, witness_bounds=(9.0,))
+    tokens = tokens_of(LENGTH)
+    plan = make_plan(tokens, SPANS, **SIZES, check=check)
+    wanted, kv = bench.cold(tokens, 1)
+    for start, end in SPANS:
+        bench.place(1, kv, start, end)
+    (logits,) = bench.run(bench.planned(plan))
+    assert close(logits, wanted[plan.prefix_end :])
+    (evidence,) = bench.evidence
+    assert evidence.sampled_tokens == evidence.offered_tokens - len(evidence.witnesses)
+    assert (evidence.sampled_tokens == 0) == (witness_every == 1)
+    assert evidence.checked_tokens == (0 if evidence.sampled_tokens else evidence.offered_tokens)
+
+
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("keys_per_row", [0, 1])
 def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_sample(
