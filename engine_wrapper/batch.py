@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
 Output = TypeVar("Output")
 
-# Rows that run before a sample, in vain where it speaks against it.
+# So many rows may run before a sample: few, as it was in vain where the sample speaks against it.
 MAX_SPECULATIVE_ROWS = 512
 
 
