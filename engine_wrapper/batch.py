@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -95,31 +96,33 @@ def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWo
     return work.part(0, end, max(1, scheduled)), scheduled, work.part(end, rows, work.outputs - scheduled)
 
 
-def run_with_samples(
+def run_works(
     works: Sequence[SequenceWork],
+    num_layers: int,
     max_rows: int | None,
     lowest: RunLowest,
     witnesses: Witnesses,
     evidence_sink: EvidenceSink | None,
     run: Callable[[Sequence[SequenceWork]], Output],
 ) -> Output:
-    """Runs the samples of checks, each in forwards of its own, and by `run` what they leave of `works`; returns what
-    `run` does. `evidence_sink` gets what is known by a sample alone.
+    """Runs the samples of checks and the lowest layers of what needs parts, then by `run` what they leave of `works`;
+    returns what `run` does. `evidence_sink` gets what is known before `run`.
 
     Few rows are left if every sample lets all pass. They run first, so that the host prepares the samples meanwhile. If
     one does not, `run` gets the works that are left then, and writes over what was written.
     """
 
-    def sampled(work: SequenceWork, found: npt.NDArray[np.int64]) -> torch.Tensor:
-        assert work.pending is not None
-        return _run_parts(work.sample(found), work.pending.check.layer, max_rows, lowest)
+    def run_left(left: Sequence[SequenceWork]) -> Output:
+        return run([with_lowest_layers_run(work, num_layers, max_rows, lowest, evidence_sink) for work in left])
 
     compared = {index: found for index, work in enumerate(works) if len(found := work.first_compared())}
+    if not compared:
+        return run_left(works)
     expected = [work.unchecked() if index in compared else work for index, work in enumerate(works)]
-    is_likely = bool(compared) and all(work.pending is None for work in expected)
+    is_likely = all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
-    speculative = run(expected) if is_likely and is_short else None
-    deviations = {index: HostCopy(sampled(works[index], found)) for index, found in compared.items()}
+    speculative = run_left(expected) if is_likely and is_short else None
+    deviations = {index: _queue_sample(works[index], found, max_rows, lowest) for index, found in compared.items()}
     left = list(works)
     for index, found in compared.items():
         left[index], known = works[index].behind_sample(found, deviations[index].read())
@@ -129,7 +132,15 @@ def run_with_samples(
         if all(work.pending is None for work in left):
             return speculative
         witnesses.restore()
-    return run(left)
+    return run_left(left)
+
+
+def _queue_sample(
+    work: SequenceWork, compared: npt.NDArray[np.int64], max_rows: int | None, run: RunLowest
+) -> HostCopy:
+    """Queues the forward of a check's sample; returns its deviations, float32, on their way to the host."""
+    assert work.pending is not None
+    return HostCopy(_run_parts(work.sample(compared), work.pending.check.layer, max_rows, run))
 
 
 def with_lowest_layers_run(
@@ -218,26 +229,21 @@ class Batch:
         witnesses = Witnesses(works, forward.pool, geometry, forward.ranks)
         witnesses.take(num_layers)
         sink = witnesses.note if witnesses else evidence_sink
-
-        def run(works: Sequence[SequenceWork]) -> torch.Tensor:
-            works = [with_lowest_layers_run(work, num_layers, max_rows, below, sink) for work in works]
-            return self._run(micro_batches(works, num_layers, max_rows), forward, sink)
-
-        found = run_with_samples(works, max_rows, below, witnesses, sink, run)
+        run = partial(self._run, forward=forward, sink=sink)
+        found = run_works(works, num_layers, max_rows, below, witnesses, sink, run)
         for index, plan in witnesses.refused(evidence_sink):
             rows = self._rows_of(index)
             again = self._alone(index).run({plan.request_id: plan}, [blocks[index]], forward)
             found = torch.cat([found[: rows.start], again, found[rows.stop :]])
         return found
 
-    def _run(
-        self, batches: Sequence[Sequence[Part]], forward: EngineForward, sink: EvidenceSink | None
-    ) -> torch.Tensor:
-        """Runs the forwards, one behind the other; returns as `run` does."""
+    def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
+        """Runs works that can be divided, one forward behind the other; returns as `run` does."""
+        num_layers = forward.geometry.num_layers
         hidden, done = [], 0
-        for parts in batches:
+        for parts in micro_batches(works, num_layers, forward.max_rows):
             end = done + sum(part.scheduled for part in parts)
-            own = forward.run(_schedule(parts, self.input_ids[done:end], forward.geometry.num_layers), sink)
+            own = forward.run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
             asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
             if not asked.all():
                 own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))

@@ -38,9 +38,9 @@ class SpanCheck:
 
     With `sample_every`, a sample comes first: all tokens of the first window of every span, and one, at random, of
     every `sample_every` behind them, but no witness. Only these run in the layers below `layer`, over the KV that lies
-    there of the others. A
-    window whose sample deviates by more than `sample_threshold` in the mean, or by more than `threshold` in one token,
-    is checked as above, and so are its neighbours; the other windows keep the donor's KV in all layers.
+    there of the others. A window whose sample deviates by more than `sample_threshold` in the mean, or by more than
+    `threshold` in one token, is checked as above, and so are its neighbours; the other windows keep the donor's KV in
+    all layers.
 
     With `witness_every`, one kept token in so many, at random, and at least a few of every span, is computed in all
     layers all the same: a witness. `witness_bounds` are of groups of neighbouring layers, as many each, the lowest

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from engine_wrapper.batch import micro_batches, run_with_samples, with_lowest_layers_run
+from engine_wrapper.batch import micro_batches, run_works
 from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, no_hook, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
@@ -21,7 +22,6 @@ from semblend_trt.streams import current_stream
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_wrapper.batch import Part
     from engine_wrapper.embedded.models import ModelSource
     from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
@@ -161,19 +161,16 @@ class ModelRunner:
         self, works: Sequence[SequenceWork], sink: EvidenceSink | None, all_rows: bool
     ) -> torch.Tensor | list[torch.Tensor]:
         """Logits as `forward` returns them; `sink` gets what the checks found."""
-        num_layers, max_rows = self.facts.num_layers, self._max_rows
+        num_layers, max_rows, lowest = self.facts.num_layers, self._max_rows, self._run_lowest
+        run = partial(self._run_divided, sink=sink, all_rows=all_rows)
+        return run_works(works, num_layers, max_rows, lowest, self._witnesses, sink, run)
 
-        def run(works: Sequence[SequenceWork]) -> torch.Tensor | list[torch.Tensor]:
-            works = [with_lowest_layers_run(work, num_layers, max_rows, self._run_lowest, sink) for work in works]
-            return self._run_batches(micro_batches(works, num_layers, max_rows), len(works), sink, all_rows)
-
-        return run_with_samples(works, max_rows, self._run_lowest, self._witnesses, sink, run)
-
-    def _run_batches(
-        self, batches: Sequence[Sequence[Part]], works: int, sink: EvidenceSink | None, all_rows: bool
+    def _run_divided(
+        self, works: Sequence[SequenceWork], sink: EvidenceSink | None, all_rows: bool
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Runs the forwards of so many works, one behind the other; returns logits as `forward` does."""
-        found: list[list[torch.Tensor]] = [[] for _ in range(works)]
+        """Runs works that can be divided, one forward behind the other; returns logits as `forward` does."""
+        found: list[list[torch.Tensor]] = [[] for _ in works]
+        batches = micro_batches(works, self.facts.num_layers, self._max_rows)
         for parts in batches:
             logits, lengths = self._run([part.work for part in parts], sink), [part.work.outputs for part in parts]
             if len(batches) == 1:

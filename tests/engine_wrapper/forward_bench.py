@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.batch import run_with_samples, with_lowest_layers_run
+from engine_wrapper.batch import run_works
 from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
@@ -92,10 +92,9 @@ class Bench:
 
         def run(works: Sequence[SequenceWork]) -> torch.Tensor:
             self.forwards += 1
-            works = [with_lowest_layers_run(work, NUM_LAYERS, max_rows, self._run_lowest, sink) for work in works]
             return self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
 
-        hidden = run_with_samples(works, max_rows, self._run_lowest, witnesses, sink, run)
+        hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, witnesses, sink, run)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:

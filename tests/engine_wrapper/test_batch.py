@@ -90,6 +90,17 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_
 SAMPLED = SpanCheck(1, 0.5, sample_every=2, sample_threshold=0.4)
 
 
+def evidence_over_own_kv(bench: Bench, plan: SemanticKvPlan) -> CheckEvidence:
+    """What the plan's check finds where KV does not deviate; the answer is a cold run's."""
+    wanted, kv = bench.cold(tuple(plan.prompt_token_ids.tolist()), plan.request_id)
+    for start, end in SPANS:
+        bench.place(plan.request_id, kv, start, end)
+    (logits,) = bench.run(bench.planned(plan))
+    assert close(logits, wanted[plan.prefix_end :])
+    (evidence,) = bench.evidence
+    return evidence
+
+
 @pytest.fixture
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_wrapper.sequence_work.WINDOW_TOKENS", 4)
@@ -97,14 +108,8 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_windows")
 def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan: PlanMaker) -> None:
-    tokens = tokens_of(LENGTH)
-    plan = make_plan(tokens, SPANS, **SIZES, check=SAMPLED)
-    wanted, kv = bench.cold(tokens, 1)
-    for start, end in SPANS:
-        bench.place(1, kv, start, end)
-    (logits,) = bench.run(bench.planned(plan))
-    assert close(logits, wanted[plan.prefix_end :])
-    [(sample, layer)], [evidence] = bench.lowest, bench.evidence
+    evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=SAMPLED))
+    [(sample, layer)] = bench.lowest
     assert layer == 1
     # The first window of each span, every second token behind it, and all that stands between the spans.
     sampled = sum(4 + -(-(end - start - 4) // 2) for start, end in SPANS)
@@ -146,14 +151,7 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(
 @pytest.mark.parametrize("witness_every", [5, 1], ids=["some", "all"])
 def test_no_witness_is_sampled(bench: Bench, make_plan: PlanMaker, witness_every: int) -> None:
     check = replace(SAMPLED, sample_every=1, witness_every=witness_every, witness_bounds=(9.0,))
-    tokens = tokens_of(LENGTH)
-    plan = make_plan(tokens, SPANS, **SIZES, check=check)
-    wanted, kv = bench.cold(tokens, 1)
-    for start, end in SPANS:
-        bench.place(1, kv, start, end)
-    (logits,) = bench.run(bench.planned(plan))
-    assert close(logits, wanted[plan.prefix_end :])
-    (evidence,) = bench.evidence
+    evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=check))
     assert evidence.sampled_tokens == evidence.offered_tokens - len(evidence.witnesses)
     assert (evidence.sampled_tokens == 0) == (witness_every == 1)
     assert evidence.checked_tokens == (0 if evidence.sampled_tokens else evidence.offered_tokens)
