@@ -177,8 +177,9 @@ def suspects_of(
     wider[1:] |= fails[:-1] & has_next[:-1]
     wider[:-1] |= fails[1:] & has_next[:-1]
     found: npt.NDArray[np.bool_] = wider[window_of]
-    saved = exact_tokens + found.size - np.count_nonzero(found)
-    return np.ones_like(found) if saved < check.min_saved_share * promised else found
+    suspects = np.count_nonzero(found)
+    saves_little = exact_tokens + found.size - suspects < check.min_saved_share * promised
+    return np.ones_like(found) if saves_little or suspects > check.max_span_share * found.size else found
 
 
 def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[range]:

@@ -40,7 +40,8 @@ class SpanCheck:
     every `sample_every` behind them, but no witness. Only these run in the layers below `layer`, over the KV that lies
     there of the others. A window whose sample deviates by more than `sample_threshold` in the mean, or by more than
     `threshold` in one token, is checked as above, and so are its neighbours; the other windows keep the donor's KV in
-    all layers.
+    all layers. Where more than `max_span_share` of the tokens would be checked so, all are: the text in front of
+    them has changed what they mean, and a sample over the donor's KV sees too little of it.
 
     With `witness_every`, one kept token in so many, at random, and at least a few of every span, is computed in all
     layers all the same: a witness. `witness_bounds` are of groups of neighbouring layers, as many each, the lowest

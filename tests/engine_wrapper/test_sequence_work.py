@@ -172,13 +172,21 @@ def test_another_request_has_another_sample_and_other_witnesses() -> None:
 @given(
     spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     bad=st.lists(st.sampled_from([0.25, 0.375, 0.5, 0.625, math.inf, math.nan]), max_size=6),
+    max_span_share=shares,
     min_saved_share=shares,
     data=st.data(),
 )
 def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(
-    spans: list[int], bad: list[float], min_saved_share: float, data: st.DataObject
+    spans: list[int], bad: list[float], max_span_share: float, min_saved_share: float, data: st.DataObject
 ) -> None:
-    check = SpanCheck(1, 0.5, min_saved_share=min_saved_share, sample_every=8, sample_threshold=0.2)
+    check = SpanCheck(
+        1,
+        0.5,
+        max_span_share=max_span_share,
+        min_saved_share=min_saved_share,
+        sample_every=8,
+        sample_threshold=0.2,
+    )
     compared = sample_of(spans, 8, 0)
     values = np.full(len(compared), 0.125, np.float32)
     for value in bad:
@@ -192,7 +200,7 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
         fails = [any(not value <= 0.5 for value in window) or sum(window) > 0.2 * len(window) for window in within]
         near = [any(fails[max(0, number - 1) : number + 2]) for number in range(windows)]
         wanted += [near[token // WINDOW_TOKENS] for token in range(length)]
-    if wanted.count(False) < min_saved_share * len(wanted):
+    if wanted.count(False) < min_saved_share * len(wanted) or wanted.count(True) > max_span_share * len(wanted):
         wanted = [True] * len(wanted)
     found = suspects_of(check, compared, values, spans, 0, len(wanted))
     assert found.tolist() == wanted
@@ -201,3 +209,12 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
     parts = list(stretches_of(ranges, found))
     assert [token for part in parts for token in part] == np.flatnonzero(found).tolist()
     assert all(any(span.start <= part.start and part.stop <= span.stop for span in ranges) for part in parts)
+
+
+def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_well() -> None:
+    spans, check = [WINDOW_TOKENS] * 4, SpanCheck(1, 0.5, max_span_share=0.5, sample_every=8, sample_threshold=0.2)
+    compared = sample_of(spans, 8, 0)
+    for failing, checked in ((1, 1), (2, 2), (3, 4), (4, 4)):
+        values = np.where(compared < failing * WINDOW_TOKENS, 0.25, 0.125).astype(np.float32)
+        found = suspects_of(check, compared, values, spans, 0, sum(spans))
+        assert np.flatnonzero(found).tolist() == list(range(checked * WINDOW_TOKENS))
