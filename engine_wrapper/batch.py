@@ -104,12 +104,15 @@ def run_works(
     witnesses: Witnesses,
     evidence_sink: EvidenceSink | None,
     run: Callable[[Sequence[SequenceWork]], Output],
+    *,
+    is_arriving: bool = False,
 ) -> Output:
     """Runs the samples of checks and the lowest layers of what needs parts, then by `run` what they leave of `works`;
     returns what `run` does. `evidence_sink` gets what is known before `run`.
 
     Few rows are left if every sample lets all pass. They run first, so that the host prepares the samples meanwhile. If
-    one does not, `run` gets the works that are left then, and writes over what was written.
+    one does not, `run` gets the works that are left then, and writes over what was written. Where KV `is_arriving`, the
+    samples, which need the lowest layers alone, run while that of the others is on its way.
     """
 
     def run_left(left: Sequence[SequenceWork]) -> Output:
@@ -121,7 +124,7 @@ def run_works(
     expected = [work.unchecked() if index in compared else work for index, work in enumerate(works)]
     is_likely = all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
-    speculative = run_left(expected) if is_likely and is_short else None
+    speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
     deviations = {index: _queue_sample(works[index], found, max_rows, lowest) for index, found in compared.items()}
     left = list(works)
     for index, found in compared.items():

@@ -163,7 +163,8 @@ class ModelRunner:
         """Logits as `forward` returns them; `sink` gets what the checks found."""
         num_layers, max_rows, lowest = self.facts.num_layers, self._max_rows, self._run_lowest
         run = partial(self._run_divided, sink=sink, all_rows=all_rows)
-        return run_works(works, num_layers, max_rows, lowest, self._witnesses, sink, run)
+        arriving = self.readiness is not None and self.readiness.is_arriving
+        return run_works(works, num_layers, max_rows, lowest, self._witnesses, sink, run, is_arriving=arriving)
 
     def _run_divided(
         self, works: Sequence[SequenceWork], sink: EvidenceSink | None, all_rows: bool

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.sequence_work import SequenceSlice
+from engine_wrapper.sequence_work import SequenceSlice, sample_of
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
-from semblend_trt.runtime import ActivePlans
+from semblend_trt.runtime import ActivePlans, LayerReadiness
 from tests.engine_wrapper.forward_bench import SIZES, TOLERANCE, PlanMaker, attach_pool, tokens_of
 
 
@@ -71,6 +71,27 @@ def test_evidence_comes_after_the_forward(runner: ModelRunner, make_plan: PlanMa
     ((evidence, behind),) = found
     assert (evidence.request_id, evidence.checked_tokens, evidence.recomputed_tokens) == (1, 20, 0)
     assert behind == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_arriving", [False, True])
+def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives(
+    runner: ModelRunner, make_plan: PlanMaker, is_arriving: bool
+) -> None:
+    tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []
+    whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
+    check = SpanCheck(1, 0.5, sample_every=8, sample_threshold=0.5)
+    plans = ActivePlans()
+    plans.put(make_plan(tokens, [(4, 56)], **SIZES, check=check))
+    runner.plan_source, runner.readiness = plans.take, LayerReadiness()
+    if is_arriving:
+        runner.readiness.expect((layer + 1, None) for layer in range(runner.facts.num_layers))
+    runner.model.model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    logits = runner.forward([SequenceSlice(1, 56, tokens[56:], block_ids)])
+    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
+    # Both begin with the four rows in front of the span.
+    sampled, left = 4 + len(sample_of([52], 8, 0)), 4 + 4
+    assert rows == ([sampled, left] if is_arriving else [left, sampled])
+    assert not runner.readiness.is_arriving
 
 
 def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner: ModelRunner) -> None:
