@@ -9,7 +9,7 @@ import numpy as np
 
 from semblend_trt.errors import PlanError
 from semblend_trt.loader import block_vector
-from semblend_trt.plan import WINDOW_TOKENS, CheckEvidence, PlanKind, SemanticKvPlan
+from semblend_trt.plan import CheckEvidence, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +78,7 @@ def choose(
     tokens = np.asarray(lengths, dtype=np.int64)
     deviating = _deviating(check, deviations)
     if check.window_threshold is not None:
-        deviating |= _deviating_windows(deviations, tokens, check.window_threshold)
+        deviating |= _deviating_windows(deviations, windows_of(lengths, check.window_tokens), check.window_threshold)
     counts = np.add.reduceat(deviating, np.cumsum(tokens) - tokens, dtype=np.int64)
     computed = deviating | np.repeat(counts > check.max_span_share * tokens, tokens)
     if widened is not None:
@@ -101,22 +101,22 @@ def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDA
 
 
 def _deviating_windows(
-    deviations: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], threshold: float
+    deviations: npt.NDArray[np.float32], window_of: npt.NDArray[np.int64], threshold: float
 ) -> npt.NDArray[np.bool_]:
-    """Every token of the windows whose mean deviation is above the threshold. `tokens`: int64 [spans]."""
-    within = np.arange(deviations.size) - np.repeat(np.cumsum(tokens) - tokens, tokens)
-    starts = np.flatnonzero(within % WINDOW_TOKENS == 0)
+    """Every token of the windows whose mean deviation is above the threshold. `window_of`: as `windows_of` returns."""
+    starts = np.flatnonzero(np.diff(window_of, prepend=-1))
     sizes = np.diff(starts, append=deviations.size)
     above = np.add.reduceat(deviations, starts, dtype=np.float64) > threshold * sizes
     return np.repeat(above, sizes)
 
 
-def sample_of(lengths: Sequence[int], every: int, seed: int) -> npt.NDArray[np.int64]:
-    """Which of the checked tokens a sample compares, int64, ascending: see `SpanCheck`. `lengths`: of the spans."""
+def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt.NDArray[np.int64]:
+    """Which of the checked tokens a sample compares, int64, ascending: see `SpanCheck`. `lengths`: of the spans;
+    `window`: tokens of a window."""
     rng = np.random.default_rng(seed)
     found, first = [], 0
     for length in lengths:
-        head = min(WINDOW_TOKENS, length)
+        head = min(window, length)
         found += [first + np.arange(head), first + _one_of_each(head, length, every, rng)]
         first += length
     return np.concatenate(found)
@@ -143,12 +143,13 @@ def _one_of_each(begin: int, end: int, every: int, rng: np.random.Generator) -> 
     return chosen
 
 
-def windows_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Of each checked token the number of its window, int64. `lengths`: of the spans, each of which begins one."""
+def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
+    """Of each checked token the number of its window, int64. `lengths`: of the spans, each of which begins one;
+    `window`: tokens of a window."""
     tokens = np.asarray(lengths, dtype=np.int64)
-    windows = -(-tokens // WINDOW_TOKENS)  # of each span
-    sizes = np.full(int(windows.sum()), WINDOW_TOKENS)
-    sizes[np.cumsum(windows) - 1] = tokens - (windows - 1) * WINDOW_TOKENS
+    windows = -(-tokens // window)  # of each span
+    sizes = np.full(int(windows.sum()), window)
+    sizes[np.cumsum(windows) - 1] = tokens - (windows - 1) * window
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
@@ -166,7 +167,7 @@ def suspects_of(
     number exceeds every threshold. A window without any is not let pass.
     """
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
-    window_of = windows_of(lengths)
+    window_of = windows_of(lengths, check.window_tokens)
     own, windows = window_of[compared], int(window_of[-1]) + 1
     sums, counts = (np.bincount(own, weights, windows) for weights in (deviations, None))
     fails = ~(sums <= check.sample_threshold * counts) | (counts == 0)
@@ -355,8 +356,8 @@ class SequenceWork:
         pending = self.pending
         if pending is None or not pending.check.sample_every:
             return np.empty(0, dtype=np.int64)
-        lengths = [len(rows) for rows in pending.rows]
-        found = sample_of(lengths, pending.check.sample_every, pending.plan.execution.sample_seed)
+        check, lengths = pending.check, [len(rows) for rows in pending.rows]
+        found = sample_of(lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
         if len(pending.witnesses):
             found = found[~np.isin(self.positions[pending.checked[found]], pending.witnesses)]
         return found

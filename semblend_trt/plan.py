@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-# Tokens of a window, counted from the first checked token of a span; its last window may be shorter.
+# Tokens of a check's window where nothing else is said.
 WINDOW_TOKENS = 32
 
 
@@ -32,6 +32,7 @@ class SpanCheck:
     Tokens that deviate by more than `threshold` are computed in all layers. With `largest_share` instead, that share of
     the checked tokens which deviates most is computed (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
     above `window_threshold` are computed as well: where the text means something else, many tokens deviate by little.
+    A window is `window_tokens` long, counted from a span's first checked token; a span's last one may be shorter.
 
     A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
     `min_saved_share` of its promised tokens is dropped: everything is computed.
@@ -55,6 +56,7 @@ class SpanCheck:
     max_span_share: float = 1.0
     min_saved_share: float = 0.0
     window_threshold: float | None = None
+    window_tokens: int = WINDOW_TOKENS
     sample_every: int = 0
     sample_threshold: float = 0.0
     witness_every: int = 0

@@ -42,6 +42,7 @@ _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
 _MAX_GENERATIONS = 64
 _MAX_WITNESS_EVERY = 1 << 20
+_MAX_WINDOW_TOKENS = 1 << 10
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 
 # Field of the profile: what the sentences call it.
@@ -78,7 +79,8 @@ class ProfileCheck(_Part):
     max_span_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     min_saved_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     window_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] | None = None
-    sample_every: Annotated[int, Field(ge=0, le=WINDOW_TOKENS)] = 0
+    window_tokens: Annotated[int, Field(ge=1, le=_MAX_WINDOW_TOKENS)] = WINDOW_TOKENS
+    sample_every: Annotated[int, Field(ge=0, le=_MAX_WINDOW_TOKENS)] = 0
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
     witness_every: Annotated[int, Field(ge=0, le=_MAX_WITNESS_EVERY)] = 0
     witness_bounds: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(max_length=_MAX_LAYERS)] = ()
@@ -151,6 +153,11 @@ class ReuseProfile(_Part):
         if self.check is not None and self.check.layer >= layers:
             raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
         if self.check is not None:
+            if self.check.sample_every > self.check.window_tokens:
+                raise ValueError(
+                    f"sample_every is {self.check.sample_every}; it may be at most window_tokens, "
+                    f"{self.check.window_tokens}, so that each window has a token of the sample"
+                )
             every, groups = self.check.witness_every, len(self.check.witness_bounds)
             if bool(every) != bool(groups) or groups > layers:
                 raise ValueError(

@@ -17,7 +17,6 @@ from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
-from semblend_trt.plan import WINDOW_TOKENS
 from semblend_trt.policy import ReusePolicy, terms_of
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.transformers_version import imported
@@ -268,5 +267,6 @@ def _allowed(held: ReuseProfile) -> str:
     if held.check is not None:
         text += f", tokens that deviate by more than {held.check.threshold:g} at layer {held.check.layer} are computed"
         if held.check.window_threshold is not None:
-            text += f", and {WINDOW_TOKENS} in a row that do by more than {held.check.window_threshold:g} on average"
+            length, bound = held.check.window_tokens, held.check.window_threshold
+            text += f", and {length} in a row that do by more than {bound:g} on average"
     return text + (f", the lowest {held.boundary} layers are computed for all" if held.boundary else "")

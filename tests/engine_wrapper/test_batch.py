@@ -87,7 +87,7 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_
     assert len(evidence) == (1 if plan.is_checked else 0)
 
 
-SAMPLED = SpanCheck(1, 0.5, sample_every=2, sample_threshold=0.4)
+SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.4)
 
 
 def evidence_over_own_kv(bench: Bench, plan: SemanticKvPlan) -> CheckEvidence:
@@ -101,12 +101,6 @@ def evidence_over_own_kv(bench: Bench, plan: SemanticKvPlan) -> CheckEvidence:
     return evidence
 
 
-@pytest.fixture
-def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_wrapper.sequence_work.WINDOW_TOKENS", 4)
-
-
-@pytest.mark.usefixtures("short_windows")
 def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan: PlanMaker) -> None:
     evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=SAMPLED))
     [(sample, layer)] = bench.lowest
@@ -121,7 +115,6 @@ def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan
     assert bench.forwards == 1
 
 
-@pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
 def test_what_runs_before_a_sample_has_decided_changes_nothing(
     bench: Bench, make_plan: PlanMaker, monkeypatch: pytest.MonkeyPatch, deviates: bool
@@ -157,7 +150,6 @@ def test_no_witness_is_sampled(bench: Bench, make_plan: PlanMaker, witness_every
     assert evidence.checked_tokens == (0 if evidence.sampled_tokens else evidence.offered_tokens)
 
 
-@pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("keys_per_row", [0, 1])
 def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_sample(
     bench: Bench, make_plan: PlanMaker, keys_per_row: int

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from engine_wrapper.sequence_work import LEAST_WITNESSES, choose, closed, sample_of, suspects_of, witnesses_of
 from engine_wrapper.sequence_work import stretches as stretches_of
-from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
+from semblend_trt.plan import SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
+window_lengths = st.sampled_from([1, 7, 16, 32, 64])
 deviations = st.sampled_from([0.0, 0.05, 0.2, 0.21, 1.0, math.inf, math.nan])
 span_lists = st.lists(st.lists(deviations, min_size=1, max_size=8), min_size=1, max_size=5)
 # A value for each stretch of a span, so that spans are longer than a window.
@@ -33,6 +34,7 @@ def lengths(spans: list[list[float]]) -> list[int]:
     spans=st.one_of(span_lists, long_span_lists),
     threshold=st.sampled_from([0.0, 0.1, 0.205, 2.0, 1e300]),
     window_threshold=st.sampled_from([None, 0.0, 0.06, 0.2, 1.5]),
+    window_tokens=window_lengths,
     max_span_share=shares,
     min_saved_share=shares,
     exact=st.integers(0, 10),
@@ -42,6 +44,7 @@ def test_a_threshold_against_the_same_token_by_token(
     spans: list[list[float]],
     threshold: float,
     window_threshold: float | None,
+    window_tokens: int,
     max_span_share: float,
     min_saved_share: float,
     exact: int,
@@ -53,15 +56,16 @@ def test_a_threshold_against_the_same_token_by_token(
         max_span_share=max_span_share,
         min_saved_share=min_saved_share,
         window_threshold=window_threshold,
+        window_tokens=window_tokens,
     )
     promised = sum(map(len, spans)) + exact + holes
     wanted: list[bool] = []
     for span in spans:
         deviating = [math.isnan(value) or value > threshold for value in span]
-        for first in range(0, len(span), WINDOW_TOKENS) if window_threshold is not None else ():
-            window = array([span[first : first + WINDOW_TOKENS]]).astype(np.float64)
+        for first in range(0, len(span), window_tokens) if window_threshold is not None else ():
+            window = array([span[first : first + window_tokens]]).astype(np.float64)
             if not window.sum() <= window_threshold * len(window):
-                deviating[first : first + WINDOW_TOKENS] = [True] * len(window)
+                deviating[first : first + window_tokens] = [True] * len(window)
         wanted += [True] * len(span) if sum(deviating) > max_span_share * len(span) else deviating
     saved = exact + wanted.count(False)
     is_dropped = saved == 0 or saved < min_saved_share * promised
@@ -128,18 +132,19 @@ def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped() -> None:
 
 @given(
     spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    every=st.sampled_from([1, 2, 3, 8, 16, WINDOW_TOKENS]),
+    every=st.sampled_from([1, 2, 3, 8, 16, 32]),
+    window=window_lengths,
     seed=st.integers(0, 1 << 32),
 )
 def test_a_sample_has_a_token_of_every_stratum_and_all_of_the_first_windows(
-    spans: list[int], every: int, seed: int
+    spans: list[int], every: int, window: int, seed: int
 ) -> None:
-    found = sample_of(spans, every, seed)
-    assert found.tolist() == sorted(set(found.tolist())) == sample_of(spans, every, seed).tolist()
+    found = sample_of(spans, every, window, seed)
+    assert found.tolist() == sorted(set(found.tolist())) == sample_of(spans, every, window, seed).tolist()
     end = 0
     for length in spans:
         own = found[(found >= end) & (found < end + length)] - end
-        head = min(length, WINDOW_TOKENS)
+        head = min(length, window)
         assert own[:head].tolist() == list(range(head))
         assert ((own[head:] - head) // every).tolist() == list(range(-(-(length - head) // every)))
         end += length
@@ -164,42 +169,49 @@ def test_every_span_has_its_share_of_witnesses_and_a_few_at_least(spans: list[in
 
 
 def test_another_request_has_another_sample_and_other_witnesses() -> None:
-    for chosen in (sample_of, witnesses_of):
-        assert chosen([400], 8, 1).tolist() != chosen([400], 8, 2).tolist()
-    assert set(witnesses_of([400], 8, 1)) - set(sample_of([400], 8, 1))
+    assert sample_of([400], 8, 32, 1).tolist() != sample_of([400], 8, 32, 2).tolist()
+    assert witnesses_of([400], 8, 1).tolist() != witnesses_of([400], 8, 2).tolist()
+    assert set(witnesses_of([400], 8, 1)) - set(sample_of([400], 8, 32, 1))
 
 
 @given(
     spans=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     bad=st.lists(st.sampled_from([0.25, 0.375, 0.5, 0.625, math.inf, math.nan]), max_size=6),
+    window_tokens=st.sampled_from([8, 16, 32, 64]),
     max_span_share=shares,
     min_saved_share=shares,
     data=st.data(),
 )
 def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(
-    spans: list[int], bad: list[float], max_span_share: float, min_saved_share: float, data: st.DataObject
+    spans: list[int],
+    bad: list[float],
+    window_tokens: int,
+    max_span_share: float,
+    min_saved_share: float,
+    data: st.DataObject,
 ) -> None:
     check = SpanCheck(
         1,
         0.5,
         max_span_share=max_span_share,
         min_saved_share=min_saved_share,
+        window_tokens=window_tokens,
         sample_every=8,
         sample_threshold=0.2,
     )
-    compared = sample_of(spans, 8, 0)
+    compared = sample_of(spans, 8, window_tokens, 0)
     values = np.full(len(compared), 0.125, np.float32)
     for value in bad:
         values[data.draw(st.integers(0, len(compared) - 1))] = value
     wanted: list[bool] = []
     for length in spans:
         own = compared - len(wanted)
-        windows = -(-length // WINDOW_TOKENS)
+        windows = -(-length // window_tokens)
         is_own = (own >= 0) & (own < length)
-        within = [values[is_own & (own // WINDOW_TOKENS == number)].tolist() for number in range(windows)]
+        within = [values[is_own & (own // window_tokens == number)].tolist() for number in range(windows)]
         fails = [any(not value <= 0.5 for value in window) or sum(window) > 0.2 * len(window) for window in within]
         near = [any(fails[max(0, number - 1) : number + 2]) for number in range(windows)]
-        wanted += [near[token // WINDOW_TOKENS] for token in range(length)]
+        wanted += [near[token // window_tokens] for token in range(length)]
     if wanted.count(False) < min_saved_share * len(wanted) or wanted.count(True) > max_span_share * len(wanted):
         wanted = [True] * len(wanted)
     found = suspects_of(check, compared, values, spans, 0, len(wanted))
@@ -212,9 +224,9 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
 
 
 def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_well() -> None:
-    spans, check = [WINDOW_TOKENS] * 4, SpanCheck(1, 0.5, max_span_share=0.5, sample_every=8, sample_threshold=0.2)
-    compared = sample_of(spans, 8, 0)
+    spans, check = [32] * 4, SpanCheck(1, 0.5, max_span_share=0.5, sample_every=8, sample_threshold=0.2)
+    compared = sample_of(spans, 8, 32, 0)
     for failing, checked in ((1, 1), (2, 2), (3, 4), (4, 4)):
-        values = np.where(compared < failing * WINDOW_TOKENS, 0.25, 0.125).astype(np.float32)
+        values = np.where(compared < failing * 32, 0.25, 0.125).astype(np.float32)
         found = suspects_of(check, compared, values, spans, 0, sum(spans))
-        assert np.flatnonzero(found).tolist() == list(range(checked * WINDOW_TOKENS))
+        assert np.flatnonzero(found).tolist() == list(range(checked * 32))

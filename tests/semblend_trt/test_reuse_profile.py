@@ -240,6 +240,11 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
             {"boundary": 1, "check": ProfileCheck(layer=2, threshold=0.2, sample_every=8)},
             "boundary 1 computes every token, and a sample of one in 8 does not",
         ),
+        (
+            {"check": ProfileCheck(layer=2, threshold=0.2, window_tokens=16, sample_every=17)},
+            "sample_every is 17; it may be at most window_tokens, 16",
+        ),
+        ({"check": ProfileCheck(layer=2, threshold=0.2, sample_every=33)}, "sample_every is 33.* window_tokens, 32"),
         *(
             ({"check": ProfileCheck(layer=2, threshold=0.2, **witnesses)}, "witness_bounds do not fit")
             for witnesses in ({"witness_every": 100}, {"witness_bounds": (0.5,)}, {"witness_bounds": (0.5,) * 13})
@@ -330,6 +335,7 @@ def test_it_reads_back_as_written(
 
 def test_a_profile_without_the_fields_has_no_generations_sample_or_witnesses(tmp_path: Path) -> None:
     watched = {"sample_every": 8, "sample_threshold": 0.1, "witness_every": 100, "witness_bounds": (0.4, 1.5)}
+    watched |= {"window_tokens": 16}
     values = profile(generations=3, check=CHECK.model_copy(update=watched)).model_dump(mode="json")
     del values["generations"]
     for name in watched:

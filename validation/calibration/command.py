@@ -441,7 +441,7 @@ def _sample(winner: Candidate, deviations: Sequence[PromptDeviations]) -> list[d
     check = winner.check
     if check is None or not check.sample_every:
         return []
-    compared = len(sample_of([_RUN_TOKENS], check.sample_every, seed=0))
+    compared = len(sample_of([_RUN_TOKENS], check.sample_every, check.window_tokens, seed=0))
     measured = unseen_share(check, winner.head_tokens, deviations)
     bound = 1.0 - (1.0 - CONFIDENCE) ** (1.0 / compared)
     return [{"what": "sample", "run_tokens": _RUN_TOKENS, "unseen_share_at_most": bound, "unseen_share": measured}]

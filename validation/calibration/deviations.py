@@ -63,12 +63,13 @@ class PromptDeviations:
 
     def window_means(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean deviation of each window of each span, float64 [windows]."""
-        return self._means(layer, np.concatenate([np.arange(length) % WINDOW_TOKENS == 0 for length in self.lengths]))
+        return self._means(layer, np.diff(windows_of(self.lengths, WINDOW_TOKENS), prepend=-1) > 0)
 
-    def sample_means(self, layer: int, every: int) -> npt.NDArray[np.float64]:
-        """Mean deviation of what a sample of one token in `every` compares in each window, float64 [windows]."""
-        compared = sample_of(self.lengths, every, seed=0)
-        own = windows_of(self.lengths)[compared]
+    def sample_means(self, layer: int, every: int, window: int) -> npt.NDArray[np.float64]:
+        """Mean deviation of what a sample of one token in `every` compares in each window of `window` tokens, float64
+        [windows]."""
+        compared = sample_of(self.lengths, every, window, seed=0)
+        own = windows_of(self.lengths, window)[compared]
         sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
         means: npt.NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
         return means
@@ -95,7 +96,7 @@ class PromptDeviations:
         deviations, exact = self.values[check.layer, kept], self.exact_tokens
         sampled, suspects = np.zeros(len(deviations), dtype=bool), np.ones(len(deviations), dtype=bool)
         if check.sample_every:
-            first = sample_of(lengths, check.sample_every, seed=0)
+            first = sample_of(lengths, check.sample_every, check.window_tokens, seed=0)
             sampled[first] = True
             suspects = suspects_of(check, first, deviations[first], lengths, exact, self.promised)
             exact += int(np.count_nonzero(~suspects))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.plan import SpanCheck
+from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck
 from validation.families.catalog import Kind
 
@@ -33,6 +33,8 @@ _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # One token of so many is sampled, and quantiles of the means of harmless windows' samples that their bound is tried at.
 SAMPLE_EVERY = 16
 _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
+# Tokens of its windows. Of short runs the first window is much.
+_SAMPLE_WINDOWS = (WINDOW_TOKENS, WINDOW_TOKENS // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is preferred: deeper layers see more.
 _ABOUT_THE_SAME = 1.1
@@ -72,7 +74,8 @@ class Candidate:
             head = f" head {self.head_tokens}" if self.head_tokens else ""
             window = "" if self.check.window_threshold is None else f" windows {self.check.window_threshold:.4g}"
             every, bound = self.check.sample_every, self.check.sample_threshold
-            sample = f" sample of one in {every} under {bound:.4g}" if every else ""
+            where = f"in windows of {self.check.window_tokens}"
+            sample = f" sample of one in {every} {where} under {bound:.4g}" if every else ""
             witnesses = ", ".join(f"{each:.4g}" for each in self.check.witness_bounds)
             sample += f" witnesses under {witnesses}" if witnesses else ""
             built = f" generations {self.generations}" if self.generations else ""
@@ -147,14 +150,16 @@ def _checks(
 
 
 def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) -> list[ProfileCheck]:
-    """The check behind samples of each rate, with bounds at high quantiles of what they find in harmless windows."""
-    return [
-        check.model_copy(update={"sample_every": every, "sample_threshold": bound})
-        for every in _SAMPLE_RATES
-        for bound in _rounded(
-            _quantiles(_pooled(prompt.sample_means(check.layer, every) for prompt in harmless), _SAMPLE_QUANTILES)
-        )
-    ]
+    """The check behind samples of each rate in windows of each length, with bounds at high quantiles of what they find
+    in harmless windows. Windows that the check itself judges keep their length."""
+    lengths = _SAMPLE_WINDOWS if check.window_threshold is None else (check.window_tokens,)
+    found = []
+    for every, window in itertools.product(_SAMPLE_RATES, lengths):
+        means = _pooled(prompt.sample_means(check.layer, every, window) for prompt in harmless)
+        for bound in _rounded(_quantiles(means, _SAMPLE_QUANTILES)):
+            sample = {"window_tokens": window, "sample_every": every, "sample_threshold": bound}
+            found.append(check.model_copy(update=sample))
+    return found
 
 
 def witnessed(candidate: Candidate, bounds: Sequence[float]) -> Candidate:

@@ -89,7 +89,7 @@ def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives
     logits = runner.forward([SequenceSlice(1, 56, tokens[56:], block_ids)])
     torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
     # Both begin with the four rows in front of the span.
-    sampled, left = 4 + len(sample_of([52], 8, 0)), 4 + 4
+    sampled, left = 4 + len(sample_of([52], 8, check.window_tokens, 0)), 4 + 4
     assert rows == ([sampled, left] if is_arriving else [left, sampled])
     assert not runner.readiness.is_arriving
 

@@ -105,12 +105,17 @@ def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_comp
     found = sampled_checks(dense, HARMLESS)
     assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
     assert all(0.03 < check.sample_threshold < dense.threshold for check in found)
-    # Of 100 tokens the first window, and of the 68 behind it one of each stratum.
-    loose = found[0].model_copy(update={"sample_threshold": 1.0})
-    compared = WINDOW_TOKENS + -(-68 // SAMPLE_EVERY)
-    assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx(compared / 100 * 0.5)
-    shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in found if check.sample_every == SAMPLE_EVERY]
-    assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
+    for window in (WINDOW_TOKENS, WINDOW_TOKENS // 2):
+        own = [each for each in found if (each.sample_every, each.window_tokens) == (SAMPLE_EVERY, window)]
+        # Of 100 tokens the first window, and one of each stratum behind it.
+        loose = own[0].model_copy(update={"sample_threshold": 1.0})
+        compared = window + -(-(100 - window) // SAMPLE_EVERY)
+        assert computed_share(loose, 0, HARMLESS, LAYERS) == pytest.approx(compared / 100 * 0.5)
+        shares = [computed_share(check, 0, HARMLESS, LAYERS) for check in own]
+        assert computed_share(loose, 0, HARMLESS, LAYERS) <= shares[-1] < shares[0] <= 0.5
+    # Windows that the check judges as well keep their length.
+    windowed = sampled_checks(dense.model_copy(update={"window_threshold": 0.05}), HARMLESS)
+    assert {check.window_tokens for check in windowed} == {WINDOW_TOKENS}
     # A sample that lets nothing pass leaves the whole check.
     strict = found[0].model_copy(update={"sample_threshold": 0.0})
     assert computed_share(strict, 0, HARMLESS, LAYERS) == computed_share(dense, 0, HARMLESS, LAYERS)
@@ -119,15 +124,15 @@ def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_comp
 def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window() -> None:
     values = np.arange(2 * 70, dtype=np.float32).reshape(2, 70)
     prompt = PromptDeviations("f", values, (33, 37), 0, 70)
-    compared = sample_of([33, 37], 8, 0)
+    compared = sample_of([33, 37], 8, WINDOW_TOKENS, 0)
     windows = [range(32), range(32, 33), range(33, 65), range(65, 70)]
     means = [np.mean([values[1, token] for token in compared if token in window]) for window in windows]
-    assert prompt.sample_means(1, 8) == pytest.approx(means)
+    assert prompt.sample_means(1, 8, WINDOW_TOKENS) == pytest.approx(means)
 
 
 def test_what_a_sample_did_not_see_is_told() -> None:
     values = np.zeros((2, 96), dtype=np.float32)
-    compared = sample_of([96], SAMPLE_EVERY, 0)
+    compared = sample_of([96], SAMPLE_EVERY, WINDOW_TOKENS, 0)
     hidden = next(token for token in range(64, 96) if token not in compared)
     values[1, [5, hidden]] = 0.9
     prompt = PromptDeviations("f", values, (96,), 0, 96)
