@@ -33,7 +33,7 @@ _WINDOW_QUANTILES = (0.75, 0.85, 0.95)
 # One token of so many is sampled, and quantiles of the means of harmless windows' samples that their bound is tried at.
 SAMPLE_EVERY = 16
 _SAMPLE_RATES = (SAMPLE_EVERY, SAMPLE_EVERY // 2)
-# Tokens of its windows. Of short runs the first window is much.
+# Tokens of its windows. The first one of a run, which is compared whole, is most of a short run.
 _SAMPLE_WINDOWS = (WINDOW_TOKENS, WINDOW_TOKENS // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is preferred: deeper layers see more.
