@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -193,9 +194,10 @@ def test_runs_of_a_generation_are_checked_without_a_sample() -> None:
         for generations in ({}, {}, {"a": 1})
     ]
     first, second, approximate = (plan.execution for plan in plans)
-    assert first.check == second.check == SpanCheck(2, 0.2, None, 0.5, 0.1, None, 8, 0.1)
+    dense = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, sample_threshold=0.1)
+    assert first.check == second.check == replace(dense, sample_every=8)
     assert first.sample_seed != second.sample_seed
-    assert (approximate.check, approximate.sample_seed) == (SpanCheck(2, 0.2, None, 0.5, 0.1, None, 0, 0.1), 0)
+    assert (approximate.check, approximate.sample_seed) == (dense, 0)
 
 
 @pytest.mark.parametrize("witnesses", [{}, {"witness_every": 100, "witness_bounds": (0.5,)}])
