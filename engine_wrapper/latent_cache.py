@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.layout import PoolLayer, indexable, layer_view
-from kernels.sparse_prefill import write_rows
+from kernels.layout import indexable, layer_view
 from semblend_trt.errors import ConfigurationError
 
 _OLD = "Transformers {} caches K and V of every head, where the model has one latent row a token; install a newer one"
@@ -58,9 +57,7 @@ class LatentCache:
         ConfigurationError as `latent_rows` does."""
         paged = self._paged
         rows = latent_rows(free, turning)[0].transpose(0, 1)
-        if paged.watch is not None:
-            paged.watch(rows, None)
-        write_rows(rows, None, PoolLayer(paged.pool, layer, paged.geometry), paged.sequences)
+        paged.write(layer, rows, None)
         pool = indexable(layer_view(paged.pool, paged.geometry, layer, 0))  # [blocks, 1, block_size, channels]
         held = torch.cat([pool[each.block_ids].flatten(0, 2)[: each.last_position + 1] for each in paged.sequences])
         held = held.view(paged.pool.dtype).to(rows.dtype)  # [tokens, channels]

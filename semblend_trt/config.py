@@ -45,6 +45,13 @@ _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 
+class DonorDtype(str, Enum):
+    """What donors of a cache in fp8 are kept in."""
+
+    CACHE = "cache"
+    MODEL = "model"
+
+
 # Names of variables behind their prefixes, where they are not those of the settings in upper case.
 _NAMES = {
     "profile_path": "PROFILE",
@@ -247,6 +254,12 @@ class DonorSettings(SettingsGroup):
         Eviction.LRU,
         description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
         "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
+    )
+    donor_dtype: DonorDtype = Field(
+        DonorDtype.CACHE,
+        description="How donors are kept where the cache is in fp8: as it is, or in the model's dtype, with keys as "
+        "they were computed, so that a moved key is rounded once. The latter takes twice the memory for a donor, and "
+        "on the card as much as the cache again; it is for vLLM and the embedded engine.",
     )
     max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once.")
     min_donor_tokens: int = Field(

@@ -176,7 +176,9 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(what, "--arms", told_default="those without a number")
     told = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
     what.add_argument("--policy", type=named, metavar="ARM", help=told)
-    arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype")
+    arguments.add(
+        what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype", "--donor-dtype"
+    )
     arguments.add(what, "--max-tokens", default=64)
     arguments.add(what, "--seed", help="seed of the built-in prompts")
     told = "all built-in prompts and the arm boundary too, and every table; so does --record"
@@ -220,7 +222,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     profile = models.profile_of(options.model, options.profile)
     policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
     torch.manual_seed(options.seed)
-    engines = models.engines_of(options.engine, options.model, options.device, options.dtype, options.kv_dtype)
+    engines = models.engines_of(options, options.dtype)
     device, dtype = models.place_of(engines, options.dtype)
     scorer = None if options.ppl_model is None else Scorer(options.ppl_model, device)
     context = engines.facts.max_positions - max(options.max_tokens, MAX_FORCED_TOKENS)

@@ -12,6 +12,7 @@ from unittest import mock
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
 from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.config import DonorDtype
 from validation.audit_log import AuditFile
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ class Engines(ServedModel, Protocol):
         ...
 
 
-def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> dict[str, str]:
+def connector_variables(
+    arm: Arm, settings: EngineSettings, audit_path: str, donor_dtype: DonorDtype = DonorDtype.CACHE
+) -> dict[str, str]:
     """The variables that set the arm's connector; none without one."""
     if arm.variables is None:
         return {}
@@ -109,6 +112,7 @@ def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> 
         "SEMBLEND_MIN_SPAN": str(settings.min_span),
         "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
         "SEMBLEND_AUDIT_PATH": audit_path,
+        "SEMBLEND_DONOR_DTYPE": donor_dtype.value,
     }
 
 

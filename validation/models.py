@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.models import resolve_device, resolve_dtype
+from semblend_trt.config import DonorDtype
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
@@ -22,6 +23,8 @@ from validation.trtllm_engine import TrtllmEngines
 from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
+    import argparse
+
     from validation.engines import Engines, ServedModel
 
 PROFILE_NAME = "reuse-profile.json"
@@ -49,21 +52,25 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
     return ModelRunner(model or shipped_model(), _dtype(dtype, place), place)
 
 
-def engines_of(name: str, model: str | None, device: str | None, dtype: str, kv_dtype: str = AUTO) -> Engines:
-    """The engines of that name over the model; TensorRT-LLM and vLLM choose their device themselves. `dtype` as in
-    `load`; `kv_dtype` is one of KV_DTYPES.
+def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
+    """The engines that the options --engine, --model, --device, --kv-dtype and --donor-dtype name; TensorRT-LLM and
+    vLLM choose their device themselves. `dtype` as in `load`.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
-    if name == VLLM:
-        return VllmEngines(str(model or shipped_model()), _dtype(dtype, _own_device()), kv_dtype)
-    if name == EMBEDDED:
-        return EmbeddedEngines(load(model, device, dtype), kv_dtype)
-    if kv_dtype != AUTO:
-        raise ConfigurationError(
-            f"--kv-dtype {kv_dtype} is for --engine {EMBEDDED} and {VLLM}, not for {name}; leave it at {AUTO}."
-        )
-    return TrtllmEngines(str(model or shipped_model()), dtype)
+    kv_dtype, donor_dtype = options.kv_dtype, DonorDtype(options.donor_dtype)
+    if options.engine == VLLM:
+        model = str(options.model or shipped_model())
+        return VllmEngines(model, _dtype(dtype, _own_device()), kv_dtype, donor_dtype)
+    if options.engine == EMBEDDED:
+        return EmbeddedEngines(load(options.model, options.device, dtype), kv_dtype, donor_dtype)
+    for name, value, default in (("--kv-dtype", kv_dtype, AUTO), ("--donor-dtype", donor_dtype.value, "cache")):
+        if value != default:
+            raise ConfigurationError(
+                f"{name} {value} is for --engine {EMBEDDED} and {VLLM}, not for {options.engine}; leave it at "
+                f"{default}."
+            )
+    return TrtllmEngines(str(options.model or shipped_model()), dtype)
 
 
 def place_of(engines: Engines, dtype: str) -> tuple[str, str]:

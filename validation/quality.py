@@ -75,7 +75,7 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     settings, asked = arguments.serving_settings(options), arguments.family_request(options)
     profile = models.profile_of(options.model, options.profile)
     torch.manual_seed(options.seed)
-    engines = models.engines_of(options.engine, options.model, options.device, options.dtype, options.kv_dtype)
+    engines = models.engines_of(options, options.dtype)
     choices = models.choices_of(engines, options.boundary, profile)
     default = (COLD, COLD_AGAIN, POSITION_FIX, *(() if profile is None else (VERIFIED,)))
     arms = arms_of(default if options.arms is None else names_of(options.arms), choices)

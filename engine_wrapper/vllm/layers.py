@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,9 @@ from engine_wrapper.vllm.kv_scales import head_scales
 from kernels.layout import LayeredPool, indexable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from engine_wrapper.computed_keys import ComputedKeys
     from engine_wrapper.vllm.kv_scales import Scale
 
 # K and V, or the latent rows alone.
@@ -83,6 +85,41 @@ def write(
     # Kernels take the cache without the head that vLLM 0.32 gives it.
     rows = cache.squeeze(1) if cache.ndim == 4 else cache
     update(latent, turning.unsqueeze(1), rows, slots, attention.kv_cache_dtype, attention._k_scale)
+
+
+def keep_keys(
+    attention: Sequence[Any], caches: Sequence[torch.Tensor], scales: Sequence[tuple[Scale, Scale]], keys: ComputedKeys
+) -> None:
+    """Has K of all rows that the backend writes into `caches`, or their latent rows, kept in `keys` as well: divided by
+    the layer's scale, as what is stored. Graphs that were captured before keep none."""
+    for layer, (each, cache, (scale, _)) in enumerate(zip(attention, caches, scales, strict=True)):
+        impl = each.impl
+        factor = None if scale == 1.0 else torch.tensor(scale, device=cache.device).view(-1, 1)
+        impl.do_kv_cache_update = partial(_keep, impl.do_kv_cache_update, cache.data_ptr(), keys, layer, factor)
+
+
+def _keep(
+    update: Callable[..., None],
+    address: int,
+    keys: ComputedKeys,
+    layer: int,
+    factor: torch.Tensor | None,
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """In the place of a backend's `do_kv_cache_update`. Its arguments are those of `write`, rows of a graph's padding
+    behind the others; a cache at another address is one of `CacheLayout.stored`."""
+    update(*arguments, **options)
+    is_latent = keys.geometry.kv_factor == 1
+    if is_latent:
+        latent, turning, cache, slots = arguments[:4]
+        rows = torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1)
+    else:
+        _, rows, _, cache, slots = arguments[:5]
+    if cache.data_ptr() == address:
+        slots = slots.flatten()
+        rows = rows[: len(slots)]
+        keys.write(layer, rows if factor is None else rows / factor, slots)
 
 
 def layout_of(

@@ -31,6 +31,9 @@ from engine_wrapper.self_check import (
 from engine_wrapper.vllm.key_rotation import check_rotation
 from engine_wrapper.vllm.refusals import callers, sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, as_prompts, own_rows_as_stored
+from kernels.deviation import token_rows
+from kernels.layout import PagedKv
+from semblend_trt.loader import block_vector
 from semblend_trt.plan import EngineMode
 from semblend_trt.streams import HostCopy
 
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.rows import Decoder
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
+
+# How far e4m3 may be from a value in 16 bit, also towards 0, as on a CPU: relatively, or by its smallest step.
+_RELATIVE, _ABSOLUTE = 2**-3 + 2**-7, 2**-8
 
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend")
@@ -276,6 +282,7 @@ class PlannedForward:
         def run(batch: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
             return self._run(batch, [block_ids], plans, max_rows)
 
+        _check_keys(self._parts, PagedKv(self._parts.pool, block_vector(block_ids), self._parts.geometry), len(ids))
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
         is_latent = geometry.kv_factor == 1
         as_stored = partial(own_rows_as_stored, self._parts) if is_latent and kv_dtype == torch.float8_e4m3fn else None
@@ -298,6 +305,22 @@ class PlannedForward:
             logger.warning(
                 "checks compare every token on this engine, without sample and witnesses: %s", problem, exc_info=raised
             )
+
+
+def _check_keys(parts: Decoder, kv: PagedKv, tokens: int) -> None:
+    """Raises LayoutError `donor_dtype` unless the keys beside the pool are what the engine has rounded for its own
+    prompt, whose first tokens these are."""
+    if parts.keys is None:
+        return
+    positions, beside = torch.arange(tokens), replace(kv, keys=parts.keys).beside()
+    assert beside is not None
+    limit = torch.finfo(parts.pool.dtype).max
+    stored, kept = (token_rows(each, positions).float().clamp(-limit, limit) for each in (kv.kind(0), beside))
+    same = (stored - kept).abs() <= _RELATIVE * kept.abs() + _ABSOLUTE
+    if not same.all():
+        raise LayoutError(
+            "donor_dtype", f"{same.logical_not().sum()} of {same.numel()} keys are not those of the cache"
+        )
 
 
 def _without_single_rows(plan: SemanticKvPlan) -> SemanticKvPlan:

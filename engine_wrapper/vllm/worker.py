@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
 
+from engine_wrapper.computed_keys import ComputedKeys
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.kv_scales import E4M3, are_of_heads, scales_of, scales_of_heads
 from engine_wrapper.vllm.layer_calls import layer_calls_of
-from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
+from engine_wrapper.vllm.layers import in_order, keep_keys, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
@@ -30,12 +33,33 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.kv_scales import Scale
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
-    from kernels.layout import LayeredPool
+    from engine_wrapper.vllm.planned_forward import ModelRunner
+    from kernels.layout import KvGeometry, LayeredPool, Pool
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
+
+
+class _Worker(SemBlendKvConnectorWorker):
+    """Our own worker over the caches of these attention layers, whose backend hands it the keys that it stores."""
+
+    attention: Sequence[Any] = ()
+    caches: Sequence[torch.Tensor] = ()
+    scales: Sequence[tuple[Scale, Scale]] = ()
+    keys: ComputedKeys | None = None
+    rows_dtype: torch.dtype
+
+    def _computed_keys(self, pool: Pool, geometry: KvGeometry) -> Pool:
+        self.keys = ComputedKeys.beside(pool.shape[0], geometry, self.rows_dtype, pool.device)
+        keep_keys(self.attention, self.caches, self.scales, self.keys)
+        return self.keys.tensor
+
+    def keep_no_keys(self) -> None:
+        """Leaves the backends as they were found."""
+        for each in self.attention:
+            vars(each.impl).pop("do_kv_cache_update", None)
 
 
 class VllmWorker:
@@ -46,13 +70,13 @@ class VllmWorker:
 
     def __init__(self, arguments: EngineArguments, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
-        self._worker = SemBlendKvConnectorWorker(arguments)
+        self._worker = _Worker(arguments)
+        self._worker.rows_dtype = vllm_config.model_config.dtype
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
         self._recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
-        self._scales: list[tuple[Scale, Scale]] = []  # by layer, where KV is in fp8
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
 
@@ -71,7 +95,9 @@ class VllmWorker:
             self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None:
             self._hook(pool, caches)
-        if self._runtime.refusal is None:
+        if self._runtime.refusal is not None:
+            self._worker.keep_no_keys()
+        else:
             # Below vLLM's own loggers, so that it shows what is on.
             logging.getLogger("vllm.semblend").info("KV reuse: %s", _what_is_on(self._settings))
 
@@ -117,6 +143,10 @@ class VllmWorker:
             self._forward.remove()
         self._worker.close()
 
+    def _leave(self, caller: ModelRunner) -> None:
+        caller.remove()
+        self._worker.keep_no_keys()
+
     def _begin(self, step: Mapping[str, Scheduled]) -> None:
         self._step = step
         if self._forward is not None:
@@ -143,7 +173,9 @@ class VllmWorker:
             names = in_order(caches)
             if names is None:
                 return None
-            self._layout = self._layout_of(caches[names[0]], [modules[name] for name in names])
+            self._worker.attention = attention = [modules[name] for name in names]
+            self._worker.caches = [caches[name] for name in names]
+            self._layout = self._layout_of(caches[names[0]], attention)
             return None if self._layout is None else layered_pool(caches, self._layout)
         except LayoutError as error:
             logger.warning("vLLM's caches are of a kind that is not taken: %s", error)
@@ -159,10 +191,10 @@ class VllmWorker:
         if own.cache_dtype in E4M3:
             if current_platform.is_fp8_fnuz():
                 raise LayoutError("kv_cache_dtype", "this machine's fp8 is e4m3fnuz; e4m3fn is taken")
-            self._scales = [scales_of(each) for each in attention]
-        first, of_heads = attention[0], are_of_heads(self._scales)
+            self._worker.scales = [scales_of(each) for each in attention]
+        first, of_heads = attention[0], are_of_heads(self._worker.scales)
         shape = int(first.num_kv_heads), int(own.block_size), int(first.head_size)
-        pairs: list[tuple[Scale, Scale] | None] = [*self._scales] or [None]
+        pairs: list[tuple[Scale, Scale] | None] = [*self._worker.scales] or [None]
         # A backend that stores by one scale shows it only where heads differ in theirs.
         probed = zip(attention if of_heads else attention[:1], pairs, strict=False)
         layouts = [layout_of(cache, each, shape, self._config.model_config.dtype, pair) for each, pair in probed]
@@ -177,13 +209,14 @@ class VllmWorker:
         be, nothing is reused."""
         found = None
         try:
-            found, names = model_runner_of_caller(), in_order(caches)
+            caller, names = model_runner_of_caller(), in_order(caches)
+            found = replace(caller, remove=partial(self._leave, caller))
             runner, model = found.runner, found.model
             assert names is not None
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None
             assert self._layout is not None
-            attention, facts = tuple(modules[name] for name in names), self._worker.facts
+            attention, facts = tuple(self._worker.attention), self._worker.facts
             assert facts is not None
             longest = int(self._config.model_config.max_model_len)
             _compare_windows(attention, facts, longest)
@@ -198,14 +231,15 @@ class VllmWorker:
                 names=tuple(names),
                 attention=attention,
                 builder=own_builder(_plain_group(runner, modules), int(scheduling.max_num_batched_tokens)),
-                caches=tuple(caches[name] for name in names),
+                caches=tuple(self._worker.caches),
                 layout=self._layout,
                 pool=pool,
+                keys=None if self._worker.keys is None else self._worker.keys.tensor,
                 geometry=self._runtime.pool.geometry,
                 chunks=tuple(getattr(each, "attention_chunk_size", None) for each in attention),
                 rotation=facts.rotation,
                 longest=longest,
-                head_scales=scales_of_heads(self._scales, self._layout.shape[0], pool.device),
+                head_scales=scales_of_heads(self._worker.scales, self._layout.shape[0], pool.device),
                 unfused=unfused_of(decoder) if pool.is_cuda else (),
             )
             max_rows = int(scheduling.max_num_batched_tokens)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
+from semblend_trt.config import DonorDtype
 from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, rotates_otherwise, tells_kv_scales
-from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.engine_namespace import KEYS, namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Area
@@ -151,7 +152,7 @@ def _described(facts: ModelFacts) -> Iterator[Finding]:
             f"{facts.lowest_check_layer} or above",
             windows=list(facts.windows),
         )
-        yield _model.note("in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out")
+        yield _model.note("in TensorRT-LLM it is served from 1.2 on, with max_attention_window: [max_seq_len]")
     if facts.chunk is not None:
         yield _model.ok(
             f"{facts.num_layers - facts.chunks.count(None)} of {facts.num_layers} layers see a chunk of {facts.chunk} "
@@ -234,6 +235,15 @@ def _own_dtype(name: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
+def _cache_dtype(held: ReuseProfile, settings: Settings) -> str:
+    """The profile's own cache dtype, with keys beside it or without, as an engine with these settings has it."""
+    named = str(held.namespace["cache_dtype"])
+    plain = named.rpartition("+")[0] if named.endswith(KEYS) else named
+    if settings.donor_dtype is DonorDtype.CACHE or "float8" not in str(held.namespace["kv_dtype"]):
+        return plain
+    return f"{plain}+{held.namespace['compute_dtype']}{KEYS}"
+
+
 def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> list[str]:
     """Why the profile holds for no engine of the model; what depends on the engine is left open."""
     if (own := model.arguments) is not None:
@@ -241,7 +251,7 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
         namespace = namespace_for(own, model.facts, settings, 1, kv_dtype)
         layout = next((each for each in held.engines if each.startswith(f"{own.engine}/")), own.engine)
         # The scales of an fp8 cache are known once the model is loaded.
-        named = str(held.namespace["cache_dtype"])
+        named = _cache_dtype(held, settings)
         cache_dtype = named if named.partition("+")[0] == namespace.cache_dtype else namespace.cache_dtype
         namespace = replace(namespace, backend_cache_layout=layout, cache_dtype=cache_dtype)
         return held.differences(namespace, model.geometry())
@@ -250,7 +260,7 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
     namespace = model.namespace(
         settings,
         dtype=made_for["compute_dtype"],
-        kv_cache_config=SimpleNamespace(dtype=made_for["cache_dtype"]),
+        kv_cache_config=SimpleNamespace(dtype=_cache_dtype(held, settings)),
         tensor_parallel_size=ranks["tp_size"],
         pipeline_parallel_size=ranks["pp_size"],
         context_parallel_size=ranks["cp_size"],

@@ -9,7 +9,20 @@ import pytest
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ProfileCheck
-from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, Engines, assert_same, serve, teach, text
+from tests.engine_wrapper.embedded.conftest import forget_prefixes
+from tests.engine_wrapper.serving import (
+    BLOCK,
+    DOCUMENT,
+    DONOR,
+    GREEDY,
+    QUESTION,
+    SHIFTED,
+    Engines,
+    assert_same,
+    serve,
+    teach,
+    text,
+)
 from validation.benchmarks.families import WINDOW
 
 if TYPE_CHECKING:
@@ -23,6 +36,7 @@ Profile = Callable[..., "Path"]
 
 # The layer in the middle has full attention.
 LAYERS = 3
+V2 = {"use_kv_cache_manager_v2": True}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +56,7 @@ def test_the_document_is_many_windows_long() -> None:
 
 
 @pytest.mark.parametrize("check", [{}, {"sample_every": 8}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"cache": V2}], ids=str)
 def test_what_a_check_finds_to_deviate_is_computed(
     engine: Engines, profile: Profile, check: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -71,6 +85,16 @@ def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request
     cold = engine.cold()
     for output, prompt in zip(llm.generate(prompts, [GREEDY] * 3), prompts, strict=True):
         assert_same(output, serve(cold, prompt))
+
+
+def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine: Engines) -> None:
+    """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
+    llm = engine("semblend_trt.connector", V2, contract="main", POLICY="exact")
+    teach(llm, DONOR)
+    forget_prefixes(llm)
+    output = serve(llm, DONOR + QUESTION)
+    assert output.reused_tokens >= len(DONOR) // BLOCK * BLOCK
+    assert_same(output, serve(engine.cold(), DONOR + QUESTION))
 
 
 def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(shifted: Shifted, profile: Profile) -> None:

@@ -16,6 +16,7 @@ from semblend_trt import config
 from semblend_trt.config import (
     MASK,
     PREFIXES,
+    DonorDtype,
     SettingInUse,
     Settings,
     load_settings,
@@ -56,6 +57,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "disk_path": ("/tmp/donors", Path("/tmp/donors")),
     "disk_key_path": ("/tmp/donor-key", Path("/tmp/donor-key")),
     "eviction": ("adaptive_semantic", Eviction.ADAPTIVE_SEMANTIC),
+    "donor_dtype": ("model", DonorDtype.MODEL),
     "max_donors": ("12", 12),
     "min_donor_tokens": ("96", 96),
     "donor_tenant": ("acme", "acme"),

@@ -69,7 +69,7 @@ def test_layers_that_rotate_otherwise_are_told(tmp_path: Path, family: str, laye
     assert f"of 16 channels{layers}: its KV can be moved" in rope.text
 
 
-WINDOWS_SAID = "in TensorRT-LLM it is served from 1.2 on, where max_attention_window is left out"
+WINDOWS_SAID = "in TensorRT-LLM it is served from 1.2 on, with max_attention_window: [max_seq_len]"
 YARN_SAID = "in TensorRT-LLM, which truncates yarn, only text that is identical from position 0 is reused"
 
 

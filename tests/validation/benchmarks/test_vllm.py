@@ -9,7 +9,18 @@ import pytest
 
 from validation.benchmarks import vllm
 from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE
-from validation.benchmarks.vllm_arm import ARMS, MLA, PLAIN, POSITION_FIX, STOCK, VERIFIED, Served, Sizes
+from validation.benchmarks.vllm_arm import (
+    ARMS,
+    FP8,
+    FP8_DONORS_16,
+    MLA,
+    PLAIN,
+    POSITION_FIX,
+    STOCK,
+    VERIFIED,
+    Served,
+    Sizes,
+)
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
@@ -120,14 +131,16 @@ def test_the_sizes_are_those_of_the_rows() -> None:
     assert sizes.documents % sizes.per_prompt == 0
 
 
-def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path: Path) -> None:
-    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=MLA)
+@pytest.mark.parametrize("kv", [FP8, FP8_DONORS_16, MLA])
+def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path: Path, kv: str) -> None:
+    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=kv)
     vllm.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
     [(file, rows)] = read_rows(tmp_path / "json").items()
-    assert file == "vllm_mla"
+    assert file == f"vllm_{kv}"
     assert [(row.name, row.value, row.goal) for row in rows] == [
-        ("vllm_mla_shifted_over_cold_24k", 15 / 700, vllm.VLLM_OTHER_KV_OVER_COLD),
-        ("vllm_mla_shifted_over_exact_hit_24k", 15 / 20, None),
+        (f"vllm_{kv}_shifted_over_cold_24k", 15 / 700, vllm.VLLM_OTHER_KV_OVER_COLD),
+        (f"vllm_{kv}_shifted_over_exact_hit_24k", 15 / 20, None),
+        (f"vllm_{kv}_miss_overhead_8k", pytest.approx(0.5), None),
     ]
 
 

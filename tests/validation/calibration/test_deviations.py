@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from validation.embedded_engine import EmbeddedEngines
 
 
-def collected(shipped: EmbeddedEngines, family: str, kv_dtype: torch.dtype | None = None) -> list[PromptDeviations]:
+def collected(
+    shipped: EmbeddedEngines, family: str, kv_dtype: torch.dtype | None = None, *, keeps_keys: bool = False
+) -> list[PromptDeviations]:
     cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
-    collector = DeviationCollector(shipped.runner.model, shipped.facts, 64, kv_dtype)
+    collector = DeviationCollector(shipped.runner.model, shipped.facts, 64, kv_dtype, keeps_keys=keeps_keys)
     return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
 
 
@@ -55,6 +57,24 @@ def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped: EmbeddedEngi
 
 
 FP8 = torch.float8_e4m3fn
+
+
+def test_keys_that_are_kept_as_computed_are_rounded_as_those_that_they_are_compared_with(
+    shipped: EmbeddedEngines,
+) -> None:
+    """In the lowest layer nothing is left of what rounding twice does. In layers that checks look at, V decides."""
+    twice, once = (collected(shipped, "reordered", FP8, keeps_keys=each) for each in (False, True))
+    for before, prompt in zip(twice, once, strict=True):
+        assert (prompt.lengths, prompt.exact_tokens, prompt.promised) == (
+            before.lengths,
+            before.exact_tokens,
+            before.promised,
+        )
+        assert prompt.values[0].max() < 1e-3 < 0.01 < before.values[0].min()
+        assert (prompt.values[0] == 0.0).mean() > 0.9
+        medians_once, medians_twice = (np.median(each.values[2:], axis=1) for each in (prompt, before))
+        assert np.all(medians_once <= medians_twice)
+        np.testing.assert_allclose(medians_once, medians_twice, rtol=0.05)
 
 
 def as_dtype(kv: PagedKv, dtype: torch.dtype) -> PagedKv:
@@ -143,22 +163,26 @@ def latent_model(folder: Path) -> tuple[Any, ModelFacts]:
 
 
 def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tmp_path: Path) -> None:
-    """In the lowest layer: channels free of position are the same bytes, and those that turn are rounded thrice."""
+    """In the lowest layer: channels free of position are the same bytes, and those that turn are rounded thrice, or as
+    the fresh ones where a donor's are as they were computed."""
     model, facts = latent_model(tmp_path)
     tokens = torch.randint(0, 256, (190,), generator=torch.Generator().manual_seed(4)).tolist()
     document, head, other = tokens[:130], tokens[130:140], tokens[140:]
     case = TokenisedCase(([*head, *document],), [*other, *document], None)
     own, rounded = DeviationCollector(model, facts, 64), DeviationCollector(model, facts, 64, FP8)
+    once = DeviationCollector(model, facts, 64, FP8, keeps_keys=True)
     found = []
-    for collector in (own, rounded):
+    for collector in (own, rounded, once):
         plan = collector._plan(case)
         assert plan is not None
         donor, fresh = collector._prefill(case.texts)
-        assert fresh.pool.dtype == (FP8 if collector is rounded else torch.float32)
+        assert fresh.pool.dtype == (torch.float32 if collector is own else FP8)
         found.append(collector._compared("one", plan, [donor], fresh).values)
-    assert found[0].shape == found[1].shape == (3, 129)
+    assert found[0].shape == found[1].shape == found[2].shape == (3, 129)
     assert found[0][0].max() < 1e-4 < 1e-3 < found[1][0].min() <= found[1][0].max() < 3 * 2**-4
-    assert 0.8 < np.median(found[1][1]) / np.median(found[0][1]) < 1.25
+    assert found[2][0].max() < 1e-3
+    for each in found[1:]:
+        assert 0.8 < np.median(each[1]) / np.median(found[0][1]) < 1.25
 
 
 def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
