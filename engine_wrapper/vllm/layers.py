@@ -15,6 +15,7 @@ import torch
 
 from engine_wrapper.vllm.kv_scales import head_scales
 from kernels.layout import LayeredPool, indexable
+from kernels.rope import saturated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,19 +89,25 @@ def write(
 
 
 def keep_keys(
-    attention: Sequence[Any], caches: Sequence[torch.Tensor], scales: Sequence[tuple[Scale, Scale]], keys: ComputedKeys
+    attention: Sequence[Any],
+    caches: Sequence[torch.Tensor],
+    pool: LayeredPool,
+    scales: Sequence[tuple[Scale, Scale]],
+    keys: ComputedKeys,
 ) -> None:
-    """Has K of all rows that the backend writes into `caches`, or their latent rows, kept in `keys` as well: divided by
-    the layer's scale, as what is stored. Graphs that were captured before keep none."""
+    """Has K of all rows that the backend writes into `caches`, which are `pool`, or their latent rows, kept in `keys`
+    as well: divided by the layer's scale, as what is stored. Graphs that were captured before keep none."""
     for layer, (each, cache, (scale, _)) in enumerate(zip(attention, caches, scales, strict=True)):
         impl = each.impl
         factor = None if scale == 1.0 else torch.tensor(scale, device=cache.device).view(-1, 1)
-        impl.do_kv_cache_update = partial(_keep, impl.do_kv_cache_update, cache.data_ptr(), keys, layer, factor)
+        own = partial(_keep, impl.do_kv_cache_update, cache.data_ptr(), pool.keys[layer], keys, layer, factor)
+        impl.do_kv_cache_update = own
 
 
 def _keep(
     update: Callable[..., None],
     address: int,
+    stored: torch.Tensor,
     keys: ComputedKeys,
     layer: int,
     factor: torch.Tensor | None,
@@ -108,7 +115,7 @@ def _keep(
     **options: Any,
 ) -> None:
     """In the place of a backend's `do_kv_cache_update`. Its arguments are those of `write`, rows of a graph's padding
-    behind the others; a cache at another address is one of `CacheLayout.stored`."""
+    behind the others; a cache at another address is one of `CacheLayout.stored`. `stored`: K in the cache."""
     update(*arguments, **options)
     is_latent = keys.geometry.kv_factor == 1
     if is_latent:
@@ -116,10 +123,22 @@ def _keep(
         rows = torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1)
     else:
         _, rows, _, cache, slots = arguments[:5]
-    if cache.data_ptr() == address:
-        slots = slots.flatten()
-        rows = rows[: len(slots)]
-        keys.write(layer, rows if factor is None else rows / factor, slots)
+    if cache.data_ptr() != address:
+        return
+    slots = slots.flatten()
+    rows = rows[: len(slots)]
+    if factor is not None:
+        rows = _rounding_alike((rows / factor).to(rows.dtype), stored, slots)
+    keys.write(layer, rows, slots)
+
+
+def _rounding_alike(rows: torch.Tensor, stored: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """`rows`, such that rounding gives what is stored at `slots`: what their own dtype has rounded to the middle
+    between two values of the cache's may belong to the other one."""
+    size = stored.shape[2]
+    there = indexable(stored)[slots // size, :, slots % size].view(stored.dtype)
+    wrong = saturated(rows, stored.dtype).float() != there.float()
+    return torch.where(wrong, torch.nextafter(rows, there.to(rows.dtype)), rows)
 
 
 def layout_of(

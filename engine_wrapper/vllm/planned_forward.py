@@ -33,6 +33,7 @@ from engine_wrapper.vllm.refusals import callers, sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, as_prompts, own_rows_as_stored
 from kernels.deviation import token_rows
 from kernels.layout import PagedKv
+from kernels.rope import saturated
 from semblend_trt.loader import block_vector
 from semblend_trt.plan import EngineMode
 from semblend_trt.streams import HostCopy
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.rows import Decoder
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
-
-# How far e4m3 may be from a value in 16 bit, also towards 0, as on a CPU: relatively, or by its smallest step.
-_RELATIVE, _ABSOLUTE = 2**-3 + 2**-7, 2**-8
 
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend")
@@ -308,19 +306,17 @@ class PlannedForward:
 
 
 def _check_keys(parts: Decoder, kv: PagedKv, tokens: int) -> None:
-    """Raises LayoutError `donor_dtype` unless the keys beside the pool are what the engine has rounded for its own
-    prompt, whose first tokens these are."""
+    """Raises LayoutError `donor_dtype` unless the keys beside the pool round to what the engine has stored of its own
+    prompt, whose first tokens these are: a run that keeps its place is then the engine's own to the bit."""
     if parts.keys is None:
         return
     positions, beside = torch.arange(tokens), replace(kv, keys=parts.keys).beside()
     assert beside is not None
-    limit = torch.finfo(parts.pool.dtype).max
-    stored, kept = (token_rows(each, positions).float().clamp(-limit, limit) for each in (kv.kind(0), beside))
-    same = (stored - kept).abs() <= _RELATIVE * kept.abs() + _ABSOLUTE
-    if not same.all():
-        raise LayoutError(
-            "donor_dtype", f"{same.logical_not().sum()} of {same.numel()} keys are not those of the cache"
-        )
+    stored, kept = (token_rows(each, positions) for each in (kv.kind(0), beside))
+    # NaN, which stands where nothing was kept, equals nothing.
+    differs = saturated(kept, stored.dtype).float() != stored.float()
+    if differs.any():
+        raise LayoutError("donor_dtype", f"{float(differs.float().mean()):.2%} of the keys kept round to others")
 
 
 def _without_single_rows(plan: SemanticKvPlan) -> SemanticKvPlan:

@@ -19,6 +19,7 @@ from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
+from kernels.layout import LayeredPool
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from engine_wrapper.vllm.planned_forward import ModelRunner
-    from kernels.layout import KvGeometry, LayeredPool, Pool
+    from kernels.layout import KvGeometry, Pool
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
@@ -52,8 +53,9 @@ class _Worker(SemBlendKvConnectorWorker):
     rows_dtype: torch.dtype
 
     def _computed_keys(self, pool: Pool, geometry: KvGeometry) -> Pool:
+        assert isinstance(pool, LayeredPool)
         self.keys = ComputedKeys.beside(pool.shape[0], geometry, self.rows_dtype, pool.device)
-        keep_keys(self.attention, self.caches, self.scales, self.keys)
+        keep_keys(self.attention, self.caches, pool, self.scales, self.keys)
         return self.keys.tensor
 
     def keep_no_keys(self) -> None:
