@@ -181,11 +181,20 @@ def _exceptions(facts: ModelFacts) -> str:
     return "".join(f", {what} in {count} of {facts.num_layers} layers" for count, what in told if count)
 
 
+def _donor_dtype(known: KnownModel, dtype: torch.dtype, settings: Settings) -> torch.dtype:
+    """What donors of a cache in `dtype` are kept in, as far as it is known."""
+    if settings.donor_dtype is DonorDtype.CACHE or dtype in SUPPORTED_DTYPES:
+        return dtype
+    asked = getattr(torch, str(getattr(known.arguments, "dtype", None)).removeprefix("torch."), None)
+    return asked if isinstance(asked, torch.dtype) else _own_dtype(known.name) or dtype
+
+
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
     per_token = known.geometry().bytes_per_token(dtype)
+    a_donor = known.geometry().bytes_per_token(_donor_dtype(known, dtype, settings))
     name = str(dtype).removeprefix("torch.")
     tokens = {
-        tier: size // per_token
+        tier: size // a_donor
         for tier, size in (
             ("device", settings.device_bytes),
             ("host", settings.host_bytes),
@@ -193,7 +202,8 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
         )
     }
     held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
-    text = f"{per_token} bytes of KV a token in {name}, on one rank; room for donors: {held or 'none'}"
+    kept = "" if a_donor == per_token else f", {a_donor} in a donor"
+    text = f"{per_token} bytes of KV a token in {name}{kept}, on one rank; room for donors: {held or 'none'}"
     if tokens["host"] < settings.min_donor_tokens and tokens["device"] < settings.min_donor_tokens:
         return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
     return _model.ok(text, bytes_per_token=per_token, tokens=tokens)
