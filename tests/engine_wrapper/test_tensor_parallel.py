@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from dataclasses import replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -159,8 +160,11 @@ def test_each_rank_keeps_the_keys_of_its_own_heads_beside_an_fp8_cache(
     for name, value in asked.items():
         monkeypatch.setenv(f"SEMBLEND_{name}", value)
 
+    loading = Lock()
+
     def served(ranks: Ranks) -> tuple[RequestOutput, torch.Tensor]:
-        runner = ModelRunner(model, "float32", "cpu", ranks=ranks)
+        with loading:  # Transformers loads one model at a time: it sets what holds for the whole process
+            runner = ModelRunner(model, "float32", "cpu", ranks=ranks)
         cache, connector = KvCacheConfig(dtype="fp8", max_tokens=1024), KvCacheConnectorConfig.ours()
         with LLM(
             model,
