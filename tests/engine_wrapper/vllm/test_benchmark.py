@@ -64,7 +64,11 @@ def test_with_a_cache_in_fp8_single_prompts_are_measured(tmp_path: Path) -> None
     ended = run("--out", str(tmp_path), "--kv", "fp8")
     assert ended.returncode == 0, ended.stderr
     rows = {row.name: row for row in read_rows(tmp_path / "rows")["vllm_fp8"]}
-    assert set(rows) == {"vllm_fp8_shifted_over_cold_1k", "vllm_fp8_shifted_over_exact_hit_1k"}
+    assert set(rows) == {
+        "vllm_fp8_shifted_over_cold_1k",
+        "vllm_fp8_shifted_over_exact_hit_1k",
+        "vllm_fp8_miss_overhead_512",
+    }
     told = json.loads((tmp_path / "position_fix_in_turns.json").read_text())
     assert told["engine"]["kv_cache_dtype"].startswith("fp8")
     assert told["parts"]["ttft"]["served"]["reused_tokens"] > 0
