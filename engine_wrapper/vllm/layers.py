@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.computed_keys import ComputedKeys
     from engine_wrapper.vllm.kv_scales import Scale
+    from kernels.layout import KvGeometry
 
 # K and V, or the latent rows alone.
 Views = tuple[torch.Tensor, ...]
@@ -117,16 +118,12 @@ def _keep(
     """In the place of a backend's `do_kv_cache_update`. Its arguments are those of `write`, rows of a graph's padding
     behind the others; a cache at another address is one of `CacheLayout.stored`. `stored`: K in the cache."""
     update(*arguments, **options)
-    is_latent = keys.geometry.kv_factor == 1
-    if is_latent:
-        latent, turning, cache, slots = arguments[:4]
-        rows = torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1)
-    else:
-        _, rows, _, cache, slots = arguments[:5]
+    # The attention itself comes first, but for a latent one.
+    *kv, cache, slots = arguments[:4] if keys.geometry.kv_factor == 1 else arguments[1:5]
     if cache.data_ptr() != address:
         return
     slots = slots.flatten()
-    rows = rows[: len(slots)]
+    rows = fresh_rows(kv, keys.geometry)[0][: len(slots)]
     if factor is not None:
         rows = _rounding_alike((rows / factor).to(rows.dtype), stored, slots)
     keys.write(layer, rows, slots)
@@ -139,6 +136,16 @@ def _rounding_alike(rows: torch.Tensor, stored: torch.Tensor, slots: torch.Tenso
     there = indexable(stored)[slots // size, :, slots % size].view(stored.dtype)
     wrong = saturated(rows, stored.dtype).float() != there.float()
     return torch.where(wrong, torch.nextafter(rows, there.to(rows.dtype)), rows)
+
+
+def fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with behind the queries; a latent
+    attention gets the two parts of its row first, which come back as K."""
+    if geometry.kv_factor == 2:
+        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
+        return keys, values
+    latent, turning, *_ = kv
+    return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
 
 
 def layout_of(

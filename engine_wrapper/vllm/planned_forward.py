@@ -280,7 +280,8 @@ class PlannedForward:
         def run(batch: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
             return self._run(batch, [block_ids], plans, max_rows)
 
-        _check_keys(self._parts, PagedKv(self._parts.pool, block_vector(block_ids), self._parts.geometry), len(ids))
+        parts = self._parts
+        _check_keys(PagedKv(parts.pool, block_vector(block_ids), parts.geometry, parts.keys), len(ids))
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
         is_latent = geometry.kv_factor == 1
         as_stored = partial(own_rows_as_stored, self._parts) if is_latent and kv_dtype == torch.float8_e4m3fn else None
@@ -305,14 +306,12 @@ class PlannedForward:
             )
 
 
-def _check_keys(parts: Decoder, kv: PagedKv, tokens: int) -> None:
+def _check_keys(kv: PagedKv, tokens: int) -> None:
     """Raises LayoutError `donor_dtype` unless the keys beside the pool round to what the engine has stored of its own
     prompt, whose first tokens these are: a run that keeps its place is then the engine's own to the bit."""
-    if parts.keys is None:
+    if (beside := kv.beside()) is None:
         return
-    positions, beside = torch.arange(tokens), replace(kv, keys=parts.keys).beside()
-    assert beside is not None
-    stored, kept = (token_rows(each, positions) for each in (kv.kind(0), beside))
+    stored, kept = (token_rows(each, torch.arange(tokens)) for each in (kv.kind(0), beside))
     # NaN, which stands where nothing was kept, equals nothing.
     differs = saturated(kept, stored.dtype).float() != stored.float()
     if differs.any():

@@ -31,7 +31,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.layers import write
+from engine_wrapper.vllm.layers import fresh_rows, write
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
@@ -266,7 +266,7 @@ def take_fresh(
     attention, found = parts.attention[layer], list[Any]()
 
     def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
-        found.append(take(*_fresh_rows(kv, parts.geometry)))
+        found.append(take(*fresh_rows(kv, parts.geometry)))
         raise _TakenError
 
     attention.forward = leave
@@ -482,7 +482,7 @@ def _attend_to_stored(
     *rest: Any,
     **options: Any,
 ) -> None:
-    rows, _ = parts.stored(layer, *_fresh_rows((latent, turning), parts.geometry))
+    rows, _ = parts.stored(layer, *fresh_rows((latent, turning), parts.geometry))
     read = (rows.float() * parts.attention[layer]._k_scale).to(latent.dtype)  # [rows, 1, channels]
     free, turned = (each.contiguous() for each in read.split([latent.shape[1], turning.shape[-1]], dim=2))
     stock(queries, free.squeeze(1), turned, *rest, **options)
@@ -503,16 +503,6 @@ def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., An
     """Has the modules run these methods; a module's own `__setattr__` would take twenty times as long."""
     for each, method in zip(modules, methods, strict=True):
         vars(each)["_forward_method"] = method
-
-
-def _fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with behind the queries; a latent
-    attention gets the two parts of its row first, which come back as K."""
-    if geometry.kv_factor == 2:
-        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
-        return keys, values
-    latent, turning, *_ = kv
-    return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
 
 
 @cache
