@@ -16,6 +16,7 @@ from engine_wrapper.trtllm.kv_scales import scales_of
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.connector.weights import Weights
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
 
@@ -46,6 +47,8 @@ def attach_to_embedded(runtime: Runtime) -> None:
     blocks.publication = runtime.active_plans
     runtime.publication_guard = True
     runtime.mode = EngineMode.WRAPPER
+    runtime.weights = weights = Weights(runner.model)
+    blocks.on_reset = weights.prefix_cache_reset
 
 
 class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):

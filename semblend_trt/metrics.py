@@ -127,6 +127,10 @@ class Metrics:
         """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
+    def weights_changed(self) -> None:
+        """Count that the model of the engine has got other weights."""
+        self._try(lambda series: series.weights_changes.inc())
+
     def watch(self, donor_index: DonorIndex) -> None:
         """Adds the index's donors to the gauges until `close`, or the index's end."""
         self._watched.add(donor_index)
@@ -208,6 +212,9 @@ class Series:
         )
         self.cold_runs = Counter(
             "semblend_cold_runs", "Answers compared with a cold run's, by result.", ["result"], registry=registry
+        )
+        self.weights_changes = Counter(
+            "semblend_weights_changes", "Times that a running engine's weights have changed.", registry=registry
         )
         self.donors = DonorGauges()
         registry.register(self.donors)

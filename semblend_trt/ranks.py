@@ -168,14 +168,15 @@ def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
 
 
 def agree_on_loads(
-    ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception]
-) -> dict[int, Exception]:
-    """The plans that no rank may use because at least one could not place its part, each with the error known here.
+    ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception], weights_changes: int = 0
+) -> tuple[dict[int, Exception], int]:
+    """The plans that no rank may use because at least one could not place its part, each with the error known here; and
+    the most changes of weights that any rank has seen.
 
-    `failures` are this rank's. Keys are indices into `plans`, which are the same on every rank.
+    `failures` and `weights_changes` are this rank's. Keys are indices into `plans`, which are the same on every rank.
     """
     if not plans:
-        return failures
-    placed = ranks.least([index not in failures for index in range(len(plans))])
+        return failures, weights_changes
+    *placed, changes = ranks.least([*(index not in failures for index in range(len(plans))), -weights_changes])
     lost = DonorUnavailableError("another rank could not place its part of the donors")
-    return {index: failures.get(index, lost) for index, is_placed in enumerate(placed) if not is_placed}
+    return {index: failures.get(index, lost) for index, is_placed in enumerate(placed) if not is_placed}, -changes

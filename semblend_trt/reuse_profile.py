@@ -396,6 +396,11 @@ class ProfileMatcher:
         terms = None if self._profile is None else self._profile.terms
         return () if terms is None or terms.check is None else (terms.check.layer,)
 
+    def forget_matches(self) -> None:
+        """Compare and log again: the engine's own namespace is another one from now on."""
+        self._matches.clear()
+        self._logged.clear()
+
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
         """The match for `namespace`. It is logged once for each adapter, and again when the engine's `mode` changes: a
         wrapper begins to execute plans after its self-check."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.layout import KvGeometry
+    from semblend_trt.connector.weights import Weights
     from semblend_trt.donors.offload import DiskLink, OffloadEvent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
@@ -202,6 +203,8 @@ class Runtime:
     `faults` counts calls of the engine that could not be answered, by name. `readiness` says which layers of the
     running loads are in the pool. `is_forward_open` from the start of an iteration's loads until the worker hears that
     its forward has completed. A forward that failed leaves it open.
+
+    `weights` are the model's where the worker knows the model. `weights_changes` counts how often they have changed.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -218,6 +221,8 @@ class Runtime:
     is_forward_open: bool = False
     faults: Counter[str] = field(default_factory=Counter)
     check_layers: tuple[int, ...] = ()
+    weights: Weights | None = None
+    weights_changes: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
     _scheduler: weakref.ref[Any] | None = field(default=None, init=False, repr=False)
@@ -229,6 +234,12 @@ class Runtime:
         """Has the scheduler, where there is one, build what look-ups need."""
         if (scheduler := self.scheduler) is not None:
             scheduler.wait_for_initialization()
+
+    def check_weights(self) -> None:
+        """Count a change of the model's weights, if there has been one since the last call."""
+        if self.weights is not None and self.weights.have_changed():
+            logger.warning("the model's weights have changed: what was computed with the weights before is dropped")
+            self.weights_changes += 1
 
     def note_evidence(self, evidence: CheckEvidence) -> None:
         """Keeps evidence for the scheduler. A dropped plan's KV was written over, so its request is exact again."""

@@ -175,7 +175,8 @@ class BlockManager:
     running sequence is never paused. With `guarantees` off no blocks are kept back for running sequences, and the
     scheduler checks for room before it grows them (V2). `replaces`: a published block replaces an equal one that no
     sequence reads; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one block's KV
-    of all layers. `publication` may be set at any time before a request is published.
+    of all layers. `publication` may be set at any time before a request is published. `on_reset` is called when all
+    reusable blocks have been freed.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class BlockManager:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, config.tokens_per_block
         self.publication: ActivePlans | None = None
+        self.on_reset: Callable[[], None] | None = None
         self._config, self._copy_block = config, copy_block
         self._guarantees, self._replaces = guarantees, replaces
         self._tree = RadixTree(self.block_size)
@@ -270,6 +272,16 @@ class BlockManager:
         for index in range(len(sequence.path), end // size):
             if not self._publish_block(sequence, index, tuple(tokens[index * size : (index + 1) * size])):
                 return
+
+    def reset_reuse_state(self) -> bool:
+        """Free all reusable blocks. Returns False, and frees none, while a sequence or a pin reads one."""
+        if self._tree.num_evictable < len(self._tree):
+            return False
+        while (block := self._tree.evict()) is not None:
+            self._free.append(block)
+        if self.on_reset is not None:
+            self.on_reset()
+        return True
 
     def stop_growing(self, request_id: int) -> None:
         """Gives up the blocks promised but not allocated: the sequence is done and only held."""

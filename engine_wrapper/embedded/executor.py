@@ -185,6 +185,11 @@ class Executor:
         with self._guarded():
             self._poll_transfers()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all reusable prefixes; False while a request reads one."""
+        with self._lock:
+            return self.block_manager.reset_reuse_state()
+
     def shutdown(self) -> None:
         """Aborts what is left and closes the connector. Safe to call twice."""
         with self._lock:

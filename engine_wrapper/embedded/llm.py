@@ -305,6 +305,10 @@ class LLM:
         with interrupts_held():
             return request is not None and self.executor.abort(request)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all exact prefixes, as after weights were written. Returns False while a request reads one."""
+        return self.executor.reset_prefix_cache()
+
     def settle(self) -> None:
         """Waits until the connector has ended every transfer: what was served is then a donor.
 

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
+from engine_wrapper.watched_call import WatchedCall
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.connector.pool_geometry import needs_scales
+from semblend_trt.connector.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +84,11 @@ class Attachment:
     forward: PlannedForward | None
     guard_refusal: str | None = None
     execution_refusal: str | None = None
+    watched: tuple[WatchedCall, ...] = ()
 
     def remove(self) -> None:
         """Leaves the engine as it was found."""
-        for part in (self.forward, self.guard):
+        for part in (self.forward, self.guard, *self.watched):
             if part is not None:
                 part.remove()
 
@@ -120,17 +123,40 @@ def attach_to_executor(
         max_rows = getattr(llm_args, "max_num_tokens", None)
         return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, max_rows)
 
+    watched = () if runtime.pool is None else _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
     if guarded is None:
         logger.warning("not attached to the engine (%s); only identical text from position 0 is reused", reason)
-        return Attachment(None, None, reason, reason)
+        return Attachment(None, None, reason, reason, watched)
     runtime.publication_guard = True
     forward, refused = _installed(plans, runtime)
     if refused is not None:
         logger.warning(
             "plans are not executed on this engine (%s); it can only skip what is reused from the left", refused
         )
-    return Attachment(guarded, forward, None, refused)
+    return Attachment(guarded, forward, None, refused, watched)
+
+
+def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> tuple[WatchedCall, ...]:
+    """Watch the model's weights, the call that loads others, and the one that empties the reuse tree.
+
+    Without the model nothing shows that weights have changed. Facts: NVIDIA/TensorRT-LLM,
+    `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`), `resource_manager.py` and
+    `kv_cache_manager_v2.py` (`reset_reuse_state`).
+    """
+    try:
+        assert parts is not None
+        model = parts.model_engine.model
+        runtime.weights = weights = Weights(model)
+        calls = (
+            [WatchedCall(model, "load_weights", lambda *_: weights.suspect())] if hasattr(model, "load_weights") else []
+        )
+        if hasattr(parts.manager, "reset_reuse_state"):
+            calls.append(WatchedCall(parts.manager, "reset_reuse_state", lambda *_: weights.prefix_cache_reset()))
+        return tuple(calls)
+    except Exception:
+        logger.exception("the model's weights cannot be watched")
+        return ()
 
 
 def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:

@@ -113,7 +113,7 @@ _ENGINE: _Rules = {
     "speculative_decoding": (_OFF, "speculative_config"),
     "lora": (_OFF, "lora_config"),
     "weight_transfer": (_OFF, "weight_transfer_config"),
-    "sleep_mode": (_OFF, "model_config.enable_sleep_mode"),
+    "sleep_mode": (_OFF, "model_config.enable_sleep_mode model_config.enable_cumem_allocator"),
     "sequence_parallel": (_OFF, "compilation_config.pass_config.enable_sp"),
     "full_cuda_graphs": (("NONE", "PIECEWISE"), "compilation_config.cudagraph_mode"),
     "kv_cache_dtype": (("auto", *E4M3), "cache_config.cache_dtype"),

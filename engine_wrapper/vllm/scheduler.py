@@ -13,6 +13,7 @@ from engine_wrapper.vllm.metadata import StepMetadata, Steps
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats
+from engine_wrapper.watched_call import WatchedCall
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.outcome import VLLM_RECEIPT
@@ -137,6 +138,7 @@ class VllmScheduler:
         self._steps = Steps(self._number_of)
         self._saving: dict[int, str] = {}
         self._guard: BlockPoolGuard | None = None
+        self._resets: WatchedCall | None = None
         self._recovery = recovery_for(arguments)
         self.stats = ReuseStats()
 
@@ -144,6 +146,7 @@ class VllmScheduler:
         """Guards the pool; without that nothing but exact prefixes is reused. The caches are registered by now."""
         try:
             self._guard = BlockPoolGuard(pool)
+            self._resets = WatchedCall(pool, "reset_prefix_cache", self._note_reset)
             self._runtime.publication_guard = True
         except AttributeError:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
@@ -222,8 +225,13 @@ class VllmScheduler:
     def close(self) -> None:
         """Writes out what is held, and leaves vLLM's block pool as it was found."""
         self._scheduler.close()
-        if self._guard is not None:
-            self._guard.remove()
+        for change in (self._guard, self._resets):
+            if change is not None:
+                change.remove()
+
+    def _note_reset(self, was_reset: bool) -> None:
+        if was_reset and self._runtime.weights is not None:
+            self._runtime.weights.prefix_cache_reset()
 
     def _number_of(self, request_id: str) -> int:
         """Our number for a request of vLLM, which names them by text."""

@@ -19,10 +19,12 @@ from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
+from engine_wrapper.vllm.worker_calls import watch_worker_calls
 from kernels.layout import LayeredPool
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
+from semblend_trt.connector.weights import Weights
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
 from semblend_trt.runtime import runtime_for
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from engine_wrapper.vllm.planned_forward import ModelRunner
+    from engine_wrapper.watched_call import WatchedCall
     from kernels.layout import KvGeometry, Pool
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
@@ -58,6 +61,9 @@ class _Worker(SemBlendKvConnectorWorker):
         keep_keys(self.attention, self.caches, pool, self.scales, self.keys)
         return self.keys.tensor
 
+    def _have_scales_changed(self) -> bool:
+        return [scales_of(each) for each in self.attention[: len(self.scales)]] != list(self.scales)
+
     def keep_no_keys(self) -> None:
         """Leaves the backends as they were found."""
         for each in self.attention:
@@ -77,6 +83,7 @@ class VllmWorker:
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
+        self._calls: WatchedCall | None = None
         self._recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
         self._saving: dict[int, str] = {}
@@ -143,6 +150,8 @@ class VllmWorker:
         """Ends what is being saved, and leaves the model as it was found."""
         if self._forward is not None:
             self._forward.remove()
+        if self._calls is not None:
+            self._calls.remove()
         self._worker.close()
 
     def _leave(self, caller: ModelRunner) -> None:
@@ -214,6 +223,8 @@ class VllmWorker:
             caller, names = model_runner_of_caller(), in_order(caches)
             found = replace(caller, remove=partial(self._leave, caller))
             runner, model = found.runner, found.model
+            self._runtime.weights = weights = Weights(model)
+            self._calls = watch_worker_calls(weights)
             assert names is not None
             modules = self._config.compilation_config.static_forward_context
             assert self._runtime.pool is not None

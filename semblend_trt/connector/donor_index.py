@@ -54,7 +54,7 @@ _FOUND_AT_ONCE = 4
 class _Saving:
     """A donor that a worker is asked to save: int32 `tokens`, and the engine's blocks that hold them.
 
-    `is_sound` until the engine is seen to copy into one of the blocks.
+    `is_sound` until the engine is seen to copy into one of the blocks, or the donor is to be dropped.
     """
 
     namespace_key: str
@@ -107,6 +107,7 @@ class DonorIndex:
         self.catalog = DonorCatalog(capacities, eviction_factory(settings.eviction, time.monotonic))
         self.offload = OffloadQueue(self, disk, count)
         self._saving: dict[str, _Saving] = {}
+        self._doomed: set[str] = set()
         self._donor_of_text: dict[bytes, str] = {}
         self._text_of_donor: dict[str, bytes] = {}
 
@@ -235,7 +236,7 @@ class DonorIndex:
                 self.lost({saved.donor_id})
             return
         if saved.error is not None or saved.tokens < self._settings.min_donor_tokens or not entry.is_sound:
-            why = saved.error or (f"{saved.tokens} tokens" if entry.is_sound else "the engine copied into its blocks")
+            why = saved.error or (f"{saved.tokens} tokens" if entry.is_sound else "its KV is not to be kept any more")
             logger.warning("donor %s was not saved: %s", saved.donor_id, why)
             self.catalog.cancel(saved.donor_id)
             self.offload.drop([saved.donor_id])
@@ -264,15 +265,24 @@ class DonorIndex:
         self.offload.drop(dropped)
         return dropped
 
-    def lost_all(self) -> list[str]:
-        """Drops every donor, as `lost` does."""
-        return self.lost(set(self._text_of_donor))
+    def lost_all(self) -> None:
+        """Drops every donor: at once, or when its save, its transfer or its last lease ends. No look-up finds them."""
+        for saving in self._saving.values():
+            saving.is_sound = False
+        self._doomed |= set(self._text_of_donor)
+        self._drop_doomed()
+
+    def _drop_doomed(self) -> None:
+        if self._doomed:
+            self.lost(self._doomed)
+            self._doomed.intersection_update(self._text_of_donor)
 
     # -- the tiers -------------------------------------------------------------------------------------------------
 
     def take_events(self, events: deque[OffloadEvent]) -> None:
         """Takes the tiers' events, and the kinds that were read of donors' texts."""
         self.offload.take_events(events)
+        self._drop_doomed()
         for donor_id, mix in () if self._kinds is None else self._kinds.known():
             self.catalog.describe(donor_id, mix)
 

@@ -206,7 +206,7 @@ class Adapters:
         folders = getattr(getattr(llm_args, "lora_config", None), "lora_dir", None) or ()
         cache = DigestCache.from_setting(cache_path)
         self._read = {_place(folder): _identity_of(str(folder), cache) for folder in folders}
-        self._of_task: dict[int, tuple[str | None, str]] = {}
+        self._of_task: dict[int, tuple[str | None, str, tuple[FileState, ...]]] = {}
 
     @property
     def identities(self) -> list[str]:
@@ -217,8 +217,8 @@ class Adapters:
     def of(self, request: Any) -> str | None:
         """The identity of the request's adapter; None for the base model.
 
-        The engine keeps the first adapter that comes under a task id. One that comes under the same id from another
-        place matches nothing.
+        The engine keeps the first adapter that comes under a task id, but may read it again. One that comes under the
+        same id from another place, or whose files have changed since, matches nothing.
         """
         task = getattr(request, "lora_task_id", None)
         if task is None:
@@ -227,9 +227,9 @@ class Adapters:
         if task not in self._of_task:
             if len(self._of_task) >= MAX_REMEMBERED:
                 return unknown_value()
-            self._of_task[task] = (path, self._unchanged(path))
-        seen, identity = self._of_task[task]
-        return identity if path == seen else unknown_value()
+            self._of_task[task] = (path, self._unchanged(path), _states_or_none(path))
+        seen, identity, states = self._of_task[task]
+        return identity if path == seen and _states_or_none(path) == states else unknown_value()
 
     def _unchanged(self, path: str | None) -> str:
         """The identity of an adapter that was read at the start, if its files have not changed since: the engine reads
@@ -243,6 +243,13 @@ class Adapters:
 
 def _place(path: str | Path) -> str:
     return str(Path(path).absolute())
+
+
+def _states_or_none(path: str | None) -> tuple[FileState, ...]:
+    """The states of an adapter's files; none where it has no readable ones."""
+    with suppress(OSError, ConfigurationError):
+        return () if path is None else _states(path)
+    return ()
 
 
 def _states(path: str) -> tuple[FileState, ...]:

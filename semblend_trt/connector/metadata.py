@@ -52,6 +52,7 @@ class SemBlendConnectorMetadata:
 
     An empty one does nothing. Room for an intent is made by commands of the same metadata or an earlier one. `grown`
     are requests that gained one token and no block, as most do in most iterations. `version` is the sender's.
+    Plans and intents belong to the weights after `weights_changes` changes.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
@@ -60,6 +61,7 @@ class SemBlendConnectorMetadata:
     forgotten: tuple[int, ...] = ()
     commands: OffloadCommands = field(default_factory=OffloadCommands)
     grown: tuple[int, ...] = ()
+    weights_changes: int = 0
     version: str = __version__
 
 

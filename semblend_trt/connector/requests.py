@@ -17,7 +17,7 @@ from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode, PlanKind, SemanticKvPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -132,6 +132,9 @@ class RequestTable:
                 self._loading.append(request)
         return request
 
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return iter(self._requests.values())
+
     def holds(self, request: TrackedRequest, block_ids: Iterable[int]) -> None:
         """Notes that the request has these blocks, its own or shared ones."""
         self._holder_of_block.update(dict.fromkeys(block_ids, request))
@@ -243,7 +246,9 @@ class Iteration:
             if is_first:
                 self.followed.append(tracked)
 
-    def metadata(self, forgotten: Sequence[int], commands: OffloadCommands) -> SemBlendConnectorMetadata:
+    def metadata(
+        self, forgotten: Sequence[int], commands: OffloadCommands, weights_changes: int
+    ) -> SemBlendConnectorMetadata:
         """The iteration's metadata, with the requests to forget and the commands for the tiers."""
         return SemBlendConnectorMetadata(
             plans=tuple(self.plans),
@@ -252,6 +257,7 @@ class Iteration:
             forgotten=tuple(forgotten),
             commands=commands,
             grown=tuple(self.grown),
+            weights_changes=weights_changes,
         )
 
 

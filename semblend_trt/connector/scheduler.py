@@ -54,12 +54,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """What look-ups need, built from the registered caches; `namespace` is bound to no request."""
+    """What look-ups need, built from the registered caches; `namespace` is bound to no request.
+
+    `first_revision` names the weights that the engine started with.
+    """
 
     donor_index: DonorIndex
     namespace: CacheNamespace
     adapters: Adapters
     pool: PoolFacts
+    first_revision: str
 
 
 class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -94,6 +98,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._forgotten: list[int] = []
         self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
         self._serving: _Serving | None = None
+        self._weights_changes = 0
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
@@ -142,7 +147,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         except Exception:
             logger.exception("an iteration cannot be told in full; what was promised is loaded")
             self._runtime.faults["build_connector_meta"] += 1
-            return SemBlendConnectorMetadata(tuple(iteration.plans))
+            return SemBlendConnectorMetadata(tuple(iteration.plans), weights_changes=self._weights_changes)
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -208,6 +213,27 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._serving = replace(serving, namespace=namespace)
         serving.donor_index.lost_all()
 
+    def _follow_weights(self) -> None:
+        """If the weights have changed, drop all donors and saves, and take a namespace that no profile was made for.
+
+        The engine's first weights bring its first namespace back. Running requests hold KV of both: none is kept.
+        """
+        if (changes := self._runtime.weights_changes) == self._weights_changes:
+            return
+        self._weights_changes = changes
+        for tracked in self._requests:
+            self._cancel_intent(tracked)
+            tracked.intent = None
+        if (serving := self._serving) is not None:
+            weights = self._runtime.weights
+            is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
+            revision = serving.first_revision if is_first else unknown_value()
+            self._serving = replace(serving, namespace=replace(serving.namespace, model_revision=revision))
+            serving.donor_index.lost_all()
+            self._profiles.forget_matches()
+            self._audit.event("weights_changed", changes=changes, are_first=is_first)
+        self._metrics.weights_changed()
+
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """What reuse did for a request that is running or ended recently; None for an unknown one."""
         tracked = self._requests.get(request_id)
@@ -231,6 +257,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     # -- lookup ----------------------------------------------------------------------------------------------------
 
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
+        self._runtime.check_weights()
         self.take_events()
         refusal = self._standing_refusal()
         if refusal is not None:
@@ -266,6 +293,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             )
         )
         tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
+        if num_computed_tokens and self._runtime.weights is not None and self._runtime.weights.prefix_is_stale:
+            return tracked  # the engine's own prefix holds KV of the weights before
         donor_id = f"{self._generation}-{request_id}"
         try:
             generations = 0 if match.profile is None else match.profile.generations
@@ -302,7 +331,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             donor_index = DonorIndex(
                 settings, pool, self._neighbourhood, self._runtime.disk, self._metrics.tier_event, self._kinds
             )
-            self._serving = _Serving(donor_index, namespace, adapters, pool)
+            self._serving = _Serving(donor_index, namespace, adapters, pool, namespace.model_revision)
             self._metrics.watch(donor_index)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
             self._audit.profile(match, namespace, pool.geometry)
@@ -320,7 +349,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._end(expired)
 
     def take_events(self) -> None:
-        """Takes the runtime's waiting events: donors that are held now, evidence of checks, loads that failed."""
+        """Takes the runtime's waiting events: donors that are held now, evidence of checks, loads that failed, and
+        weights that have changed."""
+        self._follow_weights()
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
@@ -355,7 +386,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if self.donor_index is not None:
             self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
             commands = self.donor_index.offload.take_commands()
-        metadata = iteration.metadata(self._forgotten, commands)
+        metadata = iteration.metadata(self._forgotten, commands, self._weights_changes)
         self._forgotten = []
         for tracked in iteration.followed:
             tracked.is_followed = True

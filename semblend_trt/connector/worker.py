@@ -26,7 +26,7 @@ from semblend_trt.donors.donor_file import KvForm
 from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import agree_on_loads, agree_on_start, join_ranks
@@ -81,7 +81,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._settings = load_settings(**getattr(llm_args, "settings", {}))
         self._facts: ModelFacts | None = None
         self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
-        self._iteration = self._completed_iteration = 0
+        self._iteration = self._completed_iteration = self._weights_changes = 0
         self._ended_saves: deque[int] = deque()
         self._followed: dict[int, _FollowedRequest] = {}
         # Moves between the tiers that wait for the forward's launch, and the event behind the loads before it.
@@ -194,6 +194,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         With several ranks, one that cannot place its part of a plan keeps all of them from using it.
         """
         self._begin_iteration(stream)
+        self._check_weights()
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other shall not have it applied twice
         metadata = readable_metadata(bound, self._runtime)
@@ -214,7 +215,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self._followed[request_id].iteration = self._iteration
         with on(stream):
             try:
-                self._load(metadata.plans)
+                self._load(metadata.plans, metadata.weights_changes)
             finally:
                 # Also when the loads have failed.
                 if self.saver is not None and (metadata.commands.offloads or metadata.commands.promotions):
@@ -356,11 +357,32 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         followed.written_tokens = progress.written_tokens
         followed.iteration = self._iteration
 
-    def _load(self, plans: tuple[SemanticKvPlan, ...]) -> None:
+    def _check_weights(self) -> None:
+        self._runtime.check_weights()
+        if self._runtime.weights_changes == self._weights_changes:
+            return
+        self._weights_changes = self._runtime.weights_changes
+        if self._have_scales_changed():
+            logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
+            self._runtime.refusal = self._runtime.refusal or "kv_scales"
+
+    def _have_scales_changed(self) -> bool:
+        """True if an fp8 cache is stored by other scales now, or by unknown ones."""
+        pool = self._runtime.pool
+        return pool is not None and pool.scales is not None and self._kv_scales() != pool.scales
+
+    def _load(self, plans: tuple[SemanticKvPlan, ...], weights_changes: int) -> None:
         assert self.loader is not None or not plans
-        failed = [] if self.loader is None else self.loader.load(plans)
+        failed: list[tuple[SemanticKvPlan, Exception]] = []
+        if weights_changes != self._runtime.weights_changes:
+            stale = DonorUnavailableError("its donors were computed with other weights")
+            failed = [(plan, stale) for plan in plans if plan.spans]
+        elif self.loader is not None:
+            failed = self.loader.load(plans)
         here = {index: error for index, plan in enumerate(plans) for other, error in failed if other is plan}
-        failures = agree_on_loads(self._runtime.ranks, plans, here)
+        failures, self._runtime.weights_changes = agree_on_loads(
+            self._runtime.ranks, plans, here, self._runtime.weights_changes
+        )
         for index, plan in enumerate(plans):
             error = failures.get(index)
             if error is not None:

@@ -124,10 +124,11 @@ def test_a_plan_is_used_where_every_rank_has_placed_it() -> None:
     plans: list[Any] = ["first", "second", "third"]
     own = ValueError("own reason")
 
-    def load(ranks: Ranks) -> dict[int, Exception]:
-        return agree_on_loads(ranks, plans, {2: own} if ranks.rank == 1 else {})
+    def load(ranks: Ranks) -> tuple[dict[int, Exception], int]:
+        return agree_on_loads(ranks, plans, {2: own} if ranks.rank == 1 else {}, weights_changes=3 * ranks.rank)
 
-    first, second = on_ranks(2, load)
+    (first, seen), (second, known) = on_ranks(2, load)
+    assert seen == known == 3
     assert list(first) == list(second) == [2]
     assert isinstance(first[2], DonorUnavailableError)
     assert second[2] is own
@@ -138,4 +139,4 @@ def test_without_plans_nothing_is_said() -> None:
         raise AssertionError("the other ranks do not listen")
 
     none: list[SemanticKvPlan] = []
-    assert agree_on_loads(EngineRanks(0, 2, fail), none, {}) == {}
+    assert agree_on_loads(EngineRanks(0, 2, fail), none, {}, 1) == ({}, 1)

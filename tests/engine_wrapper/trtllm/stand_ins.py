@@ -112,6 +112,9 @@ class KVCacheManager:
         self.pool, self.geometry = pool, geometry
         self.rewound: list[int] = []
 
+    def reset_reuse_state(self) -> None:
+        self.impl.tree.clear()
+
     def get_unique_primary_pool(self) -> torch.Tensor:
         return self.pool
 
@@ -452,6 +455,12 @@ class CausalModel(nn.Module):
     def __init__(self, source: Any, *, fused: bool, style: str) -> None:
         super().__init__()
         self.model, self.lm_head = DecoderModel(source.model, fused=fused, style=style), source.lm_head
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """As `copy_weight` in `_torch/modules/linear.py` writes: through `data`, which torch does not count."""
+        for name, parameter in self.named_parameters():
+            if name in weights:
+                parameter.data.copy_(weights[name])
 
     def forward(self, attn_metadata: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         hidden = self.model(input_ids=input_ids, attn_metadata=attn_metadata, position_ids=position_ids, **kwargs)

@@ -27,6 +27,7 @@ from semblend_trt.donors.donor_file import DonorText, file_bytes
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.fleet.announcer import DonorPublisher
+from semblend_trt.metrics import HeldDonors
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.runtime import PoolFacts, SavedDonor
@@ -294,6 +295,24 @@ def test_a_leased_donor_stays_until_it_is_released():
     assert index.lost({"a", "never-heard-of"}) == ["a"]
     assert index.intend("b", tracked(2, text(2, 200)), 0) is not None
     assert index.offload.take_commands().drops == ["a"]
+
+
+def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as_they_can():
+    index = index_of()
+    for name, seed in (("free", 1), ("leased", 2)):
+        keep(index, name, text(seed))
+    _, (lease,) = plan(index, text(2))
+    begin(index, "saving", text(3))
+    index.lost_all()
+    index.take_events(deque())
+    assert index.held().donors == 1
+    lease.release()
+    index.saved(SavedDonor("saving", TEXT))
+    index.take_events(deque())
+    assert index.held() == HeldDonors()
+    assert sorted(index.offload.take_commands().drops) == ["free", "leased", "saving"]
+    keep(index, "new", text(3))
+    assert reused(index, text(3)) == TEXT
 
 
 def test_donor_that_cannot_be_leased_is_planned_around():

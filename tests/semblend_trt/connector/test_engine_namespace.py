@@ -326,3 +326,14 @@ def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     running = engine()
     for task in range(4):
         assert (of(running, task, "a name") == of(running, task, "a name")) == (task < 2)
+
+
+@pytest.mark.parametrize("is_read_at_the_start", [True, False])
+def test_an_adapter_that_is_replaced_in_its_place_matches_nothing(tmp_path: Path, is_read_at_the_start: bool) -> None:
+    path = adapter(tmp_path / "one")
+    running = engine(*([path] if is_read_at_the_start else []))
+    before = of(running, 1, path)
+    assert of(running, 1, path) == before
+    adapter(tmp_path / "one", b"other weights")
+    assert is_unknown(of(running, 1, path))
+    assert of(running, 1, path) not in (before, of(running, 1, path))

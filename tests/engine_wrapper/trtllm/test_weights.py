@@ -1,0 +1,88 @@
+"""Weights that TensorRT-LLM loads into a running engine: nothing that others computed is used afterwards."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_wrapper.embedded.models import keep_shard
+from semblend_trt.outcome import Outcome
+from tests.engine_wrapper.serving import text
+from tests.engine_wrapper.test_connector import Service
+from tests.engine_wrapper.trtllm.stand_ins import LlmRequest
+from tests.semblend_trt.rank_threads import on_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.ranks import Ranks
+
+DOCUMENT = text(1, 90)
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMBLEND_POLICY", "exact")
+    monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
+
+
+def load(service: Service, factor: float) -> None:
+    """As `update_weights` of TensorRT-LLM's worker extension: loads, then empties the reuse tree."""
+    model = service.executor.model_engine.model
+    model.load_weights({name: each.detach() * factor for name, each in model.named_parameters()})
+    service.manager.reset_reuse_state()
+
+
+def reused(service: Service, request_id: int) -> int:
+    report = service.report(request_id)
+    return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
+
+
+def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path: Path) -> None:
+    drawn, service, found = random.Random(2), Service(tiny_qwen2_path), 0
+    loads = 0
+    for request_id in range(1, 201):
+        if drawn.random() < 0.2:
+            load(service, drawn.choice([0.98, 1.03]))
+            loads += 1
+        request = LlmRequest(request_id + 100, [*DOCUMENT, *text(request_id, drawn.randrange(1, 9))])
+        logits = service.serve(request)
+        torch.testing.assert_close(logits, service.cold(request), atol=1e-3, rtol=0)
+        service.manager.impl.free += service.manager.impl.held.pop(99)
+        found += reused(service, request_id + 100)
+    assert service.worker._runtime.weights_changes == loads
+    assert found > 90 * 100
+    service.close()
+    assert not vars(service.executor.model_engine.model).keys() & {"load_weights"}
+    assert not vars(service.manager).keys() & {"reset_reuse_state"}
+
+
+@pytest.mark.parametrize("ranks_that_load", [(0, 1), (1,)])
+def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path: Path, ranks_that_load: tuple[int, ...]) -> None:
+    sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
+    prompts = [[*DOCUMENT, *text(each, 5)] for each in range(5)]
+
+    def serve(ranks: Ranks) -> list[tuple[int, bool]]:
+        keep_shard(sources[ranks.rank], ranks)
+        service, found = Service(tiny_qwen2_path, ranks, sources[ranks.rank]), []
+        for request_id, prompt in enumerate(prompts, 1):
+            if request_id == 3 and ranks.rank in ranks_that_load:
+                load(service, 1.1)
+            request = LlmRequest(request_id, prompt)
+            is_right = torch.allclose(service.serve(request), service.cold(request), atol=1e-3, rtol=0)
+            found.append((reused(service, request_id), is_right))
+        assert service.worker._runtime.weights_changes == 1
+        service.close()
+        return found
+
+    first, second = on_ranks(2, serve)
+    assert first == second
+    assert all(is_right for _, is_right in first)
+    tokens = [tokens for tokens, _ in first]
+    assert tokens[1] == 90
+    assert tokens[2] == 0
+    assert tokens[4] == 90
