@@ -54,7 +54,7 @@ REASONS = {
     "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
     "speculative_decoding": "Start without --speculative-config.",
     "lora": "Start without --enable-lora, with the adapter merged into the weights.",
-    "weight_transfer": "Start without --weight-transfer-config; donors would outlive the weights they come from.",
+    "weight_transfer": "Start without --weight-transfer-config, which was not tried; `reload_weights` is followed.",
     "sleep_mode": "Start without --enable-sleep-mode; it would discard what we keep on the card with vLLM's caches.",
     "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
     "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
