@@ -28,9 +28,9 @@ _CHUNK = 1 << 20
 class Weights:
     """The parameters and buffers of one model on one rank.
 
-    `have_changed` compares contents only if something points to a write: another tensor object, another address, a
-    higher write count of torch (`Tensor._version`), or a call of `suspect`. A write through `Tensor.data` or a raw
-    pointer raises no count, so every engine call that may write weights must call `suspect`.
+    `have_changed` compares contents only if something points to a write: the end of a tensor, another address, a higher
+    write count of torch (`Tensor._version`), or a call of `suspect`. A write through `Tensor.data` or a raw pointer
+    raises no count, so every engine call that may write weights must call `suspect`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -77,13 +77,12 @@ class Weights:
     def _watch(self) -> None:
         """Note what each tensor shows now."""
         modules = list(self._model.modules())
-        self._held = [each for module in modules for each in (module._parameters, module._buffers)]
+        self._held = [each for module in modules for each in (module._parameters, module._buffers) if each]
         tensors = self._tensors()
-        self._ids = list(map(id, tensors))
         self._addressed = [each is not None for each in tensors]
         self._counted = [each is not None and not each.is_inference() for each in tensors]
-        self._addresses, self._versions = self._shown(tensors)
-        # An id and an address may be given again, but only after the object's end. Nothing replaced is kept alive.
+        self._seen = self._shown()
+        # An address may be given again, but only after the tensor's end. Nothing replaced is kept alive.
         watched = [*modules, *compress(tensors, self._addressed)]
         self._alive = [weakref.ref(each, self._on_death) for each in watched]
 
@@ -92,15 +91,17 @@ class Weights:
         self.suspect()
 
     def _is_touched(self) -> bool:
-        # Passes in C alone: this runs at every step.
-        tensors = self._tensors()
-        return list(map(id, tensors)) != self._ids or self._shown(tensors) != (self._addresses, self._versions)
+        try:
+            return self._shown() != self._seen
+        except (RuntimeError, TypeError):  # a tensor without an address or a count has come in the place of another
+            return True
 
     def _tensors(self) -> list[torch.Tensor | None]:
         return list(chain.from_iterable(map(dict.values, self._held)))
 
-    def _shown(self, tensors: list[torch.Tensor | None]) -> tuple[list[int], list[int]]:
-        """Addresses, and write counts; inference tensors have none."""
+    def _shown(self) -> tuple[list[int], list[int]]:
+        """Addresses, and write counts, which inference tensors lack. Passes in C alone: this runs at every step."""
+        tensors = self._tensors()
         addresses = list(map(torch.Tensor.data_ptr, compress(tensors, self._addressed)))
         return addresses, list(map(attrgetter("_version"), compress(tensors, self._counted)))
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+PLACE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 class Block(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     for each in blocks.parameters():
         each.data = each.data.to(request.param)
         each.requires_grad_(False)
-    return blocks
+    return blocks.to(PLACE)
 
 
 def replace_parameter(model: nn.Module) -> None:
@@ -99,7 +102,7 @@ def test_the_same_contents_are_no_change(model: nn.Module) -> None:
 
 def test_every_octet_and_every_place_counts() -> None:
     model = nn.Module()
-    model.register_buffer("words", torch.arange(0, 11, dtype=torch.uint8))
+    model.register_buffer("words", torch.arange(0, 11, dtype=torch.uint8, device=PLACE))
     found = {weights_digest(model)}
     for place in range(11):
         model.words[place] += 1
@@ -110,7 +113,7 @@ def test_every_octet_and_every_place_counts() -> None:
     model.words = model.words[:-1]
     found.add(weights_digest(model))
     assert len(found) == 14
-    model.words = torch.arange(0, 12, dtype=torch.uint8)[1:]  # at an address that no word begins at
+    model.words = torch.arange(0, 12, dtype=torch.uint8, device=PLACE)[1:]  # at an address that no word begins at
     odd = weights_digest(model)
     model.words = model.words.clone()
     assert weights_digest(model) == odd
