@@ -86,3 +86,20 @@ def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path: Path, ranks_that_
     assert tokens[1] == 90
     assert tokens[2] == 0
     assert tokens[4] == 90
+
+
+def test_new_scales_of_an_fp8_cache_end_reuse(tiny_qwen2_path: Path) -> None:
+    service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
+    service.serve(LlmRequest(1, [*DOCUMENT, *text(1, 5)]))
+    load(service, 1.1)
+    service.serve(LlmRequest(2, [*DOCUMENT, *text(2, 5)]))
+    assert service.report(2).reason != "kv_scales"
+    backend = service.executor.model_engine.model.model.layers[1].self_attn.attn
+    backend.kv_scale_quant_orig.mul_(2)
+    backend.kv_scale_orig_quant.div_(2)
+    load(service, 1.1)
+    for request_id in (3, 4):
+        service.serve(LlmRequest(request_id, [*DOCUMENT, *text(request_id, 5)]))
+        assert reused(service, request_id) == 0
+    assert service.report(4).reason == "kv_scales"
+    service.close()

@@ -148,3 +148,19 @@ def test_requests_that_run_meanwhile_leave_no_donor(
     served.settle()
     assert not served.scheduler.donor_index.held().donors
     assert assert_cold(served, answers["other"], [MOVED, DONOR]) == [0, 0]
+
+
+def rescale(worker: Any) -> None:
+    for each in worker.model_runner.get_model().modules():
+        if hasattr(each, "_k_scale_float"):
+            each._k_scale.fill_(0.5)
+            each._k_scale_float = 0.5
+
+
+def test_new_scales_of_an_fp8_cache_end_reuse(engine: Callable[..., Served]) -> None:
+    served = taught(engine("exact", kv_cache_dtype="fp8"))
+    served.core.model_executor.collective_rpc(rescale)
+    served.forget()
+    served.ask(DONOR)
+    assert reused(served) == 0
+    assert served.runtime.refusal == "kv_scales"
