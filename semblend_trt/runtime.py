@@ -159,7 +159,8 @@ class SavedDonor:
 class PoolFacts:
     """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
     those that `needs_scales` asks for. `chunk`: the tokens of a chunk where some layers attend to no others.
-    `keys_dtype`: that of the keys beside the pool, which donors are then kept in."""
+    `keys_dtype`: that of the keys beside the pool, which donors are then kept in. `holds_saved_blocks`: a request that
+    is being saved keeps its own blocks until its save has ended."""
 
     geometry: KvGeometry
     num_blocks: int
@@ -167,6 +168,7 @@ class PoolFacts:
     scales: str | None = None
     chunk: int | None = None
     keys_dtype: torch.dtype | None = None
+    holds_saved_blocks: bool = False
 
     @property
     def donor_dtype(self) -> torch.dtype:

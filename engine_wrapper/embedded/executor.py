@@ -68,11 +68,12 @@ class Executor:
         # With a transceiver, most versions leave the blocks of saved requests unpinned.
         self._pins_saved = self._version.pins_with_transceiver or llm_args.cache_transceiver_config is None
         self._is_v2 = uses_v2(llm_args)
+        self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
         self._eos_token_ids = runner.eos_token_ids
         facts, block = runner.facts, cache.tokens_per_block
         geometry = KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
-        layout = self._version.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
+        layout = llm_args.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
         self.pool = KvPool(blocks, geometry, kv_dtype, runner.device, layout)
         self.model_runner.attach_pool(self.pool.computed, geometry, llm_args.max_num_tokens)
         self.block_manager = BlockManager(
@@ -80,7 +81,7 @@ class Executor:
             cache,
             self.pool.copy_block,
             guarantees=not self._is_v2,
-            replaces=self._version.holds_saved_blocks,
+            replaces=self._holds_saved_blocks,
         )
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
@@ -348,7 +349,7 @@ class Executor:
     def _finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
         """Ends a running request: with `publish` offers its blocks for reuse, then frees or saves them.
 
-        During a save it keeps all its blocks or only those in the reuse tree, as the contract's version has it.
+        During a save it keeps all its blocks or only those in the reuse tree, as the cache manager has it.
         """
         request_id = request.request_id
         request.finish_reason = reason
@@ -363,7 +364,7 @@ class Executor:
             request.complete(reason)
             return
         request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
-        if self._version.holds_saved_blocks:
+        if self._holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
         elif self._pins_saved:
             self.block_manager.pin(request_id)
@@ -385,7 +386,7 @@ class Executor:
             return
         saved, loaded = self.connector.get_finished()
         for index, request in enumerate(saved):
-            if self._version.holds_saved_blocks:
+            if self._holds_saved_blocks:
                 self.block_manager.release(request.request_id)
             elif index == 0 or self._version.unpins_every_save:
                 self.block_manager.unpin(request.request_id)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from semblend_trt.connector.contract import contract_version
 from semblend_trt.errors import ConfigurationError
 
 
@@ -111,6 +112,16 @@ class LlmArgs(StrictModel):
     transfer_timeout: float = Field(default=60.0, gt=0)
     follows_transformers: ClassVar[bool] = True
     tells_kv_scales: ClassVar[bool] = False
+
+    @property
+    def holds_saved_blocks(self) -> bool:
+        """Whether the engine keeps an ended request's own blocks until its save has ended, under V1 too."""
+        return self.contract == "embedded"
+
+    @property
+    def flashinfer_layout(self) -> str:
+        """How a block is ordered under `attn_backend` FLASHINFER."""
+        return contract_version(self.contract).flashinfer_layout
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

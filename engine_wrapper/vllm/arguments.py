@@ -67,8 +67,8 @@ class EngineArguments:
     refusal: str | None = None
     follows_transformers: bool = True
     halved_model_types: tuple[str, ...] = ()
-    # Blocks of an ended request are held until its save is told, as under that version of the contract.
-    contract: str = "main"
+    # vLLM keeps the blocks of a request whose `request_finished` was True until `get_finished` names it.
+    holds_saved_blocks: bool = True
     # Those of an fp8 cache are judged when the caches are registered.
     tells_kv_scales: bool = True
 

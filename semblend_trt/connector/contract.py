@@ -117,8 +117,6 @@ class ContractVersion:
       disappears.
     - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
     - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
-    - `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended. Otherwise only
-      the equal blocks of the reuse tree are pinned, and the request's own are freed at its end.
     - `pins_with_transceiver`: saved requests are pinned in a disaggregated set-up, too.
     - `unpins_every_save`: all requests that one `get_finished` names are unpinned; otherwise the first one is, and the
       others' blocks are lost.
@@ -141,7 +139,6 @@ class ContractVersion:
     tells_cut_short: bool
     survives_failed_forward: bool
     defers_cancel: bool
-    holds_saved_blocks: bool
     pins_with_transceiver: bool
     unpins_every_save: bool
     keeps_windowed_kv: bool
@@ -168,7 +165,6 @@ V11 = ContractVersion(
     tells_cut_short=True,
     survives_failed_forward=True,
     defers_cancel=False,
-    holds_saved_blocks=False,
     pins_with_transceiver=False,
     unpins_every_save=False,
     keeps_windowed_kv=False,
@@ -205,7 +201,6 @@ MAIN = replace(
     request_attributes=BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
     floors_local_match=True,
     defers_cancel=True,
-    holds_saved_blocks=True,
     asks_without_reuse=True,
     allows_v2=True,
 )
@@ -236,9 +231,9 @@ def match_of(module: ModuleType) -> tuple[ContractVersion, tuple[str, ...]]:
     """The known version from which `module`, TensorRT-LLM's connector module, differs in the fewest places.
 
     Compared are its path, the fields of RequestData and the methods of the base classes: releases are told apart by
-    what they have, not by their number.
+    what they have, not by their number. Of versions that are as near the oldest is taken, which promises least.
     """
-    matches = [(version, _differences(module, version)) for version in (MAIN, V13, V12, V11)]
+    matches = [(version, _differences(module, version)) for version in (V11, V12, V13, MAIN)]
     return min(matches, key=lambda match: len(match[1]))
 
 
@@ -377,7 +372,7 @@ def version_of(llm_args: Any) -> ContractVersion:
     """The version of the contract that the engine of `llm_args` keeps.
 
     The embedded engine names it in `contract`; TensorRT-LLM's follows from its module. Where nothing is known it is the
-    oldest, which holds and tells least.
+    oldest, which promises least.
     """
     named = VERSIONS.get(getattr(llm_args, "contract", ""))
     if named is not None:
@@ -386,9 +381,12 @@ def version_of(llm_args: Any) -> ContractVersion:
 
 
 def flashinfer_layout(llm_args: Any) -> str | None:
-    """How the attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be read."""
-    if _upstream is None:
-        return version_of(llm_args).flashinfer_layout
+    """How the attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be read.
+
+    The embedded engine says so in `flashinfer_layout`; TensorRT-LLM's own module does.
+    """
+    if (stated := getattr(llm_args, "flashinfer_layout", None)) is not None:
+        return str(stated)
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises, version_of
+from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, facts_or_refusal
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
@@ -96,7 +96,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
-        self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
+        # Main's V1 tells whole blocks of its prefix alone, and nothing of the part of a block that it copies.
+        self._tells_parts = getattr(getattr(llm_args, "kv_cache_config", None), "enable_partial_reuse", None) is False
         self._serving: _Serving | None = None
         self._weights_changes = 0
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
@@ -414,12 +415,15 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         had them have ended, even if the engine does not say so.
 
         Into the first of them the engine copies its own part of the tokens, beside the stream of its forwards. An
-        engine that does not hold what is saved may take a block from which a save still reads.
+        engine that does not hold what is saved may take a block from which a save still reads. One that has told no
+        part of a block yet may copy without a word.
         """
         shared, copied = divmod(tracked.num_computed_tokens, serving.pool.geometry.block_size)
+        self._tells_parts |= copied > 0
         for ended in self._requests.displaced(block_ids[shared:], tracked):
             self._end(ended)
-        if copied and not self._holds_saved_blocks and shared < len(block_ids):
+        may_copy = copied or not self._tells_parts
+        if may_copy and not serving.pool.holds_saved_blocks and shared < len(block_ids):
             serving.donor_index.copied_into(block_ids[shared])
 
     # -- the end of a request --------------------------------------------------------------------------------------

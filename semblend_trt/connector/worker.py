@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.kv_move import warm_up
 from kernels.layout import SUPPORTED_DTYPES
 from semblend_trt.config import DonorDtype, load_settings
-from semblend_trt.connector.contract import KvCacheConnectorWorker, version_of
+from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.eligibility import WRAPPER_MODULE, cuts_kv, served_facts
 from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
@@ -80,7 +80,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**getattr(llm_args, "settings", {}))
         self._facts: ModelFacts | None = None
-        self._holds_saved_blocks = version_of(llm_args).holds_saved_blocks
+        # Of TensorRT-LLM's cache managers V2 alone does; other engines state it.
+        self._holds_saved_blocks = bool(getattr(llm_args, "holds_saved_blocks", False))
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._ended_saves: deque[int] = deque()
         self._followed: dict[int, _FollowedRequest] = {}
@@ -114,7 +115,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups, or whose KV is
         dropped outside of a window, by name."""
-        pool = None
+        pool, self._holds_saved_blocks = None, True
         try:
             refusal = _layout_refusal(layout, self._llm_args)
             if refusal is None:
@@ -168,7 +169,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             keys = self._computed_keys(pool, geometry)
         self._open(pool, geometry, facts.rotation, keys)
         keys_dtype = None if keys is None else keys.dtype
-        self._runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, keys_dtype)
+        self._runtime.pool = PoolFacts(
+            geometry, pool.shape[0], pool.dtype, scales, facts.chunk, keys_dtype, self._holds_saved_blocks
+        )
 
     def _kv_scales(self) -> str | None:
         """For a worker that knows its engine: a digest of the scales of its fp8 cache; None where they are not known.

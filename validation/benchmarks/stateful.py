@@ -82,6 +82,11 @@ class Case:
         return contract_version(self.contract)
 
     @property
+    def holds_saved_blocks(self) -> bool:
+        """Whether a request keeps its own blocks until its save has ended."""
+        return self.v2 or self.contract == "embedded"
+
+    @property
     def refusal(self) -> str | None:
         """Why our connector refuses this engine, None where it does not."""
         if self.transceiver:
@@ -243,6 +248,16 @@ class Life:
             self.quiet()
         self.counts["steps"] = number
 
+    def let_saves_go_on(self) -> None:
+        """Opens the gate, and counts what has gathered behind it."""
+        behind = self._executor.pending_transfers
+        self.counts["saves_behind"] += len(behind)
+        self.counts["saves_together"] += len(behind) > 1
+        free = set(self._llm.block_manager._free)
+        self.counts["blocks_handed_on"] += sum(len(self._freed.get(each, free) - free) for each in behind)
+        self._freed.clear()
+        self.gate.open()
+
     def quiet(self) -> None:
         """Waits for the end of everything: then nothing is held, and donors hold the right KV."""
         self.gate.open()
@@ -290,13 +305,7 @@ class Life:
     def _roughen(self) -> None:
         """Now and then lets saves go on, evicts blocks, and has the next forward fail."""
         if self._random.random() < SAVES_GO_ON:
-            behind = self._executor.pending_transfers
-            self.counts["saves_behind"] += len(behind)
-            self.counts["saves_together"] += len(behind) > 1
-            free = set(self._llm.block_manager._free)
-            self.counts["blocks_handed_on"] += sum(len(self._freed.get(each, free) - free) for each in behind)
-            self._freed.clear()
-            self.gate.open()
+            self.let_saves_go_on()
         self.gate.close()
         if self._random.random() < EVICTS:
             self._evict()

@@ -25,7 +25,7 @@ from tests.engine_wrapper.embedded.conftest import (
     prompt,
     teach,
 )
-from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS, FREEING, cut_short
+from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS, cut_short
 
 POOLED = FORMS[:-1]  # those in which one tensor describes the pool
 MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
@@ -194,12 +194,30 @@ def test_donors_hold_their_own_kv_when_others_got_their_blocks_meanwhile(make_ou
         # Both run in one forward: of what they share each has blocks of its own, and the tree keeps the first's.
         llm.generate([SHARED + prompt(20, seed) for seed in (1, 2)], TWO)
         saved = llm.executor.pending_transfers
-        if contract in FREEING:
-            llm.generate([prompt(190, 3)], TWO)
+        llm.generate([prompt(190, 3)], TWO)
     assert saved == [1, 2]
     llm.settle()
     for seed in (1, 2):
         check_answers(llm, cold, SHARED + prompt(20, seed)[:15], reused=165)
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize(
+    ("contract", "partial", "kept"), [("main", True, 1), ("main", False, 2), ("1.3rc", True, 2)]
+)
+def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(make_ours, contract, partial, kept):
+    llm = make_ours(contract, None, cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
+    llm.generate([prompt(20)], TWO)
+    llm.generate([prompt(15)], TWO)  # 1.3rc tells 14 of its tokens, main 8
+    forget_prefixes(llm)
+    with saves_wait(llm):
+        llm.generate([prompt(100, 1)], TWO)
+        *others, freed = llm.block_manager._free
+        llm.generate([prompt(len(others) * BLOCK - 1, 2)], TWO)
+        assert llm.block_manager._free[0] == freed
+        llm.generate([prompt(5, 3)], TWO)
+    llm.settle()
+    assert donors(llm) == kept
     check_nothing_is_held(llm)
 
 

@@ -19,7 +19,6 @@ from vllm.model_executor.layers.attention import Attention
 from engine_wrapper.vllm.arguments import arguments_of, settings_of, settings_off, vllm_version
 from semblend_trt.config import Settings, load_settings, settings_table
 from semblend_trt.connector.chunked_attention import LLAMA4
-from semblend_trt.connector.contract import version_of
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
@@ -100,7 +99,7 @@ def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
     assert arguments.max_num_tokens == engine_config().scheduler_config.max_num_batched_tokens
     assert (arguments.model_kwargs, arguments.speculative_config) == ({}, None)
     assert engine_refusal(arguments) is None
-    assert version_of(arguments).holds_saved_blocks
+    assert arguments.holds_saved_blocks
 
 
 def test_only_vllms_own_code_puts_channels_into_another_order() -> None:

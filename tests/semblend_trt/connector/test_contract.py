@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from semblend_trt.connector import contract
-from semblend_trt.connector.contract import V11, VERSIONS, flashinfer_layout, version_of
-from tests.semblend_trt.doctor.test_trtllm import module_of
+from semblend_trt.connector.contract import V11, VERSIONS, flashinfer_layout, match_of, version_of
+from tests.semblend_trt.doctor.test_trtllm import CALLABLE, FIELDS, OLD, RELEASES, module_of
 
 
 @pytest.mark.parametrize("name", VERSIONS)
@@ -18,7 +18,13 @@ def test_the_embedded_engine_names_its_version(name):
 def test_another_engine_is_known_by_what_its_module_has(monkeypatch, release):
     monkeypatch.setattr(contract, "_upstream", module_of(release))
     assert version_of(SimpleNamespace()).name == release
-    assert version_of(SimpleNamespace()).holds_saved_blocks == (release == "main")
+
+
+def test_of_versions_that_are_as_near_the_one_that_promises_least_is_taken(monkeypatch):
+    # 1.2 with the half of what 1.3rc has more.
+    monkeypatch.setitem(RELEASES, "between", (OLD, [*FIELDS, "priorities"], ["wait_for_initialization"], [CALLABLE]))
+    version, differences = match_of(module_of("between"))
+    assert (version.name, len(differences)) == ("1.2", 2)
 
 
 def test_what_is_not_known_is_taken_for_the_oldest():
@@ -39,5 +45,6 @@ def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layou
     monkeypatch.setattr(contract, "_upstream", module_of("1.2"))
     monkeypatch.setattr(contract.importlib, "import_module", import_module)
     assert flashinfer_layout(SimpleNamespace()) == layout
+    assert flashinfer_layout(SimpleNamespace(flashinfer_layout="played")) == "played"
     found.clear()
     assert flashinfer_layout(SimpleNamespace()) is None

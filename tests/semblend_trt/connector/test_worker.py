@@ -180,10 +180,10 @@ def test_a_save_ends_with_its_exact_part_or_where_a_block_cannot_be_the_requests
     assert (told.tokens, told.error is None) == (kept, kept > 0)
 
 
-@pytest.fixture
-def early(tiny_qwen2_path):
+@pytest.fixture(params=["1.1", "main"])
+def early(tiny_qwen2_path, request):
     """A worker of an engine that gives a request's blocks to others while they are saved."""
-    built = SemBlendKvConnectorWorker(LlmArgs(model=tiny_qwen2_path, contract="1.1"))
+    built = SemBlendKvConnectorWorker(LlmArgs(model=tiny_qwen2_path, contract=request.param))
     built.register_kv_caches(pool())
     yield built
     built.close()
