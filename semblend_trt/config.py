@@ -229,8 +229,8 @@ class DonorSettings(SettingsGroup):
         ge=1 << 20,
         le=1 << 40,
         description="Device memory for copies of ended requests on their way to a tier, in bytes; taken only where the "
-        "engine gives a request's blocks to others before it is saved (TensorRT-LLM up to 1.3). A donor is cut to what "
-        "is free of it.",
+        "engine gives a request's blocks to others before it is saved (TensorRT-LLM's V1 manager). A donor is cut to "
+        "what is free of it.",
     )
     disk_bytes: int = Field(
         0,

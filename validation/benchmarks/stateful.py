@@ -113,6 +113,7 @@ HABIT_CASES = (
     Case("1.2", v2=False, overlap=True, rough=True),
     Case("1.3rc", v2=False, overlap=False, wrapper=True, rough=True),
     Case("main", v2=False, overlap=False, rough=True),
+    Case("main", v2=False, overlap=True, wrapper=True, rough=True),
     Case("main", v2=True, overlap=True, wrapper=True, rough=True),
     Case("embedded", v2=False, overlap=True, rough=True),
     Case("main", v2=False, overlap=False, rough=True, block_reuse=False),
@@ -423,6 +424,10 @@ class Lives:
         self.wrong_tokens += life.wrong_tokens
         self.leaked_blocks += life.leaked_blocks
 
+    def __add__(self, other: Lives) -> Lives:
+        wrong, leaked = self.wrong_tokens + other.wrong_tokens, self.leaked_blocks + other.leaked_blocks
+        return Lives(self.clean + other.clean, wrong, leaked, self.counts + other.counts)
+
     @property
     def happened(self) -> str:
         names = sorted(name for name in self.counts if name != "steps")
@@ -431,11 +436,13 @@ class Lives:
 
 def run(steps: int, rows: Results) -> None:
     """Divides `steps` among the engines without habits, and runs as many in each of the others as in one of these."""
-    plain, habits = Lives(), Lives()
+    plain, others, v1 = Lives(), Lives(), Lives()
     for index, case in enumerate(CASES):
         plain.add(case, steps // len(CASES) + (index < steps % len(CASES)))
     for case in HABIT_CASES:
-        habits.add(case, steps // len(CASES))
+        is_v1 = case.contract == "main" and not case.v2 and case.refusal is None
+        (v1 if is_v1 else others).add(case, steps // len(CASES))
+    habits = others + v1
     lived = steps + len(HABIT_CASES) * (steps // len(CASES))
     kinds = f"{len(CASES)} kinds of engine; {plain.happened}"
     habitual = f"{len(HABIT_CASES)} engines with habits; {habits.happened}"
@@ -443,6 +450,7 @@ def run(steps: int, rows: Results) -> None:
     rows.add("stateful_hits", plain.counts["hits"], "requests", kinds, HITS, "higher")
     rows.add("trtllm_habits_wrong_tokens", habits.wrong_tokens, "tokens", habitual, 0)
     rows.add("trtllm_habits_leaked_blocks", habits.leaked_blocks, "blocks", habitual, 0)
+    rows.add("v1_held_saves_wrong_tokens", v1.wrong_tokens, "tokens", f"those of main's V1 manager; {v1.happened}", 0)
 
 
 main = partial(

@@ -202,9 +202,7 @@ def test_donors_hold_their_own_kv_when_others_got_their_blocks_meanwhile(make_ou
     check_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize(
-    ("contract", "partial", "kept"), [("main", True, 1), ("main", False, 2), ("1.3rc", True, 2)]
-)
+@pytest.mark.parametrize(("contract", "partial", "kept"), [("main", True, 1), ("main", False, 2), ("1.3rc", True, 2)])
 def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(make_ours, contract, partial, kept):
     llm = make_ours(contract, None, cache={"max_tokens": 32 * BLOCK, "enable_partial_reuse": partial})
     llm.generate([prompt(20)], TWO)
