@@ -80,7 +80,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**getattr(llm_args, "settings", {}))
         self._facts: ModelFacts | None = None
-        # Of TensorRT-LLM's cache managers V2 alone does; other engines state it.
+        # TensorRT-LLM's V2 alone does, which its layout shows; other engines state it.
         self._holds_saved_blocks = bool(getattr(llm_args, "holds_saved_blocks", False))
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._ended_saves: deque[int] = deque()
@@ -243,8 +243,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Starts moves between the tiers, and to save the requests handed in; returns those whose save has ended, on
         every rank where there are several. Waits for no transfer.
 
-        Engines that do not hold what is saved are told of one request a call: version 1.1 never gives the blocks of a
-        second one back.
+        Engines that do not hold what is saved are told of one request a call: some never give the blocks of a second
+        one back.
         """
         self._begin_moves()
         for request_id in finished_gen_req_ids:

@@ -85,6 +85,7 @@ def test_both_halves_take_the_arguments_and_meet(monkeypatch: pytest.MonkeyPatch
         assert [half._settings.min_donor_tokens for half in (worker, scheduler)] == [77, 77]
         assert worker._runtime is scheduler._runtime
         assert scheduler._refusal is None
+        assert worker._holds_saved_blocks
     finally:
         scheduler.close()
         worker.close()
@@ -99,7 +100,6 @@ def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
     assert arguments.max_num_tokens == engine_config().scheduler_config.max_num_batched_tokens
     assert (arguments.model_kwargs, arguments.speculative_config) == ({}, None)
     assert engine_refusal(arguments) is None
-    assert arguments.holds_saved_blocks
 
 
 def test_only_vllms_own_code_puts_channels_into_another_order() -> None:

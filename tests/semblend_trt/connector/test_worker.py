@@ -224,6 +224,22 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
         assert [each.get_finished(ended, [])[0] for ended in ([99], [], [], [])] == answers
 
 
+@pytest.mark.parametrize(
+    ("contract", "has_layout", "held"),
+    [("1.3rc", False, False), ("main", False, False), ("main", True, True), ("embedded", False, True)],
+)
+def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, has_layout, held):
+    args = LlmArgs(model=tiny_qwen2_path, contract=contract)
+    worker = SemBlendKvConnectorWorker(args)
+    if has_layout:
+        worker.register_kv_cache_layout(cache_layout(pool(), BLOCK, None))
+    else:
+        worker.register_kv_caches(pool())
+    assert runtime_for(args).pool.holds_saved_blocks == held
+    assert (worker.saver._snapshots is None) == held
+    worker.close()
+
+
 def begin(worker, **fields):
     """An iteration whose forward fails: no save is waited for."""
     worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
