@@ -31,11 +31,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, WARM_PRIORITY, RequestStream
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig
 from engine_wrapper.embedded.sampling import SamplingParams
+from semblend_trt.chats import PromptError
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.config import PREFIXES, load_settings
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER, ColdRuns, asks_to_verify, is_repeatable
-from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
+from semblend_trt.fleet.router.prompts import PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.serving import (
     Connections,
     RequestRefusedError,
@@ -65,38 +66,26 @@ BOUNDS = ServerBounds()
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
 MAX_REQUESTS = 256
-# Fields that would change the answer and are not supported, each with its neutral value; null is always neutral.
-_UNSUPPORTED: dict[str, Any] = {
-    "allowed_token_ids": None,
+# Fields that are known with one value alone, which changes nothing.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("best_of", "length_penalty", "n", "repetition_penalty"), 1),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "no_repeat_ngram_size", "presence_penalty"), 0),
+    **dict.fromkeys(("early_stopping", "echo", "include_stop_str_in_output", "logprobs", "use_beam_search"), False),
     "bad_words": [],
-    "best_of": 1,
-    "early_stopping": False,
-    "echo": False,
-    "frequency_penalty": 0,
-    "functions": [],
-    "guided_choice": None,
-    "guided_grammar": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "include_stop_str_in_output": False,
-    "length_penalty": 1,
     "logit_bias": {},
-    "logprobs": False,
-    "lora_request": None,
-    "min_p": 0,
-    "min_tokens": 0,
-    "n": 1,
-    "no_repeat_ngram_size": 0,
-    "presence_penalty": 0,
-    "prompt_logprobs": None,
-    "repetition_penalty": 1,
     "response_format": {"type": "text"},
-    "structured_outputs": None,
-    "suffix": "",
-    "tools": [],
+    "skip_special_tokens": True,
     "top_logprobs": 0,
-    "truncate_prompt_tokens": None,
-    "use_beam_search": False,
+}
+# Fields that say who asks, or what else to tell; answers are the same with them.
+_PASSED_OVER = {"metadata", "request_id", "return_token_ids", "user"}
+# Fields of which the prompt is made; PromptReader checks them.
+_OF_PROMPT = {
+    False: {"prompt", "add_special_tokens"},
+    True: {
+        *("messages", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("chat_template_kwargs", "reasoning_effort"),
+    },
 }
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -108,11 +97,15 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool = False
 
 
 class KvTransferParams(BaseModel):
     """What a request asks of the connector."""
+
+    model_config = ConfigDict(extra="forbid")
 
     exact_only: Annotated[bool, Field(alias=EXACT_ONLY)] = False
     cold: Annotated[bool, Field(alias=COLD)] = False
@@ -121,7 +114,7 @@ class KvTransferParams(BaseModel):
 class CompletionBody(BaseModel):
     """The supported fields of completion and chat requests; None is the default, which clients send as null."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str | None = None
     max_tokens: int | None = None
@@ -166,20 +159,27 @@ class CompletionBody(BaseModel):
             raise RequestRefusedError(400, "bad_field", str(error)) from None
 
 
-def read_body(body: dict[str, Any]) -> CompletionBody:
-    """Checks a body's fields. Raises RequestRefusedError for wrong values and for unsupported fields."""
-    for name, neutral in _UNSUPPORTED.items():
-        value = body.get(name)
-        # `logprobs` 0 asks for the tokens' own log-probabilities, false for none.
-        is_neutral = value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
-        if value is not None and not is_neutral:
-            raise RequestRefusedError(400, "unsupported_field", f"{name} is not supported by this engine; leave it out")
+def read_body(body: dict[str, Any], *, is_chat: bool) -> CompletionBody:
+    """Checks a body's fields; null is the same as none. Raises RequestRefusedError for wrong values, and for all fields
+    that are not known."""
+    asked = {name: value for name, value in body.items() if not _is_neutral(name, value)}
     try:
-        return CompletionBody.model_validate(body)
+        return CompletionBody.model_validate({name: asked[name] for name in asked.keys() - _OF_PROMPT[is_chat]})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            message = f"{place} is not supported by this engine; leave it out"
+            raise RequestRefusedError(400, "unsupported_field", message) from None
         raise RequestRefusedError(400, "bad_field", f"{place}: {first['msg']}") from None
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    if value is None or name in _PASSED_OVER:
+        return True
+    neutral = _NEUTRAL.get(name)
+    # `logprobs` 0 asks for the tokens' own log-probabilities, false for none.
+    return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
 
 
 # -- the engine's thread ----------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ class Worker:
     async def _read(self, request: web.Request, *, is_chat: bool) -> tuple[CompletionBody, list[int]]:
         """A request's fields, and its prompt's token ids."""
         body, size = await json_object(request, self._bounds)
-        fields = read_body(body)
+        fields = read_body(body, is_chat=is_chat)
         if fields.model not in (None, self.name):
             raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
         read = PromptReader.chat if is_chat else PromptReader.completion

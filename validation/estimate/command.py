@@ -3,7 +3,8 @@
 No model and no card are needed. FILE holds JSON lines (OpenAI request bodies, LiteLLM's logs, chats, texts, token ids),
 a log of vLLM, or plain text with a prompt a line. Prompts are served in order, each whole before the next. What it
 prints and writes names documents by a digest, and never holds their text. Lines that cannot be read are passed over and
-counted. It exits with 0, and with 2 when nothing could be read. docs/estimate.md says how to read the figures.
+counted. It exits with 0, and with 2 when it passed over more than it read. docs/estimate.md says how to read the
+figures.
 """
 
 from __future__ import annotations
@@ -113,7 +114,14 @@ def run(arguments: argparse.Namespace) -> int:
     for sentence in filter(None, (skipped.sentence(), model.sentence())):
         sys.stdout.write(printable(sentence) + "\n")
     _write(report, arguments)
-    return 0
+    passed_over = skipped.counts.total()
+    if passed_over <= figures.prompts:
+        return 0
+    sys.stderr.write(
+        f"semblend-trt: {passed_over:,} lines were passed over and {figures.prompts:,} prompts read, so that these are "
+        "not the figures of this log; mend what is named above\n"
+    )
+    return USAGE_ERROR
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

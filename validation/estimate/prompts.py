@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
 from validation.replay.trace import Skipped, bounded_lines, too_long
@@ -90,22 +91,17 @@ class Encoder:
             self._backend.no_truncation()
             self._backend.no_padding()
 
-    def render(self, messages: list[dict[str, Any]], tools: Any) -> str:
-        """A chat as the model reads it, by the template where there is one. Raises UnreadError."""
+    def render(self, body: dict[str, Any]) -> tuple[str, bool]:
+        """A chat as the model reads it, and whether its special tokens are in it. Without a template, all its texts.
+        Raises UnreadError."""
         if not getattr(self._tokenizer, "chat_template", None):
-            said = [f"tools\n{json.dumps(tools)}<|end|>"] if tools else []
-            return "".join((*said, *map(_plain, messages)))
+            said = [f"{name}\n{json.dumps(body[name])}<|end|>" for name in ("tools", "documents") if body.get(name)]
+            return "".join((*said, *map(_plain, body["messages"]))), True
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools or None,
-                    tokenize=False,
-                    add_generation_prompt=messages[-1].get("role") != "assistant",
-                )
-            )
-        except Exception:  # a template raises what it likes
-            raise UnreadError("refused by the tokenizer's chat template") from None
+            text, special = render_chat(body, self._tokenizer)
+        except ChatError as error:
+            raise UnreadError(f"refused for its {error.name}, as vLLM reads chats") from None
+        return text, not special
 
     def encode(self, prompts: list[Prompt]) -> list[TokenArray]:
         """The token ids of each prompt, int32 [n]."""
@@ -224,7 +220,8 @@ class PromptLog:
         first = next((_text_of(body[name]) for name in _INSTRUCTIONS if body.get(name)), "")
         if first:
             messages.insert(0, {"role": "system", "content": first})
-        return _checked(self._encoder.render(messages, body.get("tools"))), True
+        text, is_rendered = self._encoder.render({**body, "messages": messages})
+        return _checked(text), is_rendered
 
 
 def _of_vllm(line: int, text: str) -> Iterator[Prompt]:
@@ -293,12 +290,20 @@ def _several(content: Any) -> list[Any]:
 
 
 def _message(found: dict[str, Any]) -> dict[str, Any]:
-    """A chat's message with its content as text. Items of the Responses API may have no role. Raises UnreadError."""
+    """A message of a chat; other APIs' items as such a one, without a role or with parts of their own. Raises
+    UnreadError."""
     if isinstance(found.get("role"), str):
-        return {**found, "content": _text_of(found.get("content"))}
+        content = found.get("content")
+        if isinstance(content, list):
+            content = [part if _is_text(part) else {"type": "text", "text": _text_of(part)} for part in content]
+        return {**found, "content": content} if "content" in found else found
     if "output" in found:
         return {"role": "tool", "content": _text_of(found["output"])}
     return {"role": "assistant", "content": json.dumps(found)}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text")
 
 
 def _text_of(content: Any) -> str:
@@ -327,7 +332,7 @@ def _text_of(content: Any) -> str:
 def _plain(message: dict[str, Any]) -> str:
     """A message where there is no template."""
     calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-    return f"{message['role']}\n{message['content']}{calls}<|end|>"
+    return f"{message['role']}\n{_text_of(message.get('content'))}{calls}<|end|>"
 
 
 def _checked(text: str) -> str:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import web
 
+from semblend_trt.chats import PromptError
 from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters, worker_name
-from semblend_trt.fleet.router.prompts import PromptError, PromptReader, PromptTooLongError, ReadingThreads
+from semblend_trt.fleet.router.prompts import PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.replicas import (
     CLIENT_LEFT,
     AnswerBounds,

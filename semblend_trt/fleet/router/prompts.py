@@ -7,7 +7,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from semblend_trt.errors import SemBlendError
+from semblend_trt.chats import PromptError, read_messages, refuse_other_prompts, render_chat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,10 +16,6 @@ _T = TypeVar("_T")
 
 # Bodies of at most so many bytes are read on the thread for short ones.
 SHORT_BODY_BYTES = 32 << 10
-
-
-class PromptError(SemBlendError, ValueError):
-    """A body has no readable prompt."""
 
 
 class PromptTooLongError(PromptError):
@@ -37,15 +33,15 @@ class PromptReader:
         longest = 0 if max_tokens is None else max(map(len, tokenizer.get_vocab()))
         self._max_characters = None if max_tokens is None else max_tokens * longest
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
     def completion(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of `prompt`: a text, a list of token ids, or a list of one of these. Raises PromptError."""
+        refuse_other_prompts(body)
         prompt = completion_prompt(body)
         if isinstance(prompt, str):
-            return self._encoded(prompt, special=True)
+            special = body.get("add_special_tokens", True)
+            if not isinstance(special, bool):
+                raise PromptError("add_special_tokens is true or false")
+            return self._encoded(prompt, special=special)
         if self._max_tokens is not None and len(prompt) > self._max_tokens:
             message = f"the prompt has {len(prompt)} tokens, more than the {self._max_tokens} of this model; send less"
             raise PromptTooLongError(message)
@@ -53,27 +49,15 @@ class PromptReader:
 
     def chat(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of `messages`, by the tokenizer's template. Raises PromptError."""
-        if not self.has_chat_template:
-            raise PromptError("the model's tokenizer has no chat template; use /v1/completions")
-        texts = [text for _, text in self.texts(body)]
-        messages = [{**message, "content": text} for message, text in zip(body["messages"], texts, strict=True)]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=body.get("tools"), add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates are programs and may raise anything
-            raise PromptError(f"the model's chat template does not take these messages: {error}") from None
-        return self._encoded(text, special=False)
+        text, special = render_chat(body, self._tokenizer)
+        return self._encoded(text, special=special)
 
     def texts(self, body: Mapping[str, Any]) -> list[tuple[str | None, str]]:
         """Role and text of each message; or None and the prompt, where it is a text. Raises PromptError."""
         if "messages" not in body:
             prompt = completion_prompt(body)
             return [(None, prompt)] if isinstance(prompt, str) else []
-        messages = body["messages"]
-        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-            raise PromptError("messages is a list of objects with role and content, with at least one")
-        return [_role_and_text(number, message) for number, message in enumerate(messages)]
+        return [(message["role"], message["content"]) for message in read_messages(body)]
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of a part of a prompt. Raises PromptError."""
@@ -125,17 +109,3 @@ def completion_prompt(body: Mapping[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     raise PromptError("prompt is a text or a list of token ids, one prompt a request")
-
-
-def _role_and_text(number: int, message: Mapping[str, Any]) -> tuple[str, str]:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise PromptError(f"messages[{number}] has no role; give system, user, assistant or tool")
-    if isinstance(content, list):
-        parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        if len(parts) < len(content):
-            raise PromptError(f"messages[{number}] holds more than text; this model takes text")
-        content = "\n".join(parts)
-    if not isinstance(content, str | None):
-        raise PromptError(f"messages[{number}].content is {type(content).__name__}; give text")
-    return role, content or ""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import signal
-import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,10 +18,10 @@ from semblend_trt.cli.main import main
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.router.tenants import Tenants
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
-from tests.engine_wrapper.vllm.place import PLACE
+from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.conftest import NatsServer
 from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
-from validation.benchmarks.server_process import MODEL, ServerProcess, router
+from validation.benchmarks.server_process import MODEL, router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,12 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "stock-lists"
 SECRET = {"ROUTER_SECRET": "a secret of the router"}
-# A session of its own: the engine is a process beside the server, and outlives it when that is killed.
-SERVE = "import os, sys; os.setsid(); from vllm.entrypoints.cli.main import main; sys.exit(main())"
-OPTIONS = "--dtype float32 --max-model-len 2048 --block-size 32 --enforce-eager --enable-prompt-tokens-details"
-ON_CARD = [word for name, value in PLACE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-# The address is told in the log.
-VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
+OPTIONS = ("--max-model-len", "2048", "--enable-prompt-tokens-details", "--served-model-name", NAME)
 CONFIG = f"""
 port = 0
 show_worker = true
@@ -49,22 +41,18 @@ health_seconds = 0.2
 GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": 8, "temperature": 0}
 
 
-class VllmServer(ServerProcess):
-    """`vllm serve` with the shipped model at a free port, as worker `number` of the fleet."""
+class VllmServer(ServeProcess):
+    """`vllm serve` as worker `number` of the fleet."""
 
     def __init__(self, number: int, nats: str, audit: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url, self.audit = f"http://127.0.0.1:{port}", audit
+        self.audit = audit
         settings = {"worker_id": number, "nats_url": nats, "heartbeat_seconds": 0.5, "audit_path": str(audit)}
         transfer = {**TRANSFER, "kv_connector_extra_config": {**SHORT, "policy": "position_fix", **settings}}
-        options = [*OPTIONS.split(), *ON_CARD, "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
-        command = ("serve", str(MODEL), *options, "--kv-transfer-config", json.dumps(transfer))
         # The engine's own series are counted in its process, and shown by the server's.
         shared = audit.with_suffix(".metrics")
         shared.mkdir()
-        super().__init__("-c", SERVE, *command, **VARIABLES, PROMETHEUS_MULTIPROC_DIR=str(shared))
+        told = (*OPTIONS, "--kv-transfer-config", json.dumps(transfer))
+        super().__init__(*told, PROMETHEUS_MULTIPROC_DIR=str(shared))
 
     def engine(self) -> Any:
         return next(each for each in psutil.Process(self.pid).children() if "EngineCore" in "".join(each.cmdline()))
@@ -73,11 +61,6 @@ class VllmServer(ServerProcess):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             told: str = response.read().decode()
         return told
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        super().kill()
 
 
 @dataclass

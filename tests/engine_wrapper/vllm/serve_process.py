@@ -1,0 +1,35 @@
+"""`vllm serve` with the shipped model in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+
+from tests.engine_wrapper.vllm.place import PLACE
+from validation.benchmarks.server_process import MODEL, ServerProcess
+
+# A session of its own: the engine is a process beside the server, and outlives it when that is killed.
+SERVE = "import os, sys; os.setsid(); from vllm.entrypoints.cli.main import main; sys.exit(main())"
+OPTIONS = "--dtype float32 --block-size 32 --enforce-eager --host 127.0.0.1"
+ON_CARD = [word for name, value in PLACE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+# The address is told in the log.
+VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1"}
+
+
+class ServeProcess(ServerProcess):
+    """A server at a free port, with these options and variables."""
+
+    def __init__(self, *options: str, **variables: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        told = [*OPTIONS.split(), *ON_CARD, "--port", str(port), *options]
+        super().__init__("-c", SERVE, "serve", str(MODEL), *told, **VARIABLES, **variables)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        super().kill()

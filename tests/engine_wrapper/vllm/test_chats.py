@@ -1,0 +1,91 @@
+"""Chats are read as a real `vllm serve` reads them: the same token ids, or a refusal with a name."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from packaging.version import Version
+
+from semblend_trt.chats import ChatError
+from semblend_trt.fleet.router.prompts import PromptReader
+from semblend_trt.model_tokenizer import load_tokenizer
+from tests.engine_wrapper.vllm.serve_process import ServeProcess
+from tests.semblend_trt.chat_bodies import READ, TEMPLATES
+from tests.semblend_trt.fleet.router.test_end_to_end import wait_for
+from validation.benchmarks.server_process import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.every_version
+# Each body brings its template. vLLM refuses tools without a parser of answers.
+OPTIONS = "--trust-request-chat-template --enable-auto-tool-choice --tool-call-parser hermes --max-model-len 8192"
+RENDER, TOKENIZE = "/v1/chat/completions/render", "/tokenize"
+# /tokenize leaves other fields of a chat out, and `reasoning_content` of a message.
+TOKENIZED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+TOKENIZED |= {"chat_template_kwargs", "tool_choice"}
+# 0.32 drops the line and takes such arguments for an empty object; 0.28 keeps the line, gives a list to the template
+# and refuses a text that is cut. We read as the newer one does.
+NEWER = {"a line of Claude Code", "arguments that are a list", "arguments that are cut"}
+IS_NEWER = Version(version("vllm")) >= Version("0.32")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeProcess]:
+    process = ServeProcess(*OPTIONS.split(), "--served-model-name", "m")
+    try:
+        process.address()
+        wait_for(lambda: is_up(process))
+        yield process
+    finally:
+        process.kill()
+
+
+def is_up(server: ServeProcess) -> bool:
+    """vLLM tells its address before it listens there."""
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
+            return response.status == 200
+    except urllib.error.URLError:
+        return False
+
+
+def ids_of(server: ServeProcess, path: str, body: dict[str, Any]) -> list[int] | None:
+    """The token ids of a body; None where vLLM refuses it."""
+    asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        return None
+    found: list[int] = answer["token_ids"] if path == RENDER else answer["tokens"]
+    return found
+
+
+def read(reader: PromptReader, body: dict[str, Any]) -> list[int] | str:
+    try:
+        return reader.chat(body)
+    except ChatError as error:
+        return error.name
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_chat_has_the_tokens_that_vllm_gives_it(server: ServeProcess, kind: str) -> None:
+    tokenizer = load_tokenizer(str(MODEL))
+    tokenizer.chat_template = template = TEMPLATES[kind]
+    reader, count = PromptReader(tokenizer), 0
+    for name, body in READ.items():
+        ours, asked = read(reader, body), {"model": "m", "chat_template": template, **body}
+        paths = [RENDER, *[TOKENIZE] * (body.keys() <= TOKENIZED and "reasoning_content" not in json.dumps(body))]
+        for path in paths if IS_NEWER or name not in NEWER else ():
+            theirs = ids_of(server, path, asked)
+            assert ours == ("template" if theirs is None else theirs), (name, path)
+            count += theirs is not None
+    assert count >= 60

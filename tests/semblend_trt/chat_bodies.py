@@ -1,0 +1,372 @@
+"""Chats as clients send them, and templates of eight kinds as models bring them, written for the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _call(number: int, name: str, arguments: str, **more: Any) -> dict[str, Any]:
+    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
+
+
+def _text(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **more}
+
+
+def _chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **fields}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "How warm is it in Rome?"}
+ANSWER = {"role": "assistant", "content": "  It is 21 degrees.\n"}
+THANKS = {"role": "user", "content": "And in Oslo?"}
+ROME, OSLO = _call(1, "weather", '{"city": "Rome", "days": [1, 2]}'), _call(2, "weather", '{"city": "Oslo"}')
+ASKS = {"role": "assistant", "content": None, "tool_calls": [ROME]}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": '{"degrees": 21}'}
+OTHER = {"role": "tool", "tool_call_id": "call00002", "content": "9 degrees"}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}, "required": ["city"]}
+WEATHER = {"function": {"parameters": CITY, "name": "weather", "description": "Tells it."}, "type": "function"}
+CLOCK = {"type": "function", "function": {"name": "clock", "strict": True, "other": 1}}
+TOOLS = {"tools": [WEATHER, CLOCK]}
+DOCUMENTS = [{"title": "Rome", "text": "Rome is warm."}, {"text": "Oslo is not.", "doc_id": "7"}]
+
+
+def _asked(content: Any = None, **fields: Any) -> dict[str, Any]:
+    """The call with its result, where a message of the assistant has these fields."""
+    return _chat(USER, {"role": "assistant", "content": content, **fields}, RESULT, THANKS, **TOOLS)
+
+
+READ: dict[str, dict[str, Any]] = {
+    "a question": _chat(USER),
+    "a system": _chat(SYSTEM, USER),
+    "turns": _chat(SYSTEM, USER, ANSWER, THANKS),
+    "no system": _chat(USER, ANSWER, THANKS),
+    "system in the middle": _chat(USER, ANSWER, SYSTEM, THANKS),
+    "two systems": _chat(SYSTEM, {"role": "system", "content": "In English."}, USER),
+    "system empty": _chat({"role": "system", "content": ""}, USER),
+    "system as parts": _chat({"role": "system", "content": [_text("Be brief."), _text("Be kind.")]}, USER),
+    "a line of Claude Code": _chat({"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."}, USER),
+    "developer": _chat({"role": "developer", "content": "Be brief."}, USER),
+    "developer after a system": _chat(
+        SYSTEM, USER, ANSWER, {"role": "developer", "content": [_text("Short.")]}, THANKS
+    ),
+    "another role": _chat(USER, {"role": "critic", "content": "Ask for the unit."}, THANKS),
+    "the assistant last": _chat(USER, ANSWER),
+    "names": _chat({**USER, "name": "ann"}, {**ANSWER, "name": "bot"}, {**THANKS, "name": "bob"}),
+    "content as parts": _chat({"role": "user", "content": [_text("How warm"), _text(""), _text("is it?")]}),
+    "a part and a text": _chat({"role": "user", "content": [_text("How warm", cache_control={"type": "x"}), "is it?"]}),
+    "no parts": _chat({"role": "user", "content": []}),
+    "an answer as parts": _chat(USER, {"role": "assistant", "content": [_text("It is"), _text("21.")]}, THANKS),
+    "empty content": _chat({"role": "user", "content": ""}),
+    "no content": _chat({"role": "user"}, ANSWER, THANKS),
+    "null content": _chat(USER, {"role": "assistant", "content": None}, THANKS),
+    "spaces": _chat({"role": "user", "content": "  \n How?\t\n"}),
+    "tokens of the template in a text": _chat({"role": "user", "content": "<|im_end|>\n<|im_start|>system\n[/INST]"}),
+    "other scripts": _chat({"role": "user", "content": "Wie wärmt \u00a0 東京 🌡️?"}),
+    "tools": _chat(SYSTEM, USER, **TOOLS),
+    "tools that are not to be called": _chat(USER, **TOOLS, tool_choice="none"),
+    "a tool that has to be called": _chat(USER, **TOOLS, tool_choice="required"),
+    "a call and its result": _chat(USER, ASKS, RESULT, **TOOLS),
+    "a call and an answer": _chat(SYSTEM, USER, ASKS, RESULT, ANSWER, THANKS, **TOOLS),
+    "a call without tools": _chat(USER, ASKS, RESULT),
+    "parallel calls": _chat(USER, {**ASKS, "tool_calls": [ROME, OSLO]}, RESULT, OTHER, ANSWER, THANKS, **TOOLS),
+    "calls one after the other": _chat(USER, ASKS, RESULT, {**ASKS, "tool_calls": [OSLO]}, OTHER, THANKS, **TOOLS),
+    "a call beside a text": _asked("I look.", tool_calls=[ROME]),
+    "a call with fields of its own": _asked("", tool_calls=[{"index": 0, **ROME}]),
+    "a call without arguments": _asked("", tool_calls=[_call(1, "clock", "")]),
+    "arguments that are null": _asked("", tool_calls=[_call(1, "clock", "null")]),
+    "arguments that nest": _asked("", tool_calls=[_call(1, "clock", '{"a": {"b": [1, {"c": "ü"}]}, "d": 1.50}')]),
+    "arguments that are a list": _asked("", tool_calls=[_call(1, "clock", "[1]")]),
+    "arguments that are cut": _asked("", tool_calls=[_call(1, "clock", '{"city": "Ro')]),
+    "no calls": _asked("Wait.", tool_calls=[]),
+    "calls that are null": _asked("Wait.", tool_calls=None),
+    "a result as parts": _chat(USER, ASKS, {**RESULT, "content": [_text("21"), _text(""), _text("degrees")]}, **TOOLS),
+    "a result with a name": _chat(USER, ASKS, {**RESULT, "name": "weather"}, THANKS, **TOOLS),
+    "reasoning": _chat(USER, {**ANSWER, "reasoning": "I know Rome."}, THANKS, {**ANSWER, "reasoning": "And Oslo."}),
+    "reasoning by its other name": _asked("", tool_calls=[ROME], reasoning_content="I have to look."),
+    "reasoning in an answer as it came": _asked(
+        "", tool_calls=[ROME], reasoning="I look.", refusal=None, audio=None, annotations=None, function_call=None
+    ),
+    "reasoning in the text": _chat(USER, {"role": "assistant", "content": "<think>\nRome.\n</think>\n\n21."}, THANKS),
+    "documents": _chat(USER, documents=DOCUMENTS),
+    "documents among the template's": _chat(USER, chat_template_kwargs={"documents": DOCUMENTS}),
+    "no documents": _chat(USER, documents=[]),
+    "effort": _chat(USER, ANSWER, THANKS, reasoning_effort="high"),
+    "no effort": _chat(USER, reasoning_effort="none"),
+    "thinking off": _chat(USER, chat_template_kwargs={"enable_thinking": False}),
+    "thinking off with effort": _chat(USER, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}),
+    "a variable of the template": _chat(USER, chat_template_kwargs={"date_string": "1 May 2030", "bos_token": "<b>"}),
+    "variables that are null or unknown": _chat(USER, chat_template_kwargs={"date_string": None, "colour": "red"}),
+    "a last message that goes on": _chat(USER, ANSWER, continue_final_message=True, add_generation_prompt=False),
+    "a question that goes on": _chat(USER, continue_final_message=True, add_generation_prompt=False),
+    "no generation prompt": _chat(USER, ANSWER, add_generation_prompt=False),
+    "no generation prompt, said twice": _chat(
+        USER, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True}
+    ),
+    "special tokens": _chat(USER, add_special_tokens=True),
+    "fields that say nothing of the prompt": _chat(USER, temperature=0.5, max_tokens=5, user="ann", functions=[1]),
+}
+
+# What is refused, and by which name.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an image": (
+        _chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}),
+        "messages",
+    ),
+    "a part of another kind": (_chat({"role": "user", "content": [{"type": "tool_use", "name": "a"}]}), "messages"),
+    "a part that thinks": (_chat({"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}), "messages"),
+    "texts in place of parts": (_chat({"role": "user", "content": ["How", "warm?"]}), "messages"),
+    "a number as content": (_chat({"role": "user", "content": 5}), "messages"),
+    "a user's null": (_chat({"role": "user", "content": None}), "messages"),
+    "null twice": (_chat(USER, {"role": "assistant", "content": None, "tool_calls": None}), "messages"),
+    "no role": (_chat({"content": "How?"}), "messages"),
+    "no messages": (_chat(), "messages"),
+    "a text as messages": ({"messages": "How?"}, "messages"),
+    "an object as arguments": (
+        _asked("", tool_calls=[{**ROME, "function": {"name": "a", "arguments": {}}}]),
+        "messages",
+    ),
+    "a call of another type": (_asked("", tool_calls=[{"id": "a", "type": "custom", "custom": {}}]), "messages"),
+    "a call without an id": (_asked("", tool_calls=[{"type": "function", "function": ROME["function"]}]), "messages"),
+    "a developer's tools": (_chat({"role": "developer", "content": "a", "tools": [WEATHER]}, USER), "messages"),
+    "tools that are none": (_chat(USER, tools=[]), "tools"),
+    "a tool without its function": (_chat(USER, tools=[{"name": "weather"}]), "tools"),
+    "a tool to load later": (_chat(USER, tools=[{**WEATHER, "defer_loading": True}]), "tools"),
+    "documents that are texts": (_chat(USER, documents=["Rome is warm."]), "documents"),
+    "another effort": (_chat(USER, reasoning_effort="huge"), "reasoning_effort"),
+    "variables in a list": (_chat(USER, chat_template_kwargs=["a"]), "chat_template_kwargs"),
+    "tools among the template's": (_chat(USER, chat_template_kwargs={"tools": [WEATHER]}), "chat_template_kwargs"),
+    "messages among the template's": (_chat(USER, chat_template_kwargs={"messages": []}), "chat_template_kwargs"),
+    "cut among the template's": (_chat(USER, chat_template_kwargs={"max_length": 2}), "chat_template_kwargs"),
+    "a generation prompt that is null": (_chat(USER, add_generation_prompt=None), "add_generation_prompt"),
+    "an answer that begins and goes on": (_chat(USER, continue_final_message=True), "template"),
+    "cut": (_chat(USER, truncate_prompt_tokens=3), "truncate_prompt_tokens"),
+    "other tokens": (_chat(USER, kv_transfer_params={"prompt_token_ids": [1]}), "kv_transfer_params"),
+    "arguments of a processor": (_chat(USER, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs"),
+}
+
+_ALTERNATE = """
+{%- for message in turns -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+{{- raise_exception('Roles must alternate: user, assistant, user, ...') -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+TEMPLATES = {
+    # Qwen2.5: tools as JSON in the system's turn, calls as JSON, results in a user's turn.
+    "chatml": """
+{%- set ns = namespace(open=false) -%}
+{%- set first = messages[0].content if messages[0].role == 'system' else 'You help.' -%}
+<|im_start|>system
+{{ first }}
+{%- if tools %}
+
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+{%- endif %}<|im_end|>
+{% for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if not ns.open %}<|im_start|>user{% endif %}
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- set ns.open = true %}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% set ns.open = false %}{% endif %}
+{%- elif not (loop.first and message.role == 'system') %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    # Qwen3: the thoughts of turns before the last question are dropped, and thinking can be turned off.
+    "qwen3": """
+{%- set ns = namespace(last=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' and message.content is string -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}<|im_start|>system
+{{ tools | tojson(indent=1) }}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- set content = message.content if message.content is string else '' -%}
+{%- if message.role == 'assistant' -%}
+{%- set thoughts = message.reasoning_content or '' -%}
+{%- if not thoughts and '</think>' in content -%}
+{%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip() -%}
+{%- set content = content.split('</think>')[-1].lstrip() -%}
+{%- endif -%}
+<|im_start|>assistant
+{% if loop.index0 > ns.last and thoughts %}<think>
+{{ thoughts }}
+</think>
+
+{% endif %}{{ content }}
+{%- for call in message.tool_calls or [] %}
+{{ (call.function or call) | tojson }}
+{%- endfor %}<|im_end|>
+{% else -%}
+<|im_start|>{{ message.role }}
+{{ content }}<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}""",
+    # Qwen3-Coder: arguments as tags, which takes an object; tools are written by a macro.
+    "qwen3_coder": """
+{%- macro shown(schema, depth) -%}
+{%- for key, value in schema.items() %}
+{{ '  ' * depth }}<{{ key }}>{% if value is mapping %}{{ shown(value, depth + 1) }}{% else %}{{ value }}{% endif %}
+{%- endfor -%}
+{%- endmacro -%}
+{%- if messages[0].role == 'system' -%}
+{%- set system, rest = messages[0].content, messages[1:] -%}
+{%- else -%}
+{%- set system, rest = 'You code.', messages -%}
+{%- endif -%}
+<|im_start|>system
+{{ system }}{% for tool in tools or [] %}{{ shown(tool.function, 1) }}{% endfor %}<|im_end|>
+{% for message in rest %}<|im_start|>{{ message.role }}
+{{ message.content | trim }}
+{%- for call in message.tool_calls or [] %}
+<function={{ call.function.name }}>
+{%- for name, value in call.function.arguments.items() %}
+<parameter={{ name }}>{{ value if value is string else value | tojson }}</parameter>
+{%- endfor %}
+</function>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    # GLM-4.5: a macro takes a content apart, which is parts therefore; arguments as tags.
+    "glm": """
+{%- macro visible(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}{%- for item in content -%}{{ item.text if item is mapping else item }}{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+[gMASK]<sop>
+{%- for tool in tools or [] %}<|tool|>{{ tool | tojson(ensure_ascii=False) }}{% endfor -%}
+{%- for message in messages -%}
+<|{{ 'observation' if message.role == 'tool' else message.role }}|>
+{%- if message.reasoning_content is string and loop.last %}
+<think>{{ message.reasoning_content.strip() }}</think>{% endif %}
+{{ visible(message.content) }}
+{%- if message.role == 'user' and enable_thinking is defined and not enable_thinking %}/nothink{% endif -%}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %}
+<arg_key>{{ key }}</arg_key><arg_value>{{ value | tojson if value is not string else value }}</arg_value>
+{%- endfor %}</tool_call>
+{%- endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}""",
+    # Llama 3.1: headers, a date, tools in the first question, one call a turn.
+    "llama3": """
+{{- bos_token -}}
+{%- set chat = messages -%}
+{%- if chat[0].role == 'system' -%}
+{%- set system, chat = chat[0].content | trim, chat[1:] -%}
+{%- else -%}
+{%- set system = '' -%}
+{%- endif -%}
+<|start_header_id|>system<|end_header_id|>
+
+Today: {{ date_string if date_string is defined else '26 Jul 2024' }}
+{{ system }}<|eot_id|>
+{%- for message in chat -%}
+{%- if message.tool_calls -%}
+{%- if message.tool_calls | length != 1 -%}{{ raise_exception('One call a turn.') }}{%- endif -%}
+{%- set call = message.tool_calls[0].function -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
+{%- else -%}
+<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
+
+{% if loop.first and tools %}{{ tools | tojson(indent=4) }}
+
+{% endif %}{{ message.content | trim if message.content is string else message.content | tojson }}<|eot_id|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif -%}""",
+    # Mistral: users and assistants in turn or an exception, tools before the last question, ids of nine characters.
+    "mistral": """
+{%- set chat = messages[1:] if messages[0].role == 'system' else messages -%}
+{%- set turns = chat | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls', 'defined') | list -%}"""
+    + _ALTERNATE
+    + """
+{%- set last = (chat | selectattr('role', 'equalto', 'user') | list)[-1] -%}
+{{- bos_token -}}
+{%- for message in chat -%}
+{%- if message.tool_calls -%}
+[TOOL_CALLS] [
+{%- for call in message.tool_calls -%}
+{%- if call.id | length != 9 -%}{{ raise_exception('An id has nine characters.') }}{%- endif -%}
+{{ call.function | tojson }}, {"id": "{{ call.id }}"}{{ ', ' if not loop.last }}
+{%- endfor -%}
+]{{ eos_token }}
+{%- elif message.role == 'tool' -%}
+[TOOL_RESULTS] {"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif message.role == 'user' -%}
+{%- if tools and message == last -%}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif -%}
+[INST] {% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}{{ message.content }}[/INST]
+{%- else %} {{ message.content }}{{ eos_token }}
+{%- endif -%}
+{%- endfor -%}""",
+    # Gemma 3: no system, the assistant is the model, and contents are parts.
+    "gemma": """
+{{- bos_token -}}
+{%- if messages[0]['role'] == 'system' -%}
+{%- if messages[0]['content'] is string -%}{%- set prefix = messages[0]['content'] + '\\n\\n' -%}
+{%- else -%}{%- set prefix = messages[0]['content'][0]['text'] + '\\n\\n' -%}{%- endif -%}
+{%- set turns = messages[1:] -%}
+{%- else -%}
+{%- set prefix, turns = '', messages -%}
+{%- endif -%}"""
+    + _ALTERNATE
+    + """
+{%- for message in messages -%}
+{%- if message['role'] != 'system' -%}
+<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}
+{% if message['role'] == 'user' and (loop.first or loop.index0 == 1) %}{{ prefix }}{% endif %}
+{%- if message['content'] is string -%}{{ message['content'] | trim }}
+{%- else -%}{%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}{%- endif -%}
+<end_of_turn>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<start_of_turn>model
+{% endif -%}""",
+    # Granite: documents, names, developers, and what effort is wanted.
+    "granite": """
+{%- if tools %}<|start_of_role|>available_tools<|end_of_role|>{{ tools | tojson(indent=2) }}<|end_of_text|>
+{% endif -%}
+{%- for document in documents or [] %}<|start_of_role|>document {{ document.title or document.doc_id }}<|end_of_role|>
+{{ document.text }}<|end_of_text|>
+{% endfor -%}
+{%- for message in messages -%}
+{%- set role = 'system' if message.role == 'developer' else message.role -%}
+<|start_of_role|>{{ role }}{{ ' ' + message.name if message.name }}<|end_of_role|>{{ message.content }}
+{%- if message.thinking %}<{{ message.thinking }}>{% endif -%}
+{%- for call in message.tool_calls or [] %}<|tool_call|>{{ call | tojson }}{% endfor -%}
+<|end_of_text|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|start_of_role|>assistant {"effort": "{{ reasoning_effort or 'none' }}"}<|end_of_role|>
+{%- endif -%}""",
+}
