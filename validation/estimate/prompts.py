@@ -100,7 +100,7 @@ class Encoder:
         try:
             text, special = render_chat(body, self._tokenizer)
         except ChatError as error:
-            raise UnreadError(f"refused for its {error.name}, as vLLM reads chats") from None
+            raise UnreadError(f"refused: {error.name}") from None
         return text, not special
 
     def encode(self, prompts: list[Prompt]) -> list[TokenArray]:

@@ -490,17 +490,19 @@ NEUTRAL = {"logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "min_p
 
 
 def test_where_nothing_is_said_the_apis_defaults_hold():
-    fields = read_body({"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "me", **NEUTRAL})
+    body = {"prompt": "a", "temperature": None, "stop": None, "n": 1, "user": "me", "guided_json": None, **NEUTRAL}
+    fields = read_body(body, is_chat=False)
     assert fields.sampling_params(16) == SamplingParams(max_tokens=16, temperature=1.0)
     assert (bool(fields.stream), fields.includes_usage, fields.stop_texts) == (False, False, ())
 
 
 def test_what_is_said_becomes_sampling_parameters():
     body = {"max_tokens": 3, "temperature": 0, "top_p": 0.5, "top_k": 4, "seed": 5, "ignore_eos": True}
-    fields = read_body({**body, "stop_token_ids": [6], "stop": "x", "stream_options": {"include_usage": True}})
+    body |= {"stop_token_ids": [6], "stop": "x", "stream_options": {"include_usage": True}}
+    fields = read_body(body, is_chat=True)
     assert fields.sampling_params(16) == SamplingParams(3, 0.0, 0.5, 4, 5, (6,), True)
     assert (fields.includes_usage, fields.stop_texts) == (True, ("x",))
-    assert read_body({"max_completion_tokens": 7}).sampling_params(16).max_tokens == 7
+    assert read_body({"max_completion_tokens": 7}, is_chat=True).sampling_params(16).max_tokens == 7
 
 
 @pytest.mark.parametrize(
@@ -516,12 +518,55 @@ def test_what_is_said_becomes_sampling_parameters():
             ("min_tokens", 1),
         ],
         *[("lora_request", {"lora_name": "red"}), ("guided_json", {}), ("response_format", {"type": "json_object"})],
+        *[("tools", [{}]), ("temprature", 0), ("thinking_token_budget", 5), ("truncate_prompt_tokens", 3)],
+        *[("stream_options.more", 1), ("kv_transfer_params.prompt_token_ids", [1])],
     ],
 )
 def test_what_this_engine_does_not_know_is_named(name, value):
-    with pytest.raises(RequestRefusedError, match=f"^{name} is not supported by this engine; leave it out") as refused:
-        read_body({name: value})
-    assert (refused.value.status, refused.value.reason) == (400, "unsupported_field")
+    field, _, inner = name.partition(".")
+    for is_chat in (False, True):
+        with pytest.raises(RequestRefusedError, match=f"^{name} is not supported by this engine; leave it") as refused:
+            read_body({field: {inner: value} if inner else value}, is_chat=is_chat)
+        assert (refused.value.status, refused.value.reason) == (400, "unsupported_field")
+
+
+@pytest.mark.parametrize(
+    ("field", "is_chat"),
+    [
+        *[(name, False) for name in ("messages", "documents", "chat_template_kwargs", "continue_final_message")],
+        *[("add_generation_prompt", False), ("reasoning_effort", False), ("prompt", True), ("chat_template", True)],
+    ],
+)
+def test_a_field_of_another_endpoint_is_named(field, is_chat):
+    with pytest.raises(RequestRefusedError, match=f"^{field} is not supported"):
+        read_body({field: "x"}, is_chat=is_chat)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({}, "user:hi;none;go"),
+        ({"documents": [{"text": "sun"}]}, "sun;user:hi;none;go"),
+        ({"chat_template_kwargs": {"mood": "calm"}, "reasoning_effort": None}, "user:hi;none;calm;go"),
+        ({"reasoning_effort": "low"}, "user:hi;low;go"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "user:hi"),
+        ({"add_generation_prompt": False}, "user:hi;none;"),
+    ],
+)
+def test_what_a_chats_prompt_is_made_of_is_read(make_worker, fields, rendered):
+    llm, _ = make_worker()
+    llm.tokenizer.chat_template = (
+        "{% for d in documents or [] %}{{ d.text }};{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }};"
+        "{% endfor %}{{ reasoning_effort or 'none' }};{% if mood %}{{ mood }};{% endif %}"
+        "{% if add_generation_prompt %}go{% endif %}"
+    )
+    worker = Worker(llm, "tiny")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "temperature": 0, **fields}
+    try:
+        status, answer = asked(worker, lambda client: answer_of(client, "/v1/chat/completions", body))
+    finally:
+        worker.close()
+    assert (status, answer.get("usage", answer).get("prompt_tokens")) == (200, len(rendered))
 
 
 @pytest.mark.parametrize(
@@ -536,7 +581,7 @@ def test_what_this_engine_does_not_know_is_named(name, value):
 )
 def test_values_out_of_bounds_are_named(name, value, message):
     with pytest.raises(RequestRefusedError, match=message) as refused:
-        read_body({name: value}).sampling_params(16)
+        read_body({name: value}, is_chat=False).sampling_params(16)
     assert (refused.value.status, refused.value.reason) == (400, "bad_field")
 
 

@@ -15,7 +15,9 @@ import pytest
 from kernels.layout import KvGeometry
 from semblend_trt.cli.main import main, subcommands
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from tests.conftest import byte_tokenizer
 from tests.pages import ROOT
+from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.discovery.planning import profile
 from validation.benchmarks.models import published
 
@@ -69,6 +71,35 @@ def test_a_log_leaves_a_table_a_file_and_a_plot(log: Path, capsys: pytest.Captur
     assert "Passed over: 1 not JSON (first in line 5), 1 empty (first in line 6)." in shown.out
     assert "fitted to 10 observations of an H200" in shown.out
     assert "without --tokenizer" in shown.err
+
+
+@pytest.mark.parametrize(("bad", "status"), [(20, 0), (21, 2)])
+def test_more_lines_passed_over_than_read_end_with_status_2(
+    log: Path, capsys: pytest.CaptureFixture[str], bad: int, status: int
+) -> None:
+    with log.open("a") as file:
+        file.writelines(['\n{"prompt": ""}'] * (bad - 2))
+    assert main(["estimate", str(log)]) == status
+    shown = capsys.readouterr()
+    assert "20 prompts of" in shown.out
+    assert ("21 lines were passed over and 20 prompts read" in shown.err) == (status == 2)
+
+
+def test_an_agents_log_is_read_by_a_template_that_goes_through_arguments(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES["glm"]
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "log.jsonl"
+    names = (
+        "a question",
+        "a call and its result",
+        "a call and an answer",
+        "parallel calls",
+        "calls one after the other",
+    )
+    path.write_text("".join(json.dumps(READ[name]) + "\n" for name in names))
+    found = estimated(path, "--tokenizer", str(tmp_path / "model"), "--min-span", "8")
+    assert (found["prompts"], found["skipped"]) == (5, {})
 
 
 def test_documents_that_recur_are_named_by_digest_and_first_lines(log: Path) -> None:

@@ -185,4 +185,4 @@ def test_a_models_tokenizer_brings_its_template(tmp_path: Path) -> None:
     ((prompt, ids),) = encoded(log, encoder)
     assert prompt.content == "<user>x<a>"
     assert len(ids) == len("<user>x<a>")
-    assert log.skipped.counts == {"refused by the tokenizer's chat template": 1}
+    assert log.skipped.counts == {"refused: template": 1}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from semblend_trt.chats import PromptError
 from semblend_trt.fleet.router.prompts import (
     SHORT_BODY_BYTES,
-    PromptError,
     PromptReader,
     PromptTooLongError,
     ReadingThreads,
@@ -51,15 +51,21 @@ def test_other_prompts_are_refused(reader: PromptReader, prompt: Any) -> None:
         reader.completion({"prompt": prompt})
 
 
+@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "prompt_embeds", "add_special_tokens"])
+def test_fields_that_make_another_prompt_are_refused_by_name(reader: PromptReader, name: str) -> None:
+    with pytest.raises(PromptError, match=name):
+        reader.completion({"prompt": "a", name: 3})
+
+
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        (None, "messages is a list of objects"),
-        ([], "messages is a list of objects"),
-        (["a"], "messages is a list of objects"),
-        ([{"content": "a"}], r"messages\[0\] has no role"),
-        ([{"role": "user", "content": 5}], r"messages\[0\].content is int; give text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\] holds more than text"),
+        (None, "messages: Input should be a valid list"),
+        ([], "messages: List should have at least 1 item"),
+        (["a"], "messages.0: Input should be"),
+        ([{"content": "a"}], "messages.0.role: Field required"),
+        ([{"role": "user", "content": 5}], "messages.0.content: Input should be"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type: Input should be 'text'"),
     ],
 )
 def test_other_chats_are_refused(reader: PromptReader, messages: Any, problem: str) -> None:
@@ -69,7 +75,7 @@ def test_other_chats_are_refused(reader: PromptReader, messages: Any, problem: s
 
 def test_what_the_template_raises_is_told(reader: PromptReader) -> None:
     with pytest.raises(PromptError, match="the model's chat template does not take these messages: no"):
-        reader.chat({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})
+        reader.chat({"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "a"}}]})
 
 
 def test_without_a_template_there_is_no_chat(tokenizer: Any) -> None:
@@ -84,6 +90,9 @@ class Watched:
 
     def get_vocab(self) -> dict[str, int]:
         return {"a": 0, "the longest": 1}
+
+    def get_chat_template(self, *_: Any) -> str:
+        return TEMPLATE
 
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
         return "".join(message["content"] for message in messages)
