@@ -62,13 +62,13 @@ class _Part(BaseModel, extra="forbid"):
 
 class _Message(BaseModel):
     role: str
-    content: str | list[_Part | str] | None = Field(default_factory=list)
+    content: str | list[_Part] | None = Field(default_factory=list)
     tool_calls: list[_Call] | None = None
     reasoning: Any = None
     reasoning_content: Any = None
     tool_call_id: str | None = None
     name: str = ""
-    task: Any = None
+    task: None = None
     tools: None = None
 
 
@@ -154,8 +154,6 @@ def _message(number: int, message: _Message, *, as_parts: bool) -> dict[str, Any
         seen["tool_call_id"] = message.tool_call_id
     if "name" in message.model_fields_set:
         seen["name"] = message.name
-    if isinstance(message.task, str):
-        seen["task"] = message.task
     return seen
 
 
@@ -165,12 +163,9 @@ def _content(number: int, message: _Message, *, as_parts: bool) -> str | list[di
         may_be = message.role == "assistant" or (message.role == "function" and "name" in given)
         if not may_be or ("tool_calls" in given and message.tool_calls is None):
             raise ChatError("messages", f"messages.{number}.content is null; give text, or leave it out")
-    elif content and isinstance(content, list) and all(isinstance(part, str) for part in content):
-        raise ChatError("messages", f"messages.{number}.content has no parts with type and text; give such, or a text")
-    parts: list[dict[str, Any]] = [
-        {"type": "text", "text": part} if isinstance(part, str) else part.model_dump(exclude_unset=True)
-        for part in ([content] if isinstance(content, str) else content or ())
-    ]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": content}]
+    if not isinstance(content, str):
+        parts = [part.model_dump(exclude_unset=True) for part in content or ()]
     if message.role == "system":
         billed = [part for part in parts if part["text"].startswith(_BILLING_LINE)]
         for part in billed:

@@ -220,7 +220,10 @@ class PromptLog:
         first = next((_text_of(body[name]) for name in _INSTRUCTIONS if body.get(name)), "")
         if first:
             messages.insert(0, {"role": "system", "content": first})
-        text, is_rendered = self._encoder.render({**body, "messages": messages})
+        chat = {**body, "messages": messages}
+        if isinstance(body.get("tools"), list):
+            chat["tools"] = list(map(_tool, body["tools"]))
+        text, is_rendered = self._encoder.render(chat)
         return _checked(text), is_rendered
 
 
@@ -296,14 +299,23 @@ def _message(found: dict[str, Any]) -> dict[str, Any]:
         content = found.get("content")
         if isinstance(content, list):
             content = [part if _is_text(part) else {"type": "text", "text": _text_of(part)} for part in content]
-        return {**found, "content": content} if "content" in found else found
+            return {**found, "content": content}
+        return found
     if "output" in found:
         return {"role": "tool", "content": _text_of(found["output"])}
     return {"role": "assistant", "content": json.dumps(found)}
 
 
+def _tool(found: Any) -> Any:
+    """A tool of a chat; other APIs' tools, which are the function itself, as such a one."""
+    if not isinstance(found, dict) or "function" in found or "name" not in found:
+        return found
+    told = {"parameters": found.get("input_schema"), **found}
+    return {"function": {name: told.get(name) for name in ("name", "description", "parameters")}}
+
+
 def _is_text(part: Any) -> bool:
-    return isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text")
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def _text_of(content: Any) -> str:

@@ -170,6 +170,20 @@ def test_prompts_keep_their_order_and_ids_whatever_they_are() -> None:
     assert found[0][1].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("schema", ["parameters", "input_schema"])
+def test_tools_of_other_apis_are_those_of_a_chat(tmp_path: Path, schema: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}"
+    tokenizer.save_pretrained(tmp_path)
+    tool, lines = {"name": "find", "description": "Finds.", schema: {"type": "object"}}, []
+    for tools in ([{"type": "function", "function": {**tool, "parameters": {"type": "object"}}}], [tool]):
+        lines.append(json.dumps({"messages": CHAT, "tools": tools}) + "\n")
+    log = PromptLog(io.BufferedReader(io.BytesIO("".join(lines).encode())), Encoder(str(tmp_path)))
+    first, second = (prompt.content for prompt in log)
+    assert first == second
+    assert '"name": "find"' in str(first)
+
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
