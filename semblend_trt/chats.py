@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Fields that replace or cut what the template writes, or that an engine has to allow.
-_REFUSED = ("chat_template", "truncate_prompt_tokens", "prompt_embeds", "mm_processor_kwargs", "media_io_kwargs")
+_REFUSED = (
+    "chat_template",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "suffix",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
 # Arguments of `apply_chat_template` that `chat_template_kwargs` may set.
 _TEMPLATE_FIELDS = {"documents", "add_generation_prompt", "continue_final_message"}
 # vLLM drops this line of a system message: it differs in each request of Claude Code.

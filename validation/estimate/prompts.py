@@ -310,8 +310,8 @@ def _tool(found: Any) -> Any:
     """A tool of a chat; other APIs' tools, which are the function itself, as such a one."""
     if not isinstance(found, dict) or "function" in found or "name" not in found:
         return found
-    told = {"parameters": found.get("input_schema"), **found}
-    return {"function": {name: told.get(name) for name in ("name", "description", "parameters")}}
+    function = {"parameters": found.get("input_schema"), **found}
+    return {"function": {name: function.get(name) for name in ("name", "description", "parameters")}}
 
 
 def _is_text(part: Any) -> bool:

@@ -51,8 +51,8 @@ class VllmServer(ServeProcess):
         # The engine's own series are counted in its process, and shown by the server's.
         shared = audit.with_suffix(".metrics")
         shared.mkdir()
-        told = (*OPTIONS, "--kv-transfer-config", json.dumps(transfer))
-        super().__init__(*told, PROMETHEUS_MULTIPROC_DIR=str(shared))
+        options = (*OPTIONS, "--kv-transfer-config", json.dumps(transfer))
+        super().__init__(*options, PROMETHEUS_MULTIPROC_DIR=str(shared))
 
     def engine(self) -> Any:
         return next(each for each in psutil.Process(self.pid).children() if "EngineCore" in "".join(each.cmdline()))

@@ -51,7 +51,7 @@ def test_other_prompts_are_refused(reader: PromptReader, prompt: Any) -> None:
         reader.completion({"prompt": prompt})
 
 
-@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "prompt_embeds", "add_special_tokens"])
+@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "prompt_embeds", "suffix", "add_special_tokens"])
 def test_fields_that_make_another_prompt_are_refused_by_name(reader: PromptReader, name: str) -> None:
     with pytest.raises(PromptError, match=name):
         reader.completion({"prompt": "a", name: 3})
