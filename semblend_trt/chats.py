@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -184,16 +185,10 @@ def _content(number: int, message: _Message, *, as_parts: bool) -> str | list[di
 
 
 def _call(call: _Call) -> dict[str, Any]:
-    """A call with its arguments as an object, which is empty where the text holds none. Raises ChatError."""
+    """A call with its arguments as an object, which is empty where the text holds none."""
     seen, arguments = call.model_dump(), None
-    try:
+    with suppress(ValueError, RecursionError):
         arguments = json.loads(call.function.arguments)
-    except json.JSONDecodeError:
-        pass
-    except (ValueError, RecursionError):
-        raise ChatError(
-            "messages", "the arguments of a tool call are nested too deep, or hold too long a number"
-        ) from None
     seen["function"]["arguments"] = arguments if isinstance(arguments, dict) else {}
     return seen
 
