@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +31,11 @@ from transformers import (
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector import model_files
+from semblend_trt.once_a_minute import OnceAMinute
 from validation.benchmarks.families import random_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # A shell that starts the tests in the background has interrupts ignored, in every process that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,6 +107,31 @@ def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_files, "user_folder", lambda: folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _minutes_of_tests() -> None:
+    """A warning that an earlier test has seen is said again."""
+    for each in logging.Logger.manager.loggerDict.values():
+        for quiet in getattr(each, "filters", ()):
+            if isinstance(quiet, OnceAMinute):
+                quiet._kinds.clear()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """small_disk(size): a folder on a file system of so many bytes."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+
+    def mounted(size: int) -> Path:
+        asked = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "small", str(folder)]
+        if subprocess.run(asked, check=False, capture_output=True).returncode:
+            pytest.skip("skipped: this user may mount no file system")
+        return folder
+
+    yield mounted
+    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
 
 
 @pytest.fixture(scope="session")

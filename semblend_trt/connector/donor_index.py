@@ -19,6 +19,7 @@ from semblend_trt.donors.eviction import eviction_factory
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.metrics import HeldDonors
+from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.plan import gaps
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
 
 # A donor that vanishes between search and lease is rare; asking more than a few times would stall the scheduler.
 MAX_PLANNING_ROUNDS = 3
@@ -427,6 +429,8 @@ class OffloadQueue:
         elif kind is OffloadEventKind.FILES_READ:
             # Before, the disk may hold files that the catalog has not counted yet.
             self._catalog.begin_writing()
+        elif kind is OffloadEventKind.WRITE_FAILED and event.text is not None:
+            self._write_again(donor_id, event.text)
         elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
             self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN)
         elif kind in (OffloadEventKind.PROMOTED, OffloadEventKind.PROMOTE_FAILED):
@@ -440,6 +444,13 @@ class OffloadQueue:
                 self.drop([donor_id])
             elif is_here:
                 self._index.moved(donor_id, Tier.HOST)
+
+    def _write_again(self, donor_id: str, text: DonorText) -> None:
+        dropped = self._catalog.refused_file(donor_id)
+        if dropped is not None:
+            self.drop(dropped)
+            self.add_text(donor_id, text)
+            self._commands.writes.append(donor_id)
 
     def _begin_fetch(self, donor_id: str, moves: TierMoves | None) -> None:
         if moves is not None:

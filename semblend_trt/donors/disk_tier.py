@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.donors.donor_file import DonorFileError, KvForm, read_kv, read_text, write_donor
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.files import open_file, open_folder, refuse_others
+from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
 
 FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"

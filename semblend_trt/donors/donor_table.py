@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy
 
 
+# For so long files take no more room than they did when the disk was found to be full.
+FULL_SECONDS = 60.0
+
+
 class Tier(str, Enum):
     """What holds donors: the arena on the card, (page-locked) host memory, or files. On disk alone none is readable."""
 
@@ -75,7 +79,8 @@ class Capacities:
 
 @dataclass(slots=True)
 class Entry:
-    """One donor. `history.tokens` is what it takes in `tier`; while it is promoted it takes room on the device too."""
+    """One donor. `history.tokens` is what it takes in `tier`; while it is promoted it takes room on the device too.
+    `is_retried`: the disk had no room for its file, and others were dropped for it."""
 
     tier: Tier
     history: DonorHistory
@@ -83,6 +88,7 @@ class Entry:
     file: FileState = FileState.NONE
     leases: int = 0
     is_promoting: bool = False
+    is_retried: bool = False
 
     @property
     def is_readable(self) -> bool:
@@ -148,6 +154,7 @@ class DonorTable:
         self._eviction = {tier: eviction() for tier in Tier}
         self._tick = 0
         self._resting: frozenset[str] | None = None
+        self._full_at, self._full_until = 0, 0.0
 
     # -- one donor -------------------------------------------------------------------------------------------------
 
@@ -209,7 +216,10 @@ class DonorTable:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def free(self, tier: Tier) -> int:
-        return self.capacities.limit(tier) - self.used[tier]
+        limit = self.capacities.limit(tier)
+        if tier is Tier.DISK and time.monotonic() < self._full_until:
+            limit = min(limit, self._full_at)
+        return limit - self.used[tier]
 
     def movable(self, tier: Tier) -> Iterator[str]:
         """Donors of `tier` that may go, in the order in which they should; the table must not change meanwhile."""
@@ -271,6 +281,22 @@ class DonorTable:
             self.remove(victim, evicted=True)
         self.counts["evicted"] += len(victims)
         return tuple(victims)
+
+    def refuse_file(self, entry: Entry) -> tuple[str, ...] | None:
+        """The disk is full before its budget is used up, and had no room for the donor's file. Returns the donors on
+        disk alone that are dropped, so that the file is written after all; None where none is.
+
+        For FULL_SECONDS all files together take no more room than now. Where dropping others did not help the donor
+        either, no file is written meanwhile: something else takes the room.
+        """
+        self.set_file(entry, FileState.NONE)
+        self._full_at = 0 if entry.is_retried else self.used[Tier.DISK]
+        self._full_until = time.monotonic() + FULL_SECONDS
+        victims = self.make_file_room(entry.history.tokens)
+        entry.is_retried = victims is not None
+        if entry.is_retried:
+            self.set_file(entry, FileState.WRITING)
+        return victims
 
     # -- what is held ----------------------------------------------------------------------------------------------
 

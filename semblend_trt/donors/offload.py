@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.background import Background
 from semblend_trt.donors.donor_file import DonorFileError, DonorText
+from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from semblend_trt.donors.disk_tier import DiskTier
@@ -36,7 +38,8 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """One event. `donor_id` is empty where no donor is meant; `text` is there for FILE_FOUND alone."""
+    """One event. `donor_id` is empty where no donor is meant. FILE_FOUND has a `text`, and WRITE_FAILED where the disk
+    had no room."""
 
     kind: OffloadEventKind
     donor_id: str = ""
@@ -57,7 +60,8 @@ class DiskLink:
 class OffloadCommands:
     """Before a forward `drops` go from every tier, `releases` leave memory and keep their files, and `fetches` are read
     back from their files to the host. Behind its launch `offloads` move from the device to the host, and get a file if
-    they are among `writes`; `promotions` are copied from the host to the device and then leave the host."""
+    they are among `writes`; other `writes` are in host memory already. `promotions` are copied from the host to the
+    device and then leave the host."""
 
     drops: list[str] = field(default_factory=list)
     offloads: list[str] = field(default_factory=list)
@@ -68,10 +72,12 @@ class OffloadCommands:
 
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
 
 # A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
 MAX_WAITING = 8
 _CLOSING_SECONDS = 60.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTransfers:
@@ -122,8 +128,8 @@ class DiskTransfers:
             logger.warning("the disk does not answer; donors that were being written are lost")
 
     def _write(self, donor_id: str) -> None:
+        text = self._link.texts.pop(donor_id, None)
         try:
-            text = self._link.texts.pop(donor_id, None)
             if text is None:
                 self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
                 return
@@ -131,8 +137,9 @@ class DiskTransfers:
                 text = replace(text, tokens=text.tokens[: kv.capacity])
                 self._disk.write(donor_id, text, kv)
         except Exception as error:
-            logger.warning("donor %s gets no file: %s", donor_id, error)
-            self._tell(OffloadEventKind.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}")
+            logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
+            left = text if isinstance(error, OSError) and error.errno in _NO_ROOM else None
+            self._tell(OffloadEventKind.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}", left)
             return
         finally:
             with self._lock:
@@ -170,5 +177,7 @@ class DiskTransfers:
             return
         self._link.found.append(OffloadEvent(OffloadEventKind.FILES_READ))
 
-    def _tell(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
-        self._events.append(OffloadEvent(event, donor_id, error))
+    def _tell(
+        self, event: OffloadEventKind, donor_id: str, error: str | None = None, text: DonorText | None = None
+    ) -> None:
+        self._events.append(OffloadEvent(event, donor_id, error, text))

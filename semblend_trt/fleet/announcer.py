@@ -16,6 +16,7 @@ from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter
+from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from semblend_trt.namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
 _P = ParamSpec("_P")
 
 _LARGEST_ID = (1 << 53) - 1

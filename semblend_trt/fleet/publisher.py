@@ -24,6 +24,7 @@ from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECOND
 from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, donor_digest, token_digest
+from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
 
 DROP_REASONS = ("overflow", "disconnected", "oversize", "internal_error", "closed")
 RESYNC_REASONS = ("connected", "overflow", "requested", "interval")

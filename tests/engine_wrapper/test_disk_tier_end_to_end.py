@@ -198,6 +198,29 @@ def test_files_stay_within_their_budget(engine, tmp_path):
     assert donor_files(tmp_path)
 
 
+def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, small_disk, caplog):
+    """The file system holds two files and a half; the budget, of a gibibyte, is never used up."""
+    prompts = [render("Answer.", [stock_list(random.Random(seed), rows=60).text], "What is it?") for seed in range(6)]
+    llm = ready(engine())
+    serve(llm, prompts[0])
+    (path,) = donor_files(tmp_path)
+    tokens = llm.connector_worker.transfers._disk.tokens_of(path.name.partition(".")[0])
+    disk = small_disk(path.stat().st_size * 5 // 2)
+    token_bytes = llm.connector_scheduler.donor_index._bytes_per_token
+    llm.shutdown()
+    llm = ready(engine(DISK_PATH=disk, HOST_BYTES=tokens * 3 // 2 * token_bytes))
+    counts, held = events(llm), []
+    for prompt in prompts:
+        serve(llm, prompt)
+        serve(llm, "hello", SamplingParams(max_tokens=1))  # what found no room is written again
+        held.append({path.name for path in donor_files(disk)})
+    newest = [(held[at] - held[at - 1]) for at in range(1, len(prompts))]
+    assert [len(each) for each in newest] == [1] * 5  # every donor has its file
+    assert held[-1] == newest[-1] | newest[-2]
+    assert counts == {"file_written": 6, "write_failed": 1}
+    assert caplog.text.count("No space left on device") == 1
+
+
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     import threading
 

@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import sys
-import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -39,8 +39,6 @@ DROPPED = ("made_room", "no_room")
 GRACE_SECONDS = 5.0
 # Connections that the kernel holds until they are accepted.
 BACKLOG = 1024
-QUIET_SECONDS = 60.0
-MAX_KINDS = 1024
 
 
 class RequestRefusedError(SemBlendError):
@@ -299,36 +297,6 @@ async def _read(request: web.Request, bound: int) -> bytearray:
         else:
             return body
     raise RequestRefusedError(413, "body_too_large", f"the body has more than {bound} bytes; send less")
-
-
-class OnceAMinute(logging.Filter):
-    """Logs a warning or error of one kind once a minute, with the number of records left out since.
-
-    Records of one kind come from the same line of code with equal arguments and the same type of exception.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._clock = clock
-        # When a record of the kind was last logged, and how many were left out since.
-        self._kinds: dict[tuple[object, ...], tuple[float, int]] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
-            return True
-        failure = record.exc_info[0] if record.exc_info else None
-        kind = (record.pathname, record.lineno, failure, str(record.args)[:256])
-        now = self._clock()
-        shown, left_out = self._kinds.get(kind, (None, 0))
-        if shown is not None and now - shown < QUIET_SECONDS:
-            self._kinds[kind] = (shown, left_out + 1)
-            return False
-        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
-            self._kinds.pop(next(iter(self._kinds)))
-        self._kinds[kind] = (now, 0)
-        if left_out:
-            record.msg, record.args = f"{record.getMessage()} (and {left_out} more like it since it was last said)", ()
-        return True
 
 
 async def serve(app: web.Application, host: str, port: int, what: str, connections: Connections) -> None:

@@ -24,7 +24,7 @@ from semblend_trt.connector.donor_index import (
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.donor_file import DonorText, file_bytes
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.donor_table import FULL_SECONDS, Tier
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.metrics import HeldDonors
@@ -345,6 +345,12 @@ class Tiers:
     def hear(self, kind, *donor_ids):
         self.index.take_events(deque(OffloadEvent(kind, donor_id) for donor_id in donor_ids or [""]))
 
+    def find_no_room(self, donor_id):
+        """The disk is full when the donor is to be written; returns the commands."""
+        left = DonorText("namespace", self.text(donor_id), donor_id.encode())
+        self.index.take_events(deque([OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, "full", left)]))
+        return self.index.offload.take_commands()
+
     def keep(self, *donor_ids):
         """Donors whose text is named by their id; returns the commands that made room for them."""
         for donor_id in donor_ids:
@@ -409,6 +415,57 @@ def test_without_a_file_a_donor_that_leaves_memory_is_gone(event):
     assert tiers.index.catalog.stats().disk_bytes_used == 0
     assert tiers.keep("second").drops == ["first"]
     assert tiers.told == [("gone", "first")]
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """seconds[0]: the clock of the catalog."""
+    told = [1000.0]
+    monkeypatch.setattr("semblend_trt.donors.donor_table.time.monotonic", lambda: told[0])
+    return told
+
+
+def test_on_a_full_disk_the_least_valuable_files_make_room(seconds):
+    tiers = Tiers(host=1)
+    tiers.find("a", "b", "c")
+    tiers.keep("first")
+    tiers.link.texts.clear()  # it is being written
+    assert tiers.find_no_room("first") == OffloadCommands(drops=["a"], writes=["first"])
+    assert tiers.link.texts["first"].tokens.tolist() == tiers.text("first").tolist()
+    tiers.hear(OffloadEventKind.FILE_WRITTEN, "first")
+    # The budget says that there is room: from now on the disk is known better.
+    assert tiers.keep("second") == OffloadCommands(drops=["b"], releases=["first"])
+    tiers.hear(OffloadEventKind.FILE_WRITTEN, "second")
+    assert tiers.index.catalog.resting() == {"c", "first"}
+    assert tiers.index.catalog.stats().disk_bytes_used == 3 * FILE_BYTES
+    seconds[0] += FULL_SECONDS
+    assert tiers.keep("third") == OffloadCommands(releases=["second"])
+
+
+def test_where_dropping_files_does_not_help_few_are_dropped(seconds):
+    tiers = Tiers(host=4)
+    tiers.find("a", "b", "c")
+    tiers.keep("first")
+    assert tiers.find_no_room("first") == OffloadCommands(drops=["a"], writes=["first"])
+    assert tiers.find_no_room("first") == OffloadCommands()
+    for name in ("second", "third"):
+        assert tiers.keep(name) == OffloadCommands()
+        assert tiers.find_no_room(name) == OffloadCommands()
+    assert tiers.index.catalog.resting() == {"b", "c"}
+    seconds[0] += FULL_SECONDS
+    assert begin(tiers.index, "fourth", text(4)).is_written
+
+
+def test_what_is_read_or_in_memory_keeps_its_file_on_a_full_disk(seconds):
+    tiers = Tiers(host=4)
+    tiers.find("read", "large")
+    tiers.look_up("read", "large")
+    tiers.keep("held")
+    tiers.hear(OffloadEventKind.FILE_WRITTEN, "held")
+    tiers.keep("first")
+    assert tiers.find_no_room("first") == OffloadCommands()
+    assert tiers.find_no_room("never-there") == OffloadCommands()
+    assert tiers.index.catalog.stats().disk_bytes_used == 3 * FILE_BYTES
 
 
 def test_texts_wait_for_their_files_and_only_once_the_folder_is_read():

@@ -45,9 +45,10 @@ class Kept:
         return self.told()
 
     def told(self):
-        """The events since the last call, once all that was begun has ended."""
+        """The events since the last call, once all that was begun has ended. Those with a text are in `again`."""
         self.transfers.drain()
         told = [(each.kind, each.donor_id) for each in self.events]
+        self.again = {each.donor_id: each.text for each in self.events if each.text is not None}
         self.events.clear()
         return told
 
@@ -121,9 +122,25 @@ def test_a_donor_that_cannot_be_written_gets_no_file(kept, monkeypatch, change, 
     with monkeypatch.context() as patch:
         change(kept, patch)
         assert (kept.write("donor"), kept.files()) == ([(event, "donor")], [])
+    # What the disk had no room for is written later: its text is kept.
+    assert list(kept.again) == ["donor"] * (change is fill_disk)
     if change is not replace_folder:
         kept.hold("another")
         assert kept.write("another") == [(Kind.FILE_WRITTEN, "another")]
+
+
+def test_on_a_full_disk_a_file_is_written_once_another_one_has_gone(small_disk, caplog):
+    size = FORM.header_bytes + (TOKENS * (FORM.token_bytes + 4) + 4095) // 4096 * 4096
+    kept = Kept(small_disk(size * 5 // 2), host_tokens=1000)
+    for name in "abcd":
+        kept.hold(name)
+        kept.write(name)
+    assert kept.files() == ["a.donor.safetensors", "b.donor.safetensors"]
+    assert (caplog.text.count("No space left on device"), list(kept.again)) == (1, ["d"])
+    kept.transfers.drop("a")
+    kept.link.texts |= kept.again
+    assert kept.write("d") == [(Kind.FILE_WRITTEN, "d")]
+    kept.transfers.close()
 
 
 def never_written(kept):

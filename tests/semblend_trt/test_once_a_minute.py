@@ -1,0 +1,71 @@
+"""A warning that repeats is said once a minute, with its count."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.once_a_minute import MAX_KINDS, OnceAMinute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger("test_once_a_minute")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """said(): the messages that the filter let through; a log call's `now` sets the filter's clock."""
+    seconds = [0.0]
+
+    class Clocked(OnceAMinute):
+        def filter(self, record: logging.LogRecord) -> bool:
+            seconds[0] = getattr(record, "now", seconds[0])
+            return super().filter(record)
+
+    quiet = Clocked(lambda: seconds[0])
+    caplog.handler.addFilter(quiet)
+    caplog.set_level(logging.INFO)
+    yield lambda: [record.getMessage() for record in caplog.records]
+    caplog.handler.removeFilter(quiet)  # all tests have one handler
+
+
+def test_one_kind_is_said_once_a_minute_with_its_count(said: Callable[[], list[str]]) -> None:
+    for now in (0, 1, 59, 61, 62, 200):
+        logger.error("no descriptors: %s", "EMFILE", extra={"now": now})
+    assert said() == [
+        "no descriptors: EMFILE",
+        "no descriptors: EMFILE (and 2 more like it since it was last said)",
+        "no descriptors: EMFILE (and 1 more like it since it was last said)",
+    ]
+
+
+def test_other_kinds_are_said(said: Callable[[], list[str]]) -> None:
+    for name in ("a", "b", "a"):
+        logger.warning("stream %s was cut", name)
+    for error in (ValueError("x"), KeyError("x"), ValueError("y")):
+        logger.error("it failed", exc_info=error)
+    for _ in range(2):
+        logger.info("as asked")
+    assert said() == ["stream a was cut", "stream b was cut", "it failed", "it failed", "as asked", "as asked"]
+
+
+def test_kinds_are_forgotten_when_there_are_too_many() -> None:
+    quiet = OnceAMinute(lambda: 0.0)
+    for number in range(2 * MAX_KINDS):
+        record = logging.LogRecord("n", logging.ERROR, "p", 1, "%d", (number,), None)
+        assert quiet.filter(record)
+    assert len(quiet._kinds) == MAX_KINDS
+
+
+def test_a_donors_name_makes_no_new_kind(caplog: pytest.LogCaptureFixture) -> None:
+    quiet = OnceAMinute(lambda: 0.0, by_values=False)
+    logger.addFilter(quiet)
+    full, broken = OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken")
+    for name, error in (("a", full), ("b", full), ("c", broken), ("d", ValueError()), ("e", broken)):
+        logger.warning("%s is not written: %s", name, error)
+    logger.removeFilter(quiet)
+    assert [record.args[0] for record in caplog.records if record.args] == ["a", "c", "d"]
