@@ -1,12 +1,15 @@
-"""Checks that a file can be written (`kernels.files` writes it), and opens files and folders that only this user owns.
+"""Checks that a file can be written (`kernels.files` writes it), opens files and folders that only this user owns, and
+reads the files that a command is given.
 
-Opening never follows a link, and never waits for the other end of a pipe.
+Opening never waits for the other end of a pipe. Files that only this user owns are no links.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import select
 import stat
 import tempfile
 from contextlib import contextmanager
@@ -18,11 +21,18 @@ from semblend_trt.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import Any, BinaryIO
 
 # Written to find a full disk: more than a file system may keep beside a file's name.
 _TRIAL = bytes(1 << 16)
 _FULL_DEVICE = os.makedev(1, 7)  # /dev/full
 _NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
+# More than any file that is read whole. A longer line is passed over, and never held whole.
+MAX_FILE_BYTES = MAX_LINE_BYTES = 64 << 20
+# A pipe without a byte for so long has no writer that goes on.
+PIPE_SECONDS = 60.0
+_STANDARD_INPUT = "/dev/stdin"
+_KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
 def check_writable(path: Path) -> None:
@@ -82,6 +92,85 @@ def open_folder(path: str | Path, folder: int | None = None) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 1 << 16) -> io.BufferedReader:
+    """A regular file that a command is given, to be read. With `may_be_pipe` it may be a pipe too that the command was
+    started with: `-`, /dev/stdin or /dev/fd/N.
+
+    Raises OSError. Reading raises it too, where a pipe gives nothing for PIPE_SECONDS.
+    """
+    name = _STANDARD_INPUT if may_be_pipe and str(path) == "-" else str(path)
+    is_pipe = _is_pipe(os.stat(name), name, may_be_pipe)  # opening a device may change it
+    raw = (_Pipe if is_pipe else io.FileIO)(name, opener=_opened_at_once)
+    try:
+        _is_pipe(os.fstat(raw.fileno()), name, is_pipe)
+    except OSError:
+        raw.close()
+        raise
+    return io.BufferedReader(raw, buffering)
+
+
+def read_input(path: str | Path, most: int = MAX_FILE_BYTES, *, may_be_pipe: bool = False) -> bytes:
+    """The content of a file that a command is given, as `open_input` opens it. Raises OSError, also for more than
+    `most` bytes."""
+    with open_input(path, may_be_pipe=may_be_pipe) as file:
+        content = file.read(most + 1) or b""
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+def read_text(path: str | Path, *, may_be_pipe: bool = False) -> str:
+    """The text of such a file. Raises OSError, and ConfigurationError where it is not UTF-8."""
+    content = read_input(path, may_be_pipe=may_be_pipe)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(
+            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; write the file in UTF-8"
+        ) from None
+
+
+def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Lines of a file, each cut right behind MAX_LINE_BYTES, with the bytes that it has in the file."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        size, rest = len(line), line
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+            size += len(rest)
+        yield line, size
+
+
+def too_long(line: bytes) -> str | None:
+    """Why a line that was cut is passed over; None for a whole one."""
+    return f"longer than {MAX_LINE_BYTES >> 20} MiB" if len(line) > MAX_LINE_BYTES else None
+
+
+class _Pipe(io.FileIO):
+    def readinto(self, buffer: Any) -> int | None:
+        waiting = select.poll()
+        waiting.register(self.fileno(), select.POLLIN)
+        if not waiting.poll(1000 * PIPE_SECONDS):
+            raise TimeoutError(errno.ETIMEDOUT, f"not a byte came within {PIPE_SECONDS:g} s")
+        return super().readinto(buffer)
+
+
+def _opened_at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _is_pipe(status: os.stat_result, name: str, may_be_pipe: bool) -> bool:
+    """Whether it is a pipe that may be read. Raises OSError for what is neither that nor a regular file."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    is_given = kind == stat.S_IFIFO and may_be_pipe and name.startswith((_STANDARD_INPUT, "/dev/fd/"))
+    if kind != stat.S_IFREG and not is_given:
+        hint = f"; give it as {_STANDARD_INPUT}" if kind == stat.S_IFIFO and may_be_pipe else ""
+        raise OSError(errno.EINVAL, f"it is a {_KINDS.get(kind, 'special file')}, not a regular file{hint}", name)
+    return is_given
 
 
 def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def tokenizer_file(folder: Path) -> Tokenizer:
 
     path = folder / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_input(path))
     except Exception as error:
         raise ConfigurationError(f"the tokenizer {path} cannot be read: {error}") from error
     tokenizer.no_truncation()

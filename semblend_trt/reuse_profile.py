@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from kernels.files import write_bytes
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError
+from semblend_trt.files import open_input
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
 from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
@@ -330,7 +331,7 @@ def _content(path: Path) -> bytes:
     # Opening a pipe would wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ConfigurationError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
-    with path.open("rb") as stream:
+    with open_input(path) as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ConfigurationError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {_MAKE_AGAIN}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import SemBlendError
+from semblend_trt.files import open_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,7 +64,7 @@ class AuditFile:
         """Adds the events whose lines are whole by now."""
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with open_input(self.path) as file:
             file.seek(self._read_bytes)
             lines, newline, _ = file.read().rpartition(b"\n")
         self.events += [json.loads(line) for line in lines.splitlines() if line]

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input
 from validation import prompts
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def read_cases(path: Path) -> list[Case]:
 def content_of(path: Path) -> bytes:
     """Raises ConfigurationError when the file cannot be read."""
     try:
-        return path.read_bytes()
+        return read_input(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}.") from error
 

@@ -17,7 +17,7 @@ from kernels.results import Measured as RunMeasured
 from kernels.results import write_rows
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, read_text
 from validation import arguments, judge, models, scoreboard
 from validation.arms import (
     COLD,
@@ -123,11 +123,11 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
     if not (options.check or options.write):
         show([scoreboard.terminal_table(rows)])
         return True
-    made = {page: scoreboard.with_tables(page.read_text(encoding="utf-8"), rows) for page in options.pages}
+    made = {page: scoreboard.with_tables(read_text(page), rows) for page in options.pages}
     measured = options.results / "h200"
     if measured.is_dir() and options.times.is_file():
         made[options.times] = shipped_observations(measured)
-    old = [path for path, text in made.items() if text != path.read_text(encoding="utf-8")]
+    old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:
             write_text(path, made[path])

@@ -19,6 +19,7 @@ from rich.text import Text
 from kernels.results import Row
 from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input
 from validation import output
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def read_rows(root: Path) -> dict[str, list[Row]]:
 def rows_of(path: Path) -> list[Row]:
     """Rows of one file. Raises ConfigurationError when it does not hold rows, or they contradict themselves."""
     try:
-        rows = [Row(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+        rows = [Row(**fields) for fields in json.loads(read_input(path))]
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{path} does not hold result rows: {error}.") from error
     if len({each.name for each in rows}) != len(rows):

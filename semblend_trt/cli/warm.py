@@ -16,19 +16,24 @@ import os
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, StrictInt, ValidationError, WrapValidator
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from tqdm import tqdm
@@ -41,8 +46,10 @@ CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 3600.0
 MAX_ANSWER_BYTES = 1 << 20
 MAX_SHOWN = 300
+# More than any prompt has.
+MAX_TOKENS = 1 << 40
 # Statuses of a server that takes nothing now: it is asked so many times, at most so many seconds apart.
-BUSY, ATTEMPTS, MAX_PAUSE = (429, 503), 6, 60
+BUSY, ATTEMPTS, MAX_PAUSE = (429, 503), 6, 60.0
 # Statuses that are about the document; others are about the server.
 REFUSED = (400, 413, 422, 500)
 
@@ -82,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     files, server = arguments.files, arguments.url
     state = State(arguments.state or files[0].parent / STATE_NAME)
-    prefix = arguments.prefix.read_text(encoding="utf-8") if arguments.prefix else ""
+    prefix = read_text(arguments.prefix, may_be_pipe=True) if arguments.prefix else ""
     server.key = key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
     if not (key.isascii() and key.isprintable()):
         raise ConfigurationError(f"the API key has characters that no header takes; look at {KEY_VARIABLE}, --api-key")
@@ -123,11 +130,13 @@ def documents_of(files: Sequence[Path]) -> Iterator[Document]:
     for path in files:
         try:
             if path.suffix != ".jsonl":
-                yield _document(str(path), path.read_bytes(), is_line=False)
+                yield _document(str(path), read_input(path, may_be_pipe=True), is_line=False)
                 continue
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
+            with open_input(path) as file:
+                for number, (line, size) in enumerate(bounded_lines(file), 1):
+                    if why := too_long(line):
+                        yield Document(f"{path}:{number}", size, problem=f"the line is {why}; give a shorter one")
+                    elif line.strip():
                         yield _document(f"{path}:{number}", line, is_line=True)
         except OSError as error:
             yield Document(str(path), 0, problem=f"it cannot be read ({error.strerror}); name another file")
@@ -162,6 +171,10 @@ def _text_of(content: bytes, *, is_line: bool) -> str:
 # -- what was sent ----------------------------------------------------------------------------------------------------
 
 
+class _Kept(BaseModel):
+    warmed: list[str]
+
+
 class State:
     """The digests of the documents that were sent, in a file that is whole at any time.
 
@@ -169,14 +182,12 @@ class State:
     """
 
     def __init__(self, path: Path) -> None:
-        from semblend_trt.files import check_writable
-
         check_writable(path)
         self._path, self._digests = path, dict[str, None]()
         if path.exists():
             try:
-                self._digests |= dict.fromkeys(json.loads(path.read_bytes())["warmed"])
-            except (ValueError, TypeError, KeyError, RecursionError):
+                self._digests |= dict.fromkeys(_Kept.model_validate_json(read_input(path)).warmed)
+            except (OSError, ValidationError):
                 raise ConfigurationError(f"{path} is no state of this command; name another with --state") from None
 
     def __contains__(self, digest: str) -> bool:
@@ -260,6 +271,37 @@ class RefusedError(SemBlendError):
     """The server refuses a document."""
 
 
+def _or_none(value: Any, validate: Callable[[Any], Any]) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+_LENIENT = WrapValidator(_or_none)
+
+
+class _Usage(BaseModel):
+    prompt_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
+
+
+class _Model(BaseModel):
+    id: Annotated[str, Field(min_length=1)]
+
+
+class _Error(BaseModel):
+    message: str
+
+
+class _Answer(BaseModel):
+    """What is read of an answer. A field of another form counts as none."""
+
+    usage: Annotated[_Usage | None, _LENIENT] = None
+    data: Annotated[list[_Model], _LENIENT] = []
+    error: Annotated[_Error | None, _LENIENT] = None
+    message: Annotated[str | None, _LENIENT] = None
+
+
 class Server:
     """An OpenAI-compatible server at `url`, which may end in /v1. `key` is its API key. Redirects are not followed."""
 
@@ -282,20 +324,19 @@ class Server:
     def first_model(self) -> str:
         """The name of the first model. Raises SemBlendError without one."""
         status, answer, _ = self._ask("GET", "/v1/models")
-        try:
-            return str(answer["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise SemBlendError(f"{self.url} names no model ({_said(status, answer)}); give it with --model") from None
+        if not answer.data:
+            raise SemBlendError(f"{self.url} names no model ({_said(status, answer)}); give it with --model")
+        return answer.data[0].id
 
     def prefill(self, body: bytes) -> int:
         """Sends a document; returns its tokens. Raises RefusedError where it is refused, and SemBlendError when the
         server fails or takes nothing for minutes."""
         for attempt in range(ATTEMPTS):
             status, answer, retry = self._ask("POST", "/v1/completions", body)
-            if status not in BUSY or self._ended.wait(min(MAX_PAUSE, int(retry) if retry.isdecimal() else 2**attempt)):
+            if status not in BUSY or self._ended.wait(pause(retry, 2**attempt)):
                 break
-        if status == 200 and isinstance(usage := answer.get("usage"), dict):
-            return int(usage["prompt_tokens"])
+        if status == 200 and answer.usage is not None:
+            return answer.usage.prompt_tokens
         if status in REFUSED:
             raise RefusedError(f"the server refuses it ({_said(status, answer)})")
         raise SemBlendError(f"{self.url} cannot be used ({_said(status, answer)}); the next run goes on from here")
@@ -307,8 +348,8 @@ class Server:
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, dict[str, Any], str]:
-        """The answer's status, its JSON object (or none) and its Retry-After."""
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, _Answer, str]:
+        """The answer's status, what it says and its Retry-After."""
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         connection = self._connection(self._host, self._port, timeout=CONNECT_SECONDS)
         self._open.add(connection)
@@ -321,19 +362,30 @@ class Server:
             response = connection.getresponse()
             content, retry = response.read(MAX_ANSWER_BYTES), response.getheader("Retry-After", "")
         except (OSError, HTTPException, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            why = getattr(error, "strerror", None) or str(error)[:MAX_SHOWN] or type(error).__name__
             raise SemBlendError(f"{self.url} is out of reach ({why}); the next run goes on from here") from None
         finally:
             self._open.discard(connection)
             connection.close()
         try:
-            answer = json.loads(content)
+            answer = _Answer.model_validate(json.loads(content))
         except (ValueError, RecursionError):
-            answer = None
-        return response.status, answer if isinstance(answer, dict) else {}, retry
+            answer = _Answer()
+        return response.status, answer, retry
 
 
-def _said(status: int, answer: dict[str, Any]) -> str:
-    error = answer.get("error")
-    message = error.get("message") if isinstance(error, dict) else answer.get("message")
-    return f"{status}: {str(message)[:MAX_SHOWN]}" if message else f"status {status}"
+def pause(retry_after: str, otherwise: float) -> float:
+    """Seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number or a date."""
+    text = retry_after.strip()
+    seconds = otherwise
+    if text.isascii() and text.isdecimal():
+        seconds = int(text.lstrip("0")[:5] or "0")  # of more digits than Python reads, too
+    else:
+        with suppress(ValueError, TypeError, IndexError, OverflowError):
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+    return min(MAX_PAUSE, max(0.0, seconds))
+
+
+def _said(status: int, answer: _Answer) -> str:
+    message = answer.message if answer.error is None else answer.error.message
+    return f"{status}: {message[:MAX_SHOWN]}" if message else f"status {status}"

@@ -40,6 +40,7 @@ from semblend_trt.connector.layer_groups import (
 )
 from semblend_trt.connector.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.files import read_input
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -368,8 +369,8 @@ def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: 
     modelopt = None if directory is None else directory / "hf_quant_config.json"
     if modelopt is not None and modelopt.is_file():
         try:
-            declared.update(json.loads(modelopt.read_text("utf-8")).get("quantization") or {})
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+            declared.update(json.loads(read_input(modelopt)).get("quantization") or {})
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigurationError(f"{modelopt} cannot be read: {error}") from error
     if not declared:
         return None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import open_file, open_folder, refuse_others
+from semblend_trt.files import open_file, open_folder, read_input, refuse_others
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -281,9 +281,8 @@ def weight_files(directory: Path) -> dict[str, Path]:
     """A directory's weights and their indexes by name. Raises OSError, and ConfigurationError for a broken index."""
     files = _files_in(directory, (*_WEIGHTS, _INDEX))
     for index in [path for name, path in files.items() if fnmatchcase(name, _INDEX)]:
-        FileState.of(index)  # a pipe would be waited for
         try:
-            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            shards = sorted(set(json.loads(read_input(index))["weight_map"].values()))
             if not all(isinstance(shard, str) and "\0" not in shard for shard in shards):
                 raise ValueError("a shard has no name of a file")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

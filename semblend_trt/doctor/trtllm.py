@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,12 @@ import yaml
 from semblend_trt.doctor.finding import Area
 from semblend_trt.doctor.software import installed
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input
 from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from types import ModuleType
 
     from semblend_trt.config import Settings
@@ -67,9 +68,7 @@ def read_options(path: str | Path) -> SimpleNamespace:
     """The options as attributes, as an engine hands them to a connector. Raises ConfigurationError for a file without
     options."""
     try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        options = None if len(content) > MAX_BYTES else _attributes(yaml.safe_load(content), count(1))
+        options = _attributes(yaml.safe_load(read_input(path, MAX_BYTES)), count(1))
     except OSError as error:
         raise ConfigurationError(f"engine options {path} cannot be read: {error.strerror or error}") from error
     except RecursionError:

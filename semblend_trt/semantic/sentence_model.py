@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import open_input
 from semblend_trt.transformers_version import imported
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _in_package() -> SentenceModel | None:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_input(path) as file:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,8 @@ import pytest
 
 from kernels.files import write_bytes
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable
+from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long
+from tests.semblend_trt.held_donors import at_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,3 +111,63 @@ def test_a_folder_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigurationError, match=reason):
         check_writable(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("may_be_pipe", [False, True])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "it is a pipe, not a regular file"),
+        (os.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "it is a socket, not a regular file"),
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.write_bytes(bytes(9)), "it has more than 8 bytes"),
+    ],
+    ids=["pipe", "folder", "device", "socket", "missing", "large"],
+)
+def test_what_is_no_file_for_a_command_is_not_waited_for(make, why: str, tmp_path: Path, may_be_pipe: bool) -> None:
+    path = tmp_path / "given"
+    make(path)
+    with pytest.raises(OSError, match=why) as refused:
+        at_once(lambda: read_input(path, 8, may_be_pipe=may_be_pipe))
+    assert refused.value.filename == str(path)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_read_where_a_pipe_may_be_given(name: str) -> None:
+    for may_be_pipe, told in ((True, "b'of a pipe'"), (False, "it ")):
+        code = (
+            f"from semblend_trt.files import read_input\n"
+            f"try: print(read_input({name!r}, may_be_pipe={may_be_pipe}))\n"
+            f"except OSError as error: print('it', error.strerror)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], input=b"of a pipe", capture_output=True, check=True)
+        assert done.stdout.decode().startswith(told)
+
+
+def test_a_pipe_that_gives_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semblend_trt.files.PIPE_SECONDS", 0.001)
+    ours, theirs = os.pipe()
+    os.write(theirs, b"a line\nhalf")
+    with open_input(f"/dev/fd/{ours}", may_be_pipe=True) as file:
+        assert file.readline() == b"a line\n"
+        with pytest.raises(TimeoutError, match="not a byte came within"):
+            at_once(file.readline)
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_long_lines_are_cut_and_counted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
+    (tmp_path / "lines").write_bytes(b"a" * (1 << 20) + b"\n" + b"b" * (3 << 20) + b"\nc")
+    with open_input(tmp_path / "lines") as file:
+        found = [(len(line), size, too_long(line)) for line, size in bounded_lines(file)]
+    long = "longer than 1 MiB"
+    assert found == [((1 << 20) + 1, (1 << 20) + 1, long), ((1 << 20) + 1, (3 << 20) + 1, long), (1, 1, None)]
+
+
+def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes("eins\nzwei ü\n\n\xe9t\xe9".encode("latin-1", "replace"))
+    with pytest.raises(ConfigurationError, match=r"text, line 2: byte 0xfc is not UTF-8; write the file in UTF-8"):
+        read_text(tmp_path / "text")

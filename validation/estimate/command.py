@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.files import check_writable, open_input
 
 if TYPE_CHECKING:
     import argparse
@@ -77,7 +78,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays, prints and writes. Raises SemBlendError and OSError."""
-    from semblend_trt.files import check_writable
     from semblend_trt.reuse_profile import ReuseProfile
     from validation.estimate.prompts import Encoder
     from validation.estimate.serving import Serving
@@ -211,7 +211,7 @@ def _rare_collections() -> Iterator[None]:
 
 def _opened(path: Path, buffering: int) -> BinaryIO:
     try:
-        return path.open("rb", buffering=buffering)
+        return open_input(path, may_be_pipe=True, buffering=buffering)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
 

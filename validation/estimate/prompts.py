@@ -16,8 +16,9 @@ import numpy as np
 
 from semblend_trt.chats import ChatError, render_chat
 from semblend_trt.discovery.fingerprint import as_token_array
+from semblend_trt.files import bounded_lines, too_long
 from semblend_trt.model_tokenizer import load_tokenizer, tokenizer_file
-from validation.replay.trace import Skipped, bounded_lines, too_long
+from validation.replay.trace import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -179,6 +180,8 @@ class PromptLog:
                 yield from prompts_of[form](line, text)
             except UnreadError as error:
                 self.skipped.add(line, str(error))
+            except RecursionError:  # what could just be parsed may be too deep for what comes next
+                self.skipped.add(line, "nested too deeply")
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Lines that are not blank, without their ends."""

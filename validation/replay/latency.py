@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input
 from validation.replay.trace import Observation
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def recorded_observations(path: Path) -> list[Observation]:
     Raises ConfigurationError when the file holds neither.
     """
     try:
-        content = path.read_bytes()
+        content = read_input(path)
         if b'"ttft_ms"' not in content:
             from validation.scoreboard import rows_of  # needs the extra validation
 

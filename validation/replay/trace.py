@@ -19,12 +19,12 @@ from pydantic_core import from_json
 
 from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import MAX_LINE_BYTES, bounded_lines, open_input, too_long
 from semblend_trt.fleet.telemetry import MAX_BLOCKS, Label, Milliseconds, Tokens, TraceBlock, TraceLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
     from pathlib import Path
-    from typing import BinaryIO
 
     from semblend_trt.donors.block_kind import KindMix
 
@@ -258,33 +258,14 @@ def trace_file(path: Path, requests: int | None = None) -> Trace:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-# A longer line is passed over, and never held whole.
-MAX_LINE_BYTES = 64 << 20
-
-
-def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Lines of a file, each cut right behind MAX_LINE_BYTES, with the bytes that it has in the file."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        size, rest = len(line), line
-        while rest and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES)
-            size += len(rest)
-        yield line, size
-
-
-def too_long(line: bytes) -> str | None:
-    """Why a line that was cut is passed over; None for a whole one."""
-    return f"longer than {MAX_LINE_BYTES >> 20} MiB" if len(line) > MAX_LINE_BYTES else None
-
-
 def _content_lines(path: Path) -> Iterator[bytes]:
     """Lines, or whole files of a folder, cut right behind MAX_LINE_BYTES."""
     if path.is_dir():
         for each in sorted(path.glob("*.json")):
-            with each.open("rb") as file:
+            with open_input(each) as file:
                 yield file.read(MAX_LINE_BYTES + 1)
         return
-    with path.open("rb") as file:
+    with open_input(path, may_be_pipe=True) as file:
         yield from (line for line, _ in bounded_lines(file))
 
 

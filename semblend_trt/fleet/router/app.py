@@ -402,10 +402,10 @@ class Router:
             for part in (answer, *answer["choices"]) if check.strips_tokens else ():
                 part.pop("token_ids", None)
                 part.pop("prompt_token_ids", None)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return web.Response(body=json.dumps(answer).encode(), headers=response.headers)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("an answer has a form that is not known, and cannot be compared with a cold run")
             return response
-        return web.Response(body=json.dumps(answer).encode(), headers=response.headers)
 
     def _count(self, worker: Worker, held: int, prompt: ReadPrompt, observed: Observed) -> None:
         self.counters.requests.labels(worker_name(worker), str(observed.status)).inc()

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import open_input
 from semblend_trt.fleet.router.serving import ServerBounds
 from semblend_trt.fleet.routing_policy import POLICIES, SpanOverlap
 
@@ -211,7 +212,7 @@ class RouterConfig(_Table):
 def load_config(path: str | Path) -> RouterConfig:
     """Reads a file. Raises ConfigurationError with one sentence that names the file, the field and the mistake."""
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None

@@ -280,10 +280,10 @@ def with_receipt(body: bytes) -> bytes:
         answer = json.loads(body)
         carried = answer["kv_transfer_params"]
         answer["usage"][RECEIPT] = carried.pop(VLLM_RECEIPT)
+        answer["kv_transfer_params"] = carried or None
+        return json.dumps(answer).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return body  # a text that speaks of receipts, and holds none
-    answer["kv_transfer_params"] = carried or None
-    return json.dumps(answer).encode()
 
 
 class _Events:

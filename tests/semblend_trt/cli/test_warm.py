@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import signal
 import threading
@@ -18,11 +19,12 @@ from aiohttp import web
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server import Worker
 from semblend_trt.cli.main import main
-from semblend_trt.cli.warm import STATE_NAME, Warming
+from semblend_trt.cli.warm import MAX_PAUSE, STATE_NAME, Warming, pause
 from semblend_trt.fleet.router.app import Router
 from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
 from tests.pages import ROOT
+from tests.semblend_trt.held_donors import at_once
 from validation.benchmarks.server_process import MODEL
 from validation.documents import stock_list
 from validation.prompts import render
@@ -266,3 +268,99 @@ def test_an_interrupt_ends_requests_that_are_under_way(pages):
     app.router.add_post("/v1/completions", complete)
     with listening_app(app) as address:
         assert warm(address, *pages, "--model", "m", "--concurrency", 2) == 130
+
+
+@contextmanager
+def answering(body, status=200, headers=()):
+    """The address of a server that answers everything with `body`, raw JSON."""
+
+    async def answer(_):
+        return web.Response(body=body, status=status, headers=dict(headers), content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    with listening_app(app) as address:
+        yield address
+
+
+COUNTS = ["{}", "null", '"9"', "[]", "[9]", "9", "true", "NaN", "1e999"]
+COUNTS += [f'{{"prompt_tokens": {each}}}' for each in ("null", '"9"', "[]", "{}", "true", "9.5", "NaN", "Infinity")]
+COUNTS += [f'{{"prompt_tokens": {each}}}' for each in ("-1", "-Infinity", "1e999", "9" * 30, "9" * 5000, "[" * 5000)]
+
+
+@pytest.mark.parametrize("usage", COUNTS, ids=[each[:30] for each in COUNTS])
+def test_a_usage_that_counts_no_tokens_is_one_sentence(usage, pages, capsys):
+    with answering(f'{{"usage": {usage}}}'.encode()) as address:
+        assert warm(address, pages[0], "--model", "m") == 2
+    err = capsys.readouterr().err
+    assert err == f"semblend-trt: {address} cannot be used (status 200); the next run goes on from here\n"
+
+
+ANSWERS = [b"", b"\xff", b"null", b"[]", b"7", b"{}", b'{"data": {}}', b'{"data": []}', b'{"data": [7]}', b"[" * 5000]
+ANSWERS += [b'{"data": [{"id": %s}]}' % each for each in (b"null", b'""', b"7", b"[]", b'{"a": NaN}')]
+ANSWERS += [b'{"error": %s}' % each for each in (b"7", b'"no"', b'{"message": {}}', b'{"message": [[]]}')]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=[str(each[:30]) for each in ANSWERS])
+def test_a_server_that_names_no_model_is_one_sentence(answer, pages, capsys):
+    with answering(answer) as address:
+        assert warm(address, pages[0]) == 2
+    err = capsys.readouterr().err
+    assert err == f"semblend-trt: {address} names no model (status 200); give it with --model\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        *(("0", 0), ("7", 7), (" 7 ", 7), ("007", 7), ("61", MAX_PAUSE), ("9" * 5000, MAX_PAUSE), ("0" * 5000, 0)),
+        *((each, 3) for each in ("", "-1", "1.5", "nan", "inf", "1e3", "soon", "\u00b2", "7, 9", ",", "\x00", "[7]")),
+        *(("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("Fri, 31 Dec 9999 23:59:59 GMT", MAX_PAUSE)),
+        *(("Thu, 01 Jan 1970 00:00:00 -0000", 0), ("Thu, 99 Foo 1970 00:00:00 GMT", 3), ("Thu, 01 Jan", 3)),
+        ("Thu, 01 Jan 1970 00:00:00 +9999999999999999999", 3),
+    ],
+)
+def test_how_long_a_busy_server_is_left_alone(header, seconds):
+    assert pause(header, 3.0) == seconds
+
+
+def test_a_busy_servers_long_number_is_a_number(pages, monkeypatch, capsys):
+    monkeypatch.setattr("semblend_trt.cli.warm.MAX_PAUSE", 0.0)
+    with answering(b"{}", 503, {"Retry-After": "9" * 5000}) as address:
+        assert warm(address, pages[0], "--model", "m") == 2
+    assert "cannot be used (status 503)" in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 12)
+    pipe, lines, latin = tmp_path / "pipe", tmp_path / "lines.jsonl", tmp_path / "latin"
+    os.mkfifo(pipe)
+    lines.write_text(f'{{"text": "{"a" * 5000}"}}\n' + json.dumps({"text": PAGE[:50]}) + "\n" + "[" * 4000)
+    latin.write_bytes(b"a\n\xe9")
+    assert at_once(lambda: warm(url, pipe, "/dev/zero", lines, tmp_path)) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("1 document sent (50 tokens), 0 sent before, 5 failed")
+    named = dict(line.split(": ", 1) for line in err.splitlines())
+    assert (
+        named[str(pipe)]
+        == "it cannot be read (it is a pipe, not a regular file; give it as /dev/stdin); name another file"
+    )
+    assert named["/dev/zero"] == "it cannot be read (it is a device, not a regular file); name another file"
+    assert named[f"{lines}:1"] == "the line is longer than 0 MiB; give a shorter one"
+    assert named[f"{lines}:3"] == 'the line is not JSON; give {"text": "..."}'
+    for words, told in (
+        (["--prefix", latin], f"{latin}, line 2: byte 0xe9 is not UTF-8; write the file in UTF-8"),
+        (["--prefix", pipe], "it is a pipe, not a regular file"),
+        (["--prefix", "/dev/zero"], "it is a device, not a regular file"),
+        (["--state", pipe], f"{pipe} is no state of this command"),
+        (["--state", "/dev/zero"], "/dev/zero is no state of this command"),
+    ):
+        assert at_once(lambda words=words: warm(url, pages[0], *words)) == 2
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert told in sentence
+
+
+@pytest.mark.parametrize("kept", ["", "7", "[]", '{"warmed": 7}', '{"warmed": [7]}', '{"warmed": [[]]}', "[" * 5000])
+def test_what_is_no_state_is_refused(kept, pages, tmp_path, capsys):
+    (tmp_path / "kept").write_text(kept)
+    assert warm("http://127.0.0.1:1", pages[0], "--model", "m", "--state", tmp_path / "kept") == 2
+    assert "kept is no state of this command; name another with --state" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from tests.conftest import byte_tokenizer
 from tests.pages import ROOT
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.discovery.planning import profile
+from tests.semblend_trt.held_donors import at_once
 from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
@@ -197,6 +198,13 @@ def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(
     [
         (["missing.jsonl"], "missing.jsonl cannot be read (No such file or directory)"),
         (["."], ". cannot be read (Is a directory)"),
+        (
+            ["pipe"],
+            "pipe cannot be read (it is a pipe, not a regular file; give it as /dev/stdin); name a file of prompts",
+        ),
+        (["/dev/zero"], "/dev/zero cannot be read (it is a device, not a regular file)"),
+        (["log", "--ttft", "pipe"], "pipe does not hold result rows or observations: it is a pipe"),
+        (["log", "--profile", "pipe"], "reuse profile pipe is not a regular file"),
         (["log", "--tokenizer", "nowhere/at all"], "tokenizer nowhere/at all cannot be read"),
         (["log", "--model", "nowhere/at all"], "give --kv-bytes-a-token in place of --model"),
         (["log", "--profile", "missing.json"], "missing.json"),
@@ -212,8 +220,9 @@ def test_what_cannot_be_used_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log").write_text("Why?\n")
+    os.mkfifo("pipe")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["estimate", *arguments]) == 2
+    assert at_once(lambda: main(["estimate", *arguments])) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("semblend-trt: ")
     assert sentence in last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.conftest import byte_tokenizer
 from validation.estimate.prompts import Encoder, LogFormat, PromptLog, encoded
-from validation.replay import trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,13 +135,39 @@ def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line: bytes, r
 
 
 def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     read: list[int] = []
     content = json.dumps({"prompt": "a" * (5 << 20)}).encode() + b'\n{"prompt": "b"}'
     log = PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), ENCODER, None, read.append)
     assert contents(log) == ["b"]
     assert log.skipped.counts == {"longer than 1 MiB": 1}
     assert sum(read) == len(content)
+
+
+NESTED = [
+    '{"messages": [{"role": "user", "content": "Why?"}], "tools": %s}',
+    '{"messages": [{"role": "user", "content": "Why?", "tool_calls": %s}]}',
+    '{"prompt": "Why?", "model": %s}',
+    '{"prompt": "Why?", "cache_salt": %s}',
+    '{"input": [{"type": "function_call", "arguments": %s}]}',
+    '{"messages": [{"role": "user", "content": [{"type": "tool_use", "input": %s}]}]}',
+    '{"messages": [{"role": "user", "content": [%s]}]}',
+    '{"body": %s}',
+]
+DEEPER = [("[", "]"), ('{"a":', "}"), ('{"type": "tool_result", "content": [', "]}")]
+
+
+@pytest.mark.parametrize("line", NESTED)
+@pytest.mark.parametrize(("opens", "closes"), DEEPER, ids=["list", "object", "both"])
+def test_no_depth_ends_the_log(line: str, opens: str, closes: str) -> None:
+    depths = range(1, sys.getrecursionlimit() + 100)
+    deep = [line % (opens * depth + "1" + closes * depth) for depth in depths]
+    log = log_of("\n".join([*deep, '{"prompt": "last"}']))
+    found = contents(log)
+    assert found[-1] == "last"
+    assert len(found) - 1 + sum(log.skipped.counts.values()) == len(depths)
+    if "tools" in line:  # they are written again, from deeper in the stack than they were read
+        assert log.skipped.counts["nested too deeply"]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))

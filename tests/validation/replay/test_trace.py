@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path: Path, content:
 def test_bad_lines_of_telemetry_are_counted(
     line: Callable[..., TraceLine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_module, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     good = line(0, "a", [1]).to_json()
     negative = good.replace('"token_count":1', '"token_count":-1')
     trace = read(tmp_path, "\n".join([good, "{", "", " " * (2 << 20), negative, good]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,13 @@ def test_a_receipt_that_vllm_carries_is_moved_into_the_usage() -> None:
 )
 def test_an_answer_that_carries_none_goes_on_as_it_came(body: bytes) -> None:
     assert with_receipt(body) == body
+
+
+def test_an_answer_of_any_depth_goes_on() -> None:
+    for depth in range(1, sys.getrecursionlimit() + 100):
+        nested = b"[" * depth + b"]" * depth
+        body = b'{"usage": {}, "kv_transfer_params": {"semblend.receipt": {}}, "choices": %s}' % nested
+        assert nested in with_receipt(body)
 
 
 def healthy(replicas: ReplicaSet) -> list[bool]:
