@@ -1,5 +1,4 @@
-"""Checks that a file can be written (`kernels.files` writes it), opens files and folders that only this user owns, and
-reads the files that a command is given.
+"""Checks that a file can be written, opens what only this user owns, and reads the files that a command is given.
 
 Opening never waits for the other end of a pipe. Files that only this user owns are no links.
 """
@@ -31,8 +30,6 @@ _NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
 MAX_FILE_BYTES = MAX_LINE_BYTES = 64 << 20
 # A pipe without a byte for so long has no writer that goes on.
 PIPE_SECONDS = 60.0
-_STANDARD_INPUT = "/dev/stdin"
-_KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
 def check_writable(path: Path) -> None:
@@ -100,14 +97,13 @@ def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 
 
     Raises OSError. Reading raises it too, where a pipe gives nothing for PIPE_SECONDS.
     """
-    name = _STANDARD_INPUT if may_be_pipe and str(path) == "-" else str(path)
-    is_pipe = _is_pipe(os.stat(name), name, may_be_pipe)  # opening a device may change it
-    raw = (_Pipe if is_pipe else io.FileIO)(name, opener=_opened_at_once)
-    try:
-        _is_pipe(os.fstat(raw.fileno()), name, is_pipe)
-    except OSError:
+    name = "/dev/stdin" if may_be_pipe and str(path) == "-" else str(path)
+    may_be_pipe = may_be_pipe and name.startswith(("/dev/stdin", "/dev/fd/"))
+    raw = (_Pipe if may_be_pipe else io.FileIO)(name, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    mode = os.fstat(raw.fileno()).st_mode
+    if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
         raw.close()
-        raise
+        raise OSError(errno.EINVAL, "it is not a regular file; a pipe can be given as /dev/stdin", name)
     return io.BufferedReader(raw, buffering)
 
 
@@ -155,22 +151,6 @@ class _Pipe(io.FileIO):
         if not waiting.poll(1000 * PIPE_SECONDS):
             raise TimeoutError(errno.ETIMEDOUT, f"not a byte came within {PIPE_SECONDS:g} s")
         return super().readinto(buffer)
-
-
-def _opened_at_once(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-
-def _is_pipe(status: os.stat_result, name: str, may_be_pipe: bool) -> bool:
-    """Whether it is a pipe that may be read. Raises OSError for what is neither that nor a regular file."""
-    kind = stat.S_IFMT(status.st_mode)
-    if kind == stat.S_IFDIR:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-    is_given = kind == stat.S_IFIFO and may_be_pipe and name.startswith((_STANDARD_INPUT, "/dev/fd/"))
-    if kind != stat.S_IFREG and not is_given:
-        hint = f"; give it as {_STANDARD_INPUT}" if kind == stat.S_IFIFO and may_be_pipe else ""
-        raise OSError(errno.EINVAL, f"it is a {_KINDS.get(kind, 'special file')}, not a regular file{hint}", name)
-    return is_given
 
 
 def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:

@@ -30,8 +30,10 @@ class OnceAMinute(logging.Filter):
         if record.levelno < logging.WARNING:
             return True
         failure = record.exc_info[0] if record.exc_info else None
-        values = str(record.args)[:256] if self._by_values else str(_failures_in(record.args))
-        kind = (record.pathname, record.lineno, failure, values)
+        told: object = record.args
+        if not self._by_values:
+            told = [(type(e), getattr(e, "errno", None)) for e in record.args or () if isinstance(e, Exception)]
+        kind = (record.pathname, record.lineno, failure, str(told)[:256])
         now = self._clock()
         shown, left_out = self._kinds.get(kind, (None, 0))
         if shown is not None and now - shown < QUIET_SECONDS:
@@ -43,12 +45,3 @@ class OnceAMinute(logging.Filter):
         if left_out:
             record.msg, record.args = f"{record.getMessage()} (and {left_out} more like it since it was last said)", ()
         return True
-
-
-def _failures_in(arguments: object) -> list[tuple[object, ...]]:
-    given = arguments if isinstance(arguments, tuple) else ()
-    return [
-        (type(each), getattr(each, "errno", None), getattr(each, "reason", None))
-        for each in given
-        if isinstance(each, Exception)
-    ]

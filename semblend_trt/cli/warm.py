@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, StrictInt, ValidationError, WrapValidator
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, StrictInt, TypeAdapter
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from tqdm import tqdm
@@ -46,12 +46,11 @@ CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 3600.0
 MAX_ANSWER_BYTES = 1 << 20
 MAX_SHOWN = 300
-# More than any prompt has.
-MAX_TOKENS = 1 << 40
 # Statuses of a server that takes nothing now: it is asked so many times, at most so many seconds apart.
 BUSY, ATTEMPTS, MAX_PAUSE = (429, 503), 6, 60.0
 # Statuses that are about the document; others are about the server.
 REFUSED = (400, 413, 422, 500)
+_STATE = TypeAdapter(dict[str, list[str]])
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -171,10 +170,6 @@ def _text_of(content: bytes, *, is_line: bool) -> str:
 # -- what was sent ----------------------------------------------------------------------------------------------------
 
 
-class _Kept(BaseModel):
-    warmed: list[str]
-
-
 class State:
     """The digests of the documents that were sent, in a file that is whole at any time.
 
@@ -186,8 +181,8 @@ class State:
         self._path, self._digests = path, dict[str, None]()
         if path.exists():
             try:
-                self._digests |= dict.fromkeys(_Kept.model_validate_json(read_input(path)).warmed)
-            except (OSError, ValidationError):
+                self._digests |= dict.fromkeys(_STATE.validate_json(read_input(path))["warmed"])
+            except (OSError, ValueError, KeyError):
                 raise ConfigurationError(f"{path} is no state of this command; name another with --state") from None
 
     def __contains__(self, digest: str) -> bool:
@@ -271,35 +266,16 @@ class RefusedError(SemBlendError):
     """The server refuses a document."""
 
 
-def _or_none(value: Any, validate: Callable[[Any], Any]) -> Any:
-    try:
-        return validate(value)
-    except ValidationError:
-        return None
-
-
-_LENIENT = WrapValidator(_or_none)
-
-
-class _Usage(BaseModel):
-    prompt_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
-
-
-class _Model(BaseModel):
-    id: Annotated[str, Field(min_length=1)]
-
-
-class _Error(BaseModel):
-    message: str
+_TOKENS, _MODEL = AliasPath("usage", "prompt_tokens"), AliasPath("data", 0, "id")
+_MESSAGE = AliasChoices(AliasPath("error", "message"), "message")
 
 
 class _Answer(BaseModel):
-    """What is read of an answer. A field of another form counts as none."""
+    """What is read of an answer."""
 
-    usage: Annotated[_Usage | None, _LENIENT] = None
-    data: Annotated[list[_Model], _LENIENT] = []
-    error: Annotated[_Error | None, _LENIENT] = None
-    message: Annotated[str | None, _LENIENT] = None
+    tokens: Annotated[StrictInt, Field(ge=0, le=1 << 40)] | None = Field(None, validation_alias=_TOKENS)
+    model: str | None = Field(None, validation_alias=_MODEL)
+    message: Any = Field(None, validation_alias=_MESSAGE)
 
 
 class Server:
@@ -324,9 +300,9 @@ class Server:
     def first_model(self) -> str:
         """The name of the first model. Raises SemBlendError without one."""
         status, answer, _ = self._ask("GET", "/v1/models")
-        if not answer.data:
+        if not answer.model:
             raise SemBlendError(f"{self.url} names no model ({_said(status, answer)}); give it with --model")
-        return answer.data[0].id
+        return answer.model
 
     def prefill(self, body: bytes) -> int:
         """Sends a document; returns its tokens. Raises RefusedError where it is refused, and SemBlendError when the
@@ -335,8 +311,8 @@ class Server:
             status, answer, retry = self._ask("POST", "/v1/completions", body)
             if status not in BUSY or self._ended.wait(pause(retry, 2**attempt)):
                 break
-        if status == 200 and answer.usage is not None:
-            return answer.usage.prompt_tokens
+        if status == 200 and answer.tokens is not None:
+            return answer.tokens
         if status in REFUSED:
             raise RefusedError(f"the server refuses it ({_said(status, answer)})")
         raise SemBlendError(f"{self.url} cannot be used ({_said(status, answer)}); the next run goes on from here")
@@ -376,16 +352,14 @@ class Server:
 
 def pause(retry_after: str, otherwise: float) -> float:
     """Seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number or a date."""
-    text = retry_after.strip()
-    seconds = otherwise
+    text, seconds = retry_after.strip(), otherwise
     if text.isascii() and text.isdecimal():
         seconds = int(text.lstrip("0")[:5] or "0")  # of more digits than Python reads, too
-    else:
-        with suppress(ValueError, TypeError, IndexError, OverflowError):
-            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+    with suppress(ValueError, TypeError, IndexError, OverflowError):
+        seconds = parsedate_to_datetime(text).timestamp() - time.time()
     return min(MAX_PAUSE, max(0.0, seconds))
 
 
 def _said(status: int, answer: _Answer) -> str:
-    message = answer.message if answer.error is None else answer.error.message
-    return f"{status}: {message[:MAX_SHOWN]}" if message else f"status {status}"
+    said = answer.message
+    return f"{status}: {said[:MAX_SHOWN]}" if said and isinstance(said, str) else f"status {status}"

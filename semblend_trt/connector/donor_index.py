@@ -429,10 +429,12 @@ class OffloadQueue:
         elif kind is OffloadEventKind.FILES_READ:
             # Before, the disk may hold files that the catalog has not counted yet.
             self._catalog.begin_writing()
-        elif kind is OffloadEventKind.WRITE_FAILED and event.text is not None:
-            self._write_again(donor_id, event.text)
         elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
-            self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN)
+            dropped = self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, event.text is not None)
+            if dropped is not None and event.text is not None:
+                self.drop(dropped)
+                self.add_text(donor_id, event.text)
+                self._commands.writes.append(donor_id)
         elif kind in (OffloadEventKind.PROMOTED, OffloadEventKind.PROMOTE_FAILED):
             self._promoting.discard(donor_id)
             self._catalog.promoted(donor_id, kind is OffloadEventKind.PROMOTED)
@@ -444,13 +446,6 @@ class OffloadQueue:
                 self.drop([donor_id])
             elif is_here:
                 self._index.moved(donor_id, Tier.HOST)
-
-    def _write_again(self, donor_id: str, text: DonorText) -> None:
-        dropped = self._catalog.refused_file(donor_id)
-        if dropped is not None:
-            self.drop(dropped)
-            self.add_text(donor_id, text)
-            self._commands.writes.append(donor_id)
 
     def _begin_fetch(self, donor_id: str, moves: TierMoves | None) -> None:
         if moves is not None:

@@ -142,13 +142,6 @@ class DonorSaver:
         """Begins to move a donor from the host to the device, behind `loaded`, if anything."""
         self._submit(self._promote, donor_id, loaded)
 
-    def write(self, donor_id: str) -> None:
-        """Begins to write the file of a donor that is in host memory."""
-        if self._transfers is None:
-            self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
-        else:
-            self._transfers.write(donor_id)
-
     def finished(self) -> list[tuple[int, SavedDonor]]:
         """Returns and forgets the saves that have ended since the last call, failed ones included. Every rank must call
         it.
@@ -216,7 +209,7 @@ class DonorSaver:
             return SavedDonor(intent.donor_id, 0, f"{type(error).__name__}: {error}")
         self.save_seconds.append(time.perf_counter() - save.began)
         if intent.is_written:
-            self.write(intent.donor_id)
+            self._write(intent.donor_id)
         return SavedDonor(intent.donor_id, save.tokens)
 
     def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
@@ -271,7 +264,7 @@ class DonorSaver:
                 self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost"))
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
         if is_written:
-            self.write(donor_id)
+            self._write(donor_id)
         return SavedDonor(donor_id, _NOTHING_LOST)
 
     def _promote(self, donor_id: str, loaded: Event | None) -> None:
@@ -286,3 +279,9 @@ class DonorSaver:
             )
             return
         self._events.append(OffloadEvent(OffloadEventKind.PROMOTED, donor_id))
+
+    def _write(self, donor_id: str) -> None:
+        if self._transfers is None:
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
+        else:
+            self._transfers.write(donor_id)

@@ -221,9 +221,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self._load(metadata.plans, metadata.weights_changes)
             finally:
                 # Also when the loads have failed.
-                commands = metadata.commands
-                if self.saver is not None and (commands.offloads or commands.writes or commands.promotions):
-                    self._waiting.append((commands, record(current_stream(self.saver.device))))
+                if self.saver is not None and (metadata.commands.offloads or metadata.commands.promotions):
+                    self._waiting.append((metadata.commands, record(current_stream(self.saver.device))))
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
@@ -329,6 +328,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self.transfers.drop(donor_id)
             for donor_id in commands.fetches:
                 self.transfers.fetch(donor_id)
+            for donor_id in [each for each in commands.writes if each not in commands.offloads]:
+                self.transfers.write(donor_id)
 
     def _begin_moves(self) -> None:
         """Before the forward is launched, the saver's thread would hold that up."""
@@ -337,9 +338,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             assert self.saver is not None
             for donor_id in commands.offloads:
                 self.saver.offload(donor_id, is_written=donor_id in commands.writes)
-            for donor_id in commands.writes:
-                if donor_id not in commands.offloads:
-                    self.saver.write(donor_id)
             for donor_id in commands.promotions:
                 self.saver.promote(donor_id, loaded)
 

@@ -216,10 +216,8 @@ class DonorTable:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def free(self, tier: Tier) -> int:
-        limit = self.capacities.limit(tier)
-        if tier is Tier.DISK and time.monotonic() < self._full_until:
-            limit = min(limit, self._full_at)
-        return limit - self.used[tier]
+        is_full = tier is Tier.DISK and time.monotonic() < self._full_until
+        return (self._full_at if is_full else self.capacities.limit(tier)) - self.used[tier]
 
     def movable(self, tier: Tier) -> Iterator[str]:
         """Donors of `tier` that may go, in the order in which they should; the table must not change meanwhile."""
@@ -283,13 +281,11 @@ class DonorTable:
         return tuple(victims)
 
     def refuse_file(self, entry: Entry) -> tuple[str, ...] | None:
-        """The disk is full before its budget is used up, and had no room for the donor's file. Returns the donors on
-        disk alone that are dropped, so that the file is written after all; None where none is.
+        """Drops donors on disk alone for a file that the disk had no room for, and returns them; None where none go.
 
-        For FULL_SECONDS all files together take no more room than now. Where dropping others did not help the donor
-        either, no file is written meanwhile: something else takes the room.
+        For FULL_SECONDS all files take no more room than now. Where that did not help, something else takes the room,
+        and no file is written meanwhile.
         """
-        self.set_file(entry, FileState.NONE)
         self._full_at = 0 if entry.is_retried else self.used[Tier.DISK]
         self._full_until = time.monotonic() + FULL_SECONDS
         victims = self.make_file_room(entry.history.tokens)

@@ -38,8 +38,7 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """One event. `donor_id` is empty where no donor is meant. FILE_FOUND has a `text`, and WRITE_FAILED where the disk
-    had no room."""
+    """One event; `donor_id` is empty where no donor is meant. FILE_FOUND has a `text`, WRITE_FAILED on a full disk too."""
 
     kind: OffloadEventKind
     donor_id: str = ""
@@ -60,8 +59,7 @@ class DiskLink:
 class OffloadCommands:
     """Before a forward `drops` go from every tier, `releases` leave memory and keep their files, and `fetches` are read
     back from their files to the host. Behind its launch `offloads` move from the device to the host, and get a file if
-    they are among `writes`; other `writes` are in host memory already. `promotions` are copied from the host to the
-    device and then leave the host."""
+    they are among `writes`, as donors of the host do; `promotions` are copied to the device and then leave the host."""
 
     drops: list[str] = field(default_factory=list)
     offloads: list[str] = field(default_factory=list)
@@ -139,7 +137,7 @@ class DiskTransfers:
         except Exception as error:
             logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
             left = text if isinstance(error, OSError) and error.errno in _NO_ROOM else None
-            self._tell(OffloadEventKind.WRITE_FAILED, donor_id, f"{type(error).__name__}: {error}", left)
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), left))
             return
         finally:
             with self._lock:
@@ -177,7 +175,5 @@ class DiskTransfers:
             return
         self._link.found.append(OffloadEvent(OffloadEventKind.FILES_READ))
 
-    def _tell(
-        self, event: OffloadEventKind, donor_id: str, error: str | None = None, text: DonorText | None = None
-    ) -> None:
-        self._events.append(OffloadEvent(event, donor_id, error, text))
+    def _tell(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
+        self._events.append(OffloadEvent(event, donor_id, error))

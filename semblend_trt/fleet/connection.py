@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError, SemBlendError
+from semblend_trt.files import open_input
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -136,6 +137,8 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
             has_warned = True
             logger.warning("NATS does not permit what this process needs, so that events are lost: %s", error)
 
+    for path in filter(None, (options.tls_ca, options.tls_cert, options.tls_key, options.creds)):
+        open_input(path).close()  # what reads it would wait for a pipe
     attempt = asyncio.ensure_future(nats.connect(**(options.client_arguments() | {"error_cb": erred} | arguments)))
     # asyncio would log the exception of an abandoned attempt if it were not read.
     attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -117,10 +117,10 @@ def test_a_folder_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (os.mkfifo, "it is a pipe, not a regular file"),
+        (os.mkfifo, "it is not a regular file"),
         (os.mkdir, "Is a directory"),
-        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
-        (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "it is a socket, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
+        (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "No such device or address"),
         (lambda path: None, "No such file or directory"),
         (lambda path: path.write_bytes(bytes(9)), "it has more than 8 bytes"),
     ],

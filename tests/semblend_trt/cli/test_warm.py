@@ -342,15 +342,18 @@ def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monke
     named = dict(line.split(": ", 1) for line in err.splitlines())
     assert (
         named[str(pipe)]
-        == "it cannot be read (it is a pipe, not a regular file; give it as /dev/stdin); name another file"
+        == "it cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name another file"
     )
-    assert named["/dev/zero"] == "it cannot be read (it is a device, not a regular file); name another file"
+    assert (
+        named["/dev/zero"]
+        == "it cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name another file"
+    )
     assert named[f"{lines}:1"] == "the line is longer than 0 MiB; give a shorter one"
     assert named[f"{lines}:3"] == 'the line is not JSON; give {"text": "..."}'
     for words, told in (
         (["--prefix", latin], f"{latin}, line 2: byte 0xe9 is not UTF-8; write the file in UTF-8"),
-        (["--prefix", pipe], "it is a pipe, not a regular file"),
-        (["--prefix", "/dev/zero"], "it is a device, not a regular file"),
+        (["--prefix", pipe], "it is not a regular file"),
+        (["--prefix", "/dev/zero"], "it is not a regular file"),
         (["--state", pipe], f"{pipe} is no state of this command"),
         (["--state", "/dev/zero"], "/dev/zero is no state of this command"),
     ):

@@ -12,6 +12,7 @@ import pytest
 from semblend_trt.config import load_settings
 from semblend_trt.doctor.finding import Status
 from semblend_trt.doctor.settings import audit, disk, nats, variables
+from tests.semblend_trt.held_donors import at_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,8 +59,12 @@ def test_nats_is_out_of_reach(make_nats_server) -> None:
     assert f"out of reach at {server.url} (NoServersError): start it, or mend SEMBLEND_NATS_URL" in failed.text
 
 
-def test_a_certificate_that_is_not_there(nats_server, tmp_path: Path) -> None:
-    failed, *_ = nats(load_settings(nats_url=nats_server.url, nats_tls_ca=str(tmp_path / "ca.pem")))
+@pytest.mark.parametrize("is_pipe", [False, True])
+def test_a_certificate_that_is_not_there(nats_server, tmp_path: Path, is_pipe: bool) -> None:
+    if is_pipe:
+        os.mkfifo(tmp_path / "ca.pem")
+    settings = load_settings(nats_url=nats_server.url, nats_tls_ca=str(tmp_path / "ca.pem"))
+    failed, *_ = at_once(lambda: list(nats(settings)))
     assert (failed.status, "SEMBLEND_NATS_TLS_CA" in failed.text) == (Status.FAILED, True)
 
 

@@ -100,7 +100,7 @@ def test_a_credentials_file_opens_the_server(server, account, make_reader, make_
     assert reader.wait_for(lambda reader: list(reader.directory.donors_of((3, 0))) == ["a"])
 
 
-@pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage"])
+@pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage", "pipe"])
 def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, kind, caplog) -> None:
     creds = None
     if kind == "another account's":
@@ -111,6 +111,8 @@ def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, 
         creds = tmp_path / "user.creds"
         if kind == "garbage":
             creds.write_bytes(b"\xff not credentials")
+        elif kind == "pipe":  # which has no writer
+            os.mkfifo(creds)
     worker = make_worker(server, creds=creds)
     worker.add("a")
     assert not worker.publisher.flush(0.5)

@@ -200,10 +200,10 @@ def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(
         (["."], ". cannot be read (Is a directory)"),
         (
             ["pipe"],
-            "pipe cannot be read (it is a pipe, not a regular file; give it as /dev/stdin); name a file of prompts",
+            "pipe cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name a file of prompts",
         ),
-        (["/dev/zero"], "/dev/zero cannot be read (it is a device, not a regular file)"),
-        (["log", "--ttft", "pipe"], "pipe does not hold result rows or observations: it is a pipe"),
+        (["/dev/zero"], "/dev/zero cannot be read (it is not a regular file; a pipe can be given as /dev/stdin)"),
+        (["log", "--ttft", "pipe"], "pipe does not hold result rows or observations: it is not a regular file"),
         (["log", "--profile", "pipe"], "reuse profile pipe is not a regular file"),
         (["log", "--tokenizer", "nowhere/at all"], "tokenizer nowhere/at all cannot be read"),
         (["log", "--model", "nowhere/at all"], "give --kv-bytes-a-token in place of --model"),
