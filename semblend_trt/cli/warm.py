@@ -273,9 +273,9 @@ _MESSAGE = AliasChoices(AliasPath("error", "message"), "message")
 class _Answer(BaseModel):
     """What is read of an answer."""
 
-    tokens: Annotated[StrictInt, Field(ge=0, le=1 << 40)] | None = Field(None, validation_alias=_TOKENS)
-    model: str | None = Field(None, validation_alias=_MODEL)
-    message: Any = Field(None, validation_alias=_MESSAGE)
+    tokens: Annotated[Annotated[StrictInt, Field(ge=0, le=1 << 40)] | None, Field(validation_alias=_TOKENS)] = None
+    model: Annotated[str | None, Field(validation_alias=_MODEL)] = None
+    message: Annotated[Any, Field(validation_alias=_MESSAGE)] = None
 
 
 class Server:

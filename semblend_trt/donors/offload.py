@@ -38,7 +38,7 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """One event; `donor_id` is empty where no donor is meant. FILE_FOUND has a `text`, WRITE_FAILED on a full disk too."""
+    """One event; `donor_id` may be empty. FILE_FOUND has a `text`, and WRITE_FAILED where the disk had no room."""
 
     kind: OffloadEventKind
     donor_id: str = ""
