@@ -1,0 +1,39 @@
+"""No file that a command is given makes it wait, whichever reads it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from semblend_trt.doctor.trtllm import read_options
+from semblend_trt.errors import SemBlendError
+from semblend_trt.files import read_text
+from semblend_trt.fleet.router.config import load_config
+from semblend_trt.model_tokenizer import tokenizer_file
+from semblend_trt.reuse_profile import ReuseProfile
+from tests.semblend_trt.held_donors import at_once
+from validation.audit_log import read_events
+from validation.cases import content_of
+from validation.replay.latency import recorded_observations
+from validation.replay.trace import trace_file
+from validation.scoreboard import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+READERS: list[Callable[[Path], object]] = [
+    *(read_options, load_config, ReuseProfile.read, read_events, content_of, recorded_observations, rows_of, read_text),
+    *(lambda path: tokenizer_file(path.parent), trace_file, lambda path: trace_file(path.parent)),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_refused_at_once(read: Callable[[Path], object], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises((SemBlendError, OSError), match="not a regular file"):
+        at_once(lambda: read(path))
