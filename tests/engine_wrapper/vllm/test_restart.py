@@ -127,6 +127,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(
     small = small_disk(size * 5 // 2)
     # Of donors in memory alone one is held: the others are on disk.
     settings |= {**disk(small), "disk_key_path": str(tmp_path / "key"), "host_bytes": 800 * token_bytes}
+    settings["min_donor_tokens"] = 200  # of the requests below the prompts alone become donors
     served = ready(engine(policy, settings))
     held = []
     for prompt in ([*draw(540)], [*draw(540)], [*draw(540)], [*draw(540)], DONOR):
