@@ -125,6 +125,9 @@ class ReuseSettings(SettingsGroup):
     profile_path: Path | None = Field(
         None, description="JSON file of the reuse profile for policy verified, made by a calibration."
     )
+    profile_trial: bool = Field(
+        False, description="Use the profile without its evidence, as a calibration does: text may be served unchecked."
+    )
     recompute_boundary_layer: int = Field(
         0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token."
     )

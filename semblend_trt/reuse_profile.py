@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 
 from kernels.files import write_bytes
 from semblend_trt import __version__
-from semblend_trt.errors import ConfigurationError, NamespaceError
-from semblend_trt.files import open_input
+from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
+from semblend_trt.files import open_input, writers_of
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
 from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
@@ -45,6 +46,13 @@ _MAX_GENERATIONS = 64
 _MAX_WITNESS_EVERY = 1 << 20
 _MAX_WINDOW_TOKENS = 1 << 10
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
+# What a profile that leaves text unchecked has to have shown, each within the margin.
+EVIDENCE_FAMILIES = (
+    *("reordered", "system_prompt", "prose", "header_trap", "far_header_trap", "mid_sentence_trap", "alias_trap"),
+    *("pronoun_trap", "unit_trap", "date_trap", "near_duplicates", "planted"),
+)
+EVIDENCE_MARGIN = 0.1
+_CONFIDENCE = 0.95
 
 # Field of the profile: what the sentences call it.
 _BOUND = {
@@ -99,6 +107,27 @@ class ProfileGeometry(_Part):
         return cls(num_layers=geometry.num_layers, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
 
 
+class _Figure(BaseModel):
+    """What counts as evidence in one of a profile's figures; its other keys are not looked at."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    what: str
+    margin: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    confidence: Annotated[float, Field(ge=_CONFIDENCE)] = _CONFIDENCE
+    family: str = ""
+    groups: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    likelihood_vs_cold: dict[str, float] | None = None
+    stage: str = ""
+    candidate: str = ""
+    holds: bool = False
+
+    def shows(self, margin: float) -> bool:
+        """Whether a family loses at most the margin, in so many groups that a larger loss would have been seen."""
+        lower = (self.likelihood_vs_cold or {}).get("lower", -1.0)
+        return self.what == "confirmed" and lower >= -margin and (1.0 - margin) ** self.groups <= 1.0 - _CONFIDENCE
+
+
 class ReuseProfile(_Part):
     """The cheapest `policy` that a calibration found as good as cold, with its `check` or `boundary`.
 
@@ -107,7 +136,7 @@ class ReuseProfile(_Part):
     that generation, which is always checked. Policy boundary needs a boundary of at least 1. Policies exact and
     position_fix have none of these.
     `engines` are engines with their cache layouts, as a namespace names them, each once. `figures` holds the
-    measurements, in any form. Build one with `made_for`.
+    measurements, in any form; `digest` is that of all other fields, as `write` made it. Build one with `made_for`.
     """
 
     schema_version: Literal[2] = 2
@@ -124,6 +153,7 @@ class ReuseProfile(_Part):
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}")]
     versions: dict[str, str] = Field(default_factory=dict)
     command: str = ""
+    digest: str | None = None
 
     @field_validator("namespace")
     @classmethod
@@ -230,8 +260,8 @@ class ReuseProfile(_Part):
 
     @classmethod
     def read(cls, path: str | Path) -> ReuseProfile:
-        """Reads a profile. Raises ConfigurationError with what is wrong: no regular file of at most 1 MiB, not JSON,
-        another schema, a missing or unknown field, a value out of its range."""
+        """Reads a profile. Raises ProfileError with what is wrong: no regular file of at most 1 MiB, not JSON, another
+        schema, a missing or unknown field, a value out of its range, edited by hand, or open to others' writing."""
         return cls.read_with_digest(path)[0]
 
     @classmethod
@@ -239,11 +269,17 @@ class ReuseProfile(_Part):
         """As `read`, with the SHA-256 of the file, in hex."""
         try:
             content = _content(Path(path))
-            return cls.model_validate_json(content), hashlib.sha256(content).hexdigest()
         except OSError as error:
-            raise ConfigurationError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
-        except ValidationError as error:
-            raise ConfigurationError(f"reuse profile {path}: {_sentence(error)}; {_MAKE_AGAIN}") from error
+            raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
+        try:
+            profile = cls.model_validate_json(content)
+            found = _digest_of(profile.model_dump(mode="json", exclude_unset=True))
+        except ValueError as error:
+            told = _sentence(error) if isinstance(error, ValidationError) else error
+            raise ProfileError(f"reuse profile {path}: {told}; {_MAKE_AGAIN}") from error
+        if profile.digest not in (None, found):
+            raise ProfileError(f"reuse profile {path} was edited after it was made; {_MAKE_AGAIN}", "profile_evidence")
+        return profile, hashlib.sha256(content).hexdigest()
 
     def confirmed_in(self, engine: str, figures: list[JsonValue] | None = None) -> ReuseProfile:
         """The same profile with `engine` among its engines and other `figures`, where they are given."""
@@ -251,8 +287,10 @@ class ReuseProfile(_Part):
         return self.model_copy(update={"engines": engines, "figures": self.figures if figures is None else figures})
 
     def write(self, path: str | Path) -> None:
-        """Writes the profile as a whole or not at all. Raises OSError."""
-        write_bytes(Path(path), (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode())
+        """Writes the profile with its digest, as a whole or not at all. Raises OSError."""
+        values = self.model_dump(mode="json")
+        values["digest"] = _digest_of(values)
+        write_bytes(Path(path), (json.dumps(values, indent=2) + "\n").encode())
 
     def differences(self, namespace: CacheNamespace, geometry: KvGeometry) -> list[str]:
         """Why the profile does not hold for an engine of this namespace and rank's `geometry`, a sentence each; empty
@@ -287,6 +325,30 @@ class ReuseProfile(_Part):
             f"lowest of this model that has; {_MAKE_AGAIN}."
         )
 
+    def evidence_refusal(self) -> str | None:
+        """Why the figures do not justify what these terms leave unchecked; None where they do, or nothing is left."""
+        if not leaves_unchecked(self.policy, self.check):
+            return None
+        figures = list[_Figure]()
+        for figure in self.figures:
+            with suppress(ValidationError):
+                figures.append(_Figure.model_validate(figure))
+        margin = next((each.margin for each in figures if each.what == "rule"), 0.0)
+        shown = {each.family for each in figures if each.shows(margin)}
+        name, check, parts = terms_name(self.policy, self.boundary, self.check), self.check, list[str]()
+        if check is not None and check.sample_every:
+            parts = [f" one in {check.sample_every} ", f" under {check.sample_threshold:.4g} "]
+        confirmed = (f"{each.candidate} " for each in figures if each.stage == "confirm" and each.holds)
+        found = {
+            "a digest": self.digest is not None,
+            f"a rule with a margin of at most {EVIDENCE_MARGIN:g}": 0.0 < margin <= EVIDENCE_MARGIN,
+            "a confirmation": any(f.startswith(f"{name} ") and all(p in f for p in parts) for f in confirmed),
+            **{family: family in shown for family in EVIDENCE_FAMILIES},
+        }
+        lacking = ", ".join(each for each, is_found in found.items() if not is_found)
+        told = f"The profile's terms ({name}) leave text unchecked, and its evidence for them lacks {lacking}"
+        return f"{told}; {_MAKE_AGAIN}." if lacking else None
+
     @property
     def terms(self) -> ReuseTerms | None:
         """How runs that are not exact are executed; None when the profile justifies exact spans only."""
@@ -294,6 +356,25 @@ class ReuseProfile(_Part):
             return None
         check = None if self.check is None else SpanCheck(**self.check.model_dump())
         return ReuseTerms(self.boundary, check, self.head_tokens, self.generations)
+
+
+def leaves_unchecked(policy: str, check: ProfileCheck | None) -> bool:
+    """Whether these terms reuse tokens from other positions that no check compares, or that any check lets pass."""
+    if check is None:
+        return policy != ReusePolicy.EXACT.value
+    return bool(check.sample_every) or check.threshold >= MAX_THRESHOLD
+
+
+def terms_name(policy: str, boundary: int, check: ProfileCheck | None) -> str:
+    """How a calibration's figures begin the name of a candidate with these terms."""
+    if check is not None:
+        return f"{policy} layer {check.layer} threshold {check.threshold:.4g}"
+    return f"{policy} {boundary}" if boundary else policy
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    told = _canonical({name: value for name, value in values.items() if name != "digest"})
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _bound_fields(namespace: CacheNamespace) -> dict[str, JsonValue]:
@@ -312,7 +393,7 @@ def _is_unknown(name: str, value: object) -> bool:
 
 
 def _canonical(value: JsonValue) -> str:
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
 def _shown(name: str, value: JsonValue) -> str:
@@ -330,11 +411,13 @@ def _difference(what: str, made_for: str, running: str) -> str:
 def _content(path: Path) -> bytes:
     # Opening a pipe would wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ConfigurationError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
+        raise ProfileError(f"reuse profile {path} is not a regular file; name the JSON file of a calibration")
+    if (writers := writers_of(path)) is not None:
+        raise ProfileError(f"reuse profile {path} decides what is served unchecked, and {writers}", "profile_writable")
     with open_input(path) as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ConfigurationError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {_MAKE_AGAIN}")
+        raise ProfileError(f"reuse profile {path} has more than {MAX_BYTES} bytes; {_MAKE_AGAIN}")
     return content
 
 
@@ -355,8 +438,8 @@ _MAX_REMEMBERED = 64
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
     """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable,
-    profile_mismatch or profile_check_layer) and `differences` are the sentences for the log. `digest` is the profile's,
-    as SHA-256 in hex."""
+    profile_writable, profile_evidence, profile_mismatch or profile_check_layer) and `differences` are the sentences for
+    the log. `digest` is that of the profile's file, as SHA-256 in hex."""
 
     profile: ReuseProfile | None
     refusal: str = "no_profile"
@@ -385,9 +468,16 @@ class ProfileMatcher:
             logger.warning("SEMBLEND_PROFILE is set, but policy %s uses no profile", settings.policy.value)
             return
         try:
-            self._profile, self._digest = ReuseProfile.read_with_digest(self._path)
-        except ConfigurationError as error:
-            self._without = ProfileMatch(None, "profile_unreadable", (str(error),))
+            profile, self._digest = ReuseProfile.read_with_digest(self._path)
+            if settings.profile_trial:
+                logger.warning("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
+            elif (lacking := profile.evidence_refusal()) is not None:
+                raise ProfileError(lacking, "profile_evidence")
+            elif profile.digest is None:
+                logger.warning("reuse profile %s has no digest, and the next release refuses it", self._path)
+            self._profile = profile
+        except ProfileError as error:
+            self._without = ProfileMatch(None, error.reason, (str(error),))
 
     @property
     def check_layers(self) -> tuple[int, ...]:

@@ -257,7 +257,6 @@ STOCK, EXACT, RECOMPUTED, REUSED = "stock", "exact", "recomputed", "reused"
 # Half precision makes some answers differ when a prompt is computed in other chunks; the stock engine shows how many.
 _SLACK = 0.05
 _MAX_EM_DROP = 0.02
-_PROFILE_REFUSALS = ("no_profile", "profile_mismatch", "profile_unreadable", "profile_check_layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ def judge_verified(asked: Workload, stock: Served, verified: Served) -> Finding:
     """What is reused under the profile is as often right as cold, and the engine takes the profile."""
     right = {"stock": _exact_matches(asked, stock), "verified": _exact_matches(asked, verified)}
     ended = verified.ended_requests()
-    refused = sorted({str(event["reason"]) for event in ended if event["reason"] in _PROFILE_REFUSALS})
+    refused = sorted({str(event["reason"]) for event in ended if "profile" in str(event["reason"])})
     reused = sum(int(event["reused_tokens"]) for event in ended)
     what = f"share of right answers {right}; {reused} tokens reused; the profile was refused: {refused}"
     holds = len(ended) == len(asked.prompts) and not refused and right["stock"] - right["verified"] <= _MAX_EM_DROP

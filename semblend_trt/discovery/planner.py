@@ -155,9 +155,8 @@ class Planner:
     hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
     strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
     only runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
-    exact KV), no_profile, profile_mismatch, profile_unreadable, profile_check_layer (its check sees no further than a
-    window), check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a stock engine),
-    no_publication_guard (approximate KV could be published).
+    exact KV), the refusal of `ProfileMatch`, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
+    stock engine), no_publication_guard (approximate KV could be published).
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from semblend_trt.connector.engine_namespace import KEYS, namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Area
-from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.policy import ReusePolicy, terms_of
 from semblend_trt.reuse_profile import ReuseProfile
@@ -109,9 +109,14 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
         return
     try:
         held = ReuseProfile.read(settings.profile_path)
-    except ConfigurationError as error:
-        yield _profile.refused("profile_unreadable", str(error))
+        if (lacking := held.evidence_refusal()) is not None and not settings.profile_trial:
+            raise ProfileError(lacking, "profile_evidence")
+    except ProfileError as error:
+        yield _profile.refused(error.reason, str(error))
         return
+    if settings.profile_trial or held.digest is None:
+        told = "SEMBLEND_PROFILE_TRIAL is on: it is used without its evidence"
+        yield _profile.note(told if settings.profile_trial else "it has no digest, and the next release refuses it")
     yield _profile.ok(_allowed(held), policy=held.policy, boundary=held.boundary, date=held.date)
     if known is None:
         yield _profile.note(f"made for model {held.namespace['model']}; --model compares it with one")

@@ -112,7 +112,13 @@ def shifted(engine: Engines) -> Callable[..., tuple[LLM, RequestOutput]]:
 
 
 @pytest.fixture
-def profile(engine: Engines, tmp_path: Path) -> Callable[..., Path]:
+def trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles need no evidence, which random weights do not give."""
+    monkeypatch.setenv("SEMBLEND_PROFILE_TRIAL", "1")
+
+
+@pytest.fixture
+def profile(engine: Engines, tmp_path: Path, trial: None) -> Callable[..., Path]:
     """Writes a profile for the engine that `engine` builds, and returns its path."""
 
     def make(policy: str = "verified", **fields: Any) -> Path:

@@ -103,7 +103,7 @@ class Life:
             if self._ranks.rank == 0:
                 namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
                 ReuseProfile.made_for(namespace, geometry, policy="verified", check=SOME_KEPT).write(path)
-        with self._engine(PROFILE=path) as llm:
+        with self._engine(PROFILE=path, PROFILE_TRIAL=1) as llm:
             found = []
             sink = llm.executor.model_runner.evidence_sink
 

@@ -215,6 +215,7 @@ def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
     assert len(held_in(service.worker.store)) == held + 1
 
 
+@pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("generations", [0, 1])
 def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_allows_it(
     tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generations: int
@@ -269,6 +270,7 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
     service.close()
 
 
+@pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("policy", ["position_fix", "verified"])
 def test_ranks_execute_one_plan_together(
     tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str

@@ -362,7 +362,7 @@ def shipped(shipped_runner: ModelRunner, donors: str, tmp_path: Path) -> Iterato
 
 
 @pytest.fixture
-def rebound(shipped: Engines, tmp_path: Path) -> Callable[..., Path]:
+def rebound(shipped: Engines, tmp_path: Path, trial: None) -> Callable[..., Path]:
     """The shipped model's profile, as if it had been made for KV in fp8, with changes to its check."""
 
     def write(**changes: Any) -> Path:

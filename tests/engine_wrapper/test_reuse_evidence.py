@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import (
     DOCUMENT,
     DONOR,
@@ -18,10 +19,14 @@ from tests.engine_wrapper.serving import (
     SHIFTED,
     SOME_KEPT,
     WATCHED,
+    Engines,
     serve,
     teach,
     text,
 )
+from validation.families.catalog import write_family
+from validation.models import PROFILE_NAME, shipped_model
+from validation.prompts import form_for
 
 TOKEN_KINDS = ("offered", "sampled", "checked", "witness", "reused", "recomputed", "exact_prefix")
 
@@ -72,9 +77,8 @@ def test_a_profile_that_cannot_be_used_costs_approximate_reuse_and_no_more(shift
 
 
 def of_another_model(path):
-    values = json.loads(path.read_text())
-    values["namespace"]["model_revision"] = "another"
-    path.write_text(json.dumps(values))
+    made = ReuseProfile.read(path)
+    made.model_copy(update={"namespace": {**made.namespace, "model_revision": "another"}}).write(path)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +177,44 @@ def test_the_engine_knows_which_checks_to_prepare(engine):
 @pytest.mark.parametrize("asked", ["auto", "bfloat16"])
 def test_a_namespace_names_the_dtype_that_runs(engine, asked):
     assert engine(dtype=asked).connector_scheduler.namespace.extra["compute_dtype"] == "float32"
+
+
+def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profile):
+    path = profile(check=NONE_KEPT)
+    llm, digest = engine(PROFILE=path), hashlib.sha256(path.read_bytes()).hexdigest()
+    teach(llm, DONOR)
+    profile("position_fix")
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, report_of(llm, output).profile) == (0, digest)
+    again = engine(PROFILE=path)
+    teach(again, DONOR)
+    output = serve(again, SHIFTED)
+    assert (output.reused_tokens, report_of(again, output).profile) == (
+        200,
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+@pytest.mark.parametrize(
+    "how", ["edited", "with a new digest", "without a digest", "with a check that passes anything"]
+)
+def test_the_shipped_profile_changed_to_check_nothing_reuses_nothing(tmp_path, how):
+    """A stranger's file that binds to the same model: header traps are answered as cold, and nothing is unchecked."""
+    path, held = tmp_path / "profile.json", ReuseProfile.read(shipped_model() / PROFILE_NAME)
+    blind = {"check": held.check.model_copy(update={"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None})}
+    terms = blind if how.endswith("anything") else {"policy": "position_fix", "check": None, "head_tokens": 0}
+    changed = held.model_copy(update=terms | ({"digest": None} if how == "without a digest" else {}))
+    path.write_text(changed.model_dump_json())
+    if how.startswith("with a"):
+        changed.write(path)
+    engines = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32")
+    cold, llm = engines.cold(), engines(PROFILE=path)
+    form, count = form_for(cold.tokenizer), lambda words: len(cold.tokenizer.encode(words, add_special_tokens=False))
+    cases = write_family("header_trap", form, count, 3, 4, 1, 700)
+    for case in cases:
+        teach(llm, *case.donors)
+    for case in cases:
+        output, expected = serve(llm, case.prompt), serve(cold, case.prompt)
+        assert output.outputs[0].text == expected.outputs[0].text
+        assert (output.reused_tokens, output.reuse_reason) == (0, "profile_evidence")
+    engines.shutdown()

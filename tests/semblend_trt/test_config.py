@@ -35,6 +35,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "enabled": ("0", False),
     "policy": ("position_fix", ReusePolicy.POSITION_FIX),
     "profile_path": ("/tmp/reuse-profile.json", Path("/tmp/reuse-profile.json")),
+    "profile_trial": ("1", True),
     "recompute_boundary_layer": ("3", 3),
     "epic_tokens": ("32", 32),
     "cacheblend_share": ("0.3", 0.3),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import logging
 import os
+import pwd
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +17,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry
-from semblend_trt import reuse_profile
+from semblend_trt import files, reuse_profile
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
 from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms
-from semblend_trt.reuse_profile import MAX_BYTES, ProfileCheck, ProfileMatch, ProfileMatcher, ReuseProfile
+from semblend_trt.reuse_profile import (
+    EVIDENCE_FAMILIES,
+    MAX_BYTES,
+    ProfileCheck,
+    ProfileMatch,
+    ProfileMatcher,
+    ReuseProfile,
+)
 
 GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
 FIELDS: dict[str, Any] = {
@@ -322,7 +332,7 @@ def test_it_reads_back_as_written(
     path = tmp_path / "deep" / "profile.json"
     made.write(path)
     read = ReuseProfile.read(path)
-    assert read == made
+    assert read.model_copy(update={"digest": None}) == made
     assert read.differences(namespace(**words), GEOMETRY) == []
     assert read.terms == made.terms
     assert os.listdir(path.parent) == ["profile.json"]
@@ -371,6 +381,13 @@ def test_a_profile_without_the_fields_has_no_generations_sample_or_witnesses(tmp
         ({"namespace__tensor_parallel": {}}, "tensor_parallel"),
         ({"namespace": {}}, "are missing"),
         ({"date": "today"}, "date is 'today'"),
+        ({"figures": [float("nan")]}, "not JSON compliant"),
+        ({"figures": [{"a": [float("-inf")]}]}, "not JSON compliant"),
+        ({"check__threshold": float("inf")}, "check.threshold"),
+        ({"check__layer": True}, "check.layer is True"),
+        ({"check__threshold": True}, "check.threshold is True"),
+        ({"head_tokens": 10**400}, "head_tokens"),
+        ({"generations": False}, "generations is False"),
     ],
 )
 def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
@@ -408,12 +425,28 @@ def test_oversized_missing_and_special_files_are_refused(tmp_path: Path) -> None
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     made = tmp_path / "reuse-profile.json"
-    ReuseProfile.made_for(namespace(), GEOMETRY, policy="position_fix").write(made)
+    unchecked().write(made)
     return made
 
 
 def matcher(path: Path | None, policy: str = "verified") -> ProfileMatcher:
     return ProfileMatcher(load_settings(policy=policy, profile_path=path))
+
+
+def evidence(
+    candidate: str = "position_fix", margin: float = 0.01, groups: int = 299, lower: float = -0.01, holds: bool = True
+) -> list[Any]:
+    """The figures of a confirmation of so many groups of each family: 299 are the fewest at that margin."""
+    bounds = {"difference": 0.0, "lower": lower, "upper": 0.01}
+    shown = {"what": "confirmed", "prompts": groups, "groups": groups, "likelihood_vs_cold": bounds}
+    tried = {"what": "tried", "stage": "confirm", "candidate": candidate, "holds": holds}
+    rule = {"what": "rule", "margin": margin, "confidence": 0.95}
+    return [rule, *({**shown, "family": family} for family in EVIDENCE_FAMILIES), tried]
+
+
+def unchecked(figures: list[Any] | None = None, **changes: Any) -> ReuseProfile:
+    fields = {"policy": "position_fix", "check": None, "figures": evidence() if figures is None else figures}
+    return profile(**{**fields, **changes})
 
 
 def match(asked: ProfileMatcher, space: CacheNamespace, mode: EngineMode = EngineMode.WRAPPER) -> ProfileMatch:
@@ -514,8 +547,176 @@ def test_what_is_said_follows_the_engine_from_before_the_self_check_on(
 
 def test_the_file_is_read_once(path: Path) -> None:
     asked = matcher(path)
+    before = match(asked, namespace().for_request(None, "legal")), match(asked, namespace())
+    profile(generations=3).write(path)
+    assert (match(asked, namespace().for_request(None, "legal")), match(asked, namespace())) == before
     path.unlink()
-    assert match(asked, namespace()).profile is not None
+    assert match(asked, namespace()).digest == before[1].digest is not None
+
+
+# -- what leaves text unchecked -----------------------------------------------------------------------------------
+
+
+def refusal(path: Path, **settings: Any) -> str | None:
+    """Why an engine does not use the profile, with the sentence; None where it does."""
+    found = match(ProfileMatcher(load_settings(policy="verified", profile_path=path, **settings)), namespace())
+    return None if found.profile is not None else f"{found.refusal}: {' '.join(found.differences)}"
+
+
+SAMPLED = ProfileCheck(layer=2, threshold=0.2, sample_every=16, sample_threshold=0.1)
+SAMPLED_NAME = "verified layer 2 threshold 0.2 head 8 sample of one in 16 in windows of 32 under 0.1"
+LOOSE = ProfileCheck(layer=2, threshold=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "candidate"),
+    [
+        ({}, "position_fix"),
+        ({"policy": "boundary", "boundary": 3}, "boundary 3"),
+        ({"policy": "verified", "check": SAMPLED}, SAMPLED_NAME),
+        ({"policy": "verified", "check": LOOSE}, "verified layer 2 threshold 1"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_what_leaves_text_unchecked_needs_evidence_for_these_very_terms(
+    tmp_path: Path, fields: dict[str, Any], candidate: str
+) -> None:
+    path = tmp_path / "profile.json"
+    unchecked(evidence(candidate), **fields).write(path)
+    assert refusal(path) is None
+    other = "verified layer 2 threshold 0.2" if candidate != "verified layer 2 threshold 0.2" else "position_fix"
+    for figures in ([], evidence(other), evidence(f"{candidate}1"), evidence(candidate, holds=False)):
+        unchecked(figures, **fields).write(path)
+        assert str(refusal(path)).startswith("profile_evidence: The profile's terms (")
+        assert refusal(path, profile_trial=True) is None
+    unedited = unchecked(evidence(candidate), **fields).model_dump(mode="json")
+    path.write_text(json.dumps(unedited))
+    assert "lacks a digest;" in str(refusal(path))
+
+
+@pytest.mark.parametrize("family", EVIDENCE_FAMILIES)
+def test_evidence_names_every_family(tmp_path: Path, family: str) -> None:
+    unchecked([each for each in evidence() if each.get("family") != family]).write(tmp_path / "profile.json")
+    assert f"lacks {family};" in str(refusal(tmp_path / "profile.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking"),
+    [
+        ({"groups": 298}, "lacks reordered, "),
+        ({"groups": True}, "lacks reordered, "),
+        ({"groups": 1e9}, "lacks reordered, "),
+        ({"groups": 10**40}, "lacks reordered, "),
+        ({"lower": -0.0101}, "lacks reordered, "),
+        ({"lower": "0"}, "lacks reordered, "),
+        ({"margin": 0.11, "groups": 10**6}, "lacks a rule with a margin of at most 0.1;"),
+        ({"margin": -0.01}, "lacks a rule"),
+        ({"margin": False}, "lacks a rule"),
+    ],
+    ids=str,
+)
+def test_evidence_is_of_groups_enough_for_its_margin(tmp_path: Path, changes: dict[str, Any], lacking: str) -> None:
+    unchecked(evidence(**changes)).write(tmp_path / "profile.json")
+    assert lacking in str(refusal(tmp_path / "profile.json"))
+
+
+@pytest.mark.parametrize("name", sorted(set(ReuseProfile.model_fields) - {"schema_version", "digest"}))
+@pytest.mark.parametrize("made", [profile(), unchecked()], ids=["checked", "unchecked"])
+def test_an_edited_field_is_noticed(tmp_path: Path, made: ReuseProfile, name: str) -> None:
+    path = tmp_path / "profile.json"
+    made.write(path)
+    assert refusal(path) is None
+    values = json.loads(path.read_text())
+    edited: dict[str, Any] = dict.fromkeys(("boundary", "generations", "head_tokens"), 1)
+    edited |= {"version": "9", "namespace": {**values["namespace"], "model": "m"}, "engines": [*values["engines"], "e"]}
+    edited |= {"geometry": {**values["geometry"], "head_dim": 65}, "policy": "position_fix", "figures": [1]}
+    edited |= {"check": {**CHECK.model_dump(mode="json"), "threshold": 0.9}, "date": "2020-01-01", "command": "c"}
+    edited |= {"versions": {"a": "b"}}
+    path.write_text(json.dumps({**values, name: edited[name], **({"check": None} if name == "policy" else {})}))
+    if json.loads(path.read_text()) != values:
+        assert str(refusal(path)).partition(":")[0] in ("profile_evidence", "profile_unreadable")
+
+
+def test_a_profile_without_a_digest_that_checks_everything_works_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        asked = matcher(stored(tmp_path / "profile.json"))
+        assert all(match(asked, namespace()).profile is not None for _ in range(3))
+    (record,) = caplog.records
+    assert "has no digest, and the next release refuses it" in record.getMessage()
+
+
+# -- who can write it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file_mode", "folder_mode", "is_refused"),
+    [
+        *((0o644, 0o755, False), (0o400, 0o700, False), (0o666, 0o755, True), (0o664, 0o755, True)),
+        *((0o646, 0o755, True), (0o644, 0o777, True), (0o644, 0o775, True), (0o644, 0o1777, False)),
+    ],
+)
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_file_that_others_can_write_or_replace_is_refused(
+    tmp_path: Path,
+    path: Path,
+    file_mode: int,
+    folder_mode: int,
+    is_refused: bool,
+    is_linked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files, "_is_private", lambda _: False)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    held = path.rename(folder / "profile.json")
+    held.chmod(file_mode)
+    folder.chmod(folder_mode)
+    named = tmp_path / "link.json" if is_linked else held
+    if is_linked:
+        named.symlink_to(held)
+    assert (str(refusal(named)).partition(":")[0] == "profile_writable") == is_refused
+    assert (refusal(named) is None) != is_refused
+
+
+def test_a_link_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(0o777)
+    link = folder / "link.json"
+    link.symlink_to(path)
+    assert f"others can write {folder}, whose mode is 777" in str(refusal(link))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="skipped: only root can give files to others")
+def test_a_file_or_a_link_of_another_user_is_refused_and_one_of_root_is_not(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    for owned, named in ((path, path), (path, link), (link, link)):
+        os.chown(owned, 12345, -1, follow_symlinks=False)
+        assert f"user 12345 owns {owned}" in str(refusal(named))
+        os.chown(owned, 0, -1, follow_symlinks=False)
+    os.chown(tmp_path, 12345, -1)
+    assert refusal(link) is None
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # who reads what is root's
+    assert refusal(path) is None
+
+
+def test_what_the_own_group_of_a_user_can_write_is_not_open_to_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian and its kin make such a group for each user, and let it write what that user makes."""
+    path.chmod(0o664)
+    gid, members = path.stat().st_gid, list[str]()
+    user = SimpleNamespace(pw_uid=1000, pw_gid=gid, pw_name="me")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
+    monkeypatch.setattr(grp, "getgrgid", lambda _: SimpleNamespace(gr_name="me", gr_mem=members))
+    assert refusal(path) is None
+    members.append("you")
+    assert "others can write" in str(refusal(path))
 
 
 def test_the_layers_to_prepare_checks_for_are_known_before_any_request(tmp_path: Path, path: Path) -> None:

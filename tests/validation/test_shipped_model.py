@@ -17,14 +17,16 @@ from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import EVIDENCE_FAMILIES, ReuseProfile
 from validation import documents, prompts
 from validation.assets.recipe import evaluate
+from validation.families.catalog import FamilyRequest, Kind, family
 from validation.metrics import MARGIN
 from validation.models import PROFILE_NAME
 
 ASSETS = Path(validation.__file__).parent / "assets"
 MODEL = ASSETS / "model"
+PROFILES = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,21 @@ def test_its_profile_is_of_confirmed_figures() -> None:
     assert profile.policy == "verified"
     assert {"header_trap", "near_duplicates", "reordered", "prose"} <= {str(each["family"]) for each in confirmed}
     assert all(bound["lower"] >= -MARGIN for bound in bounds if bound is not None)
+
+
+@pytest.mark.parametrize("path", [MODEL / PROFILE_NAME, *PROFILES], ids=lambda path: path.stem)
+def test_recorded_profiles_hold_their_digest_and_the_evidence_that_they_need(path: Path) -> None:
+    profile = ReuseProfile.read(path)
+    assert profile.digest is not None
+    assert profile.evidence_refusal() is None
+    # Of the checked ones, none could be served without its check.
+    assert profile.model_copy(update={"policy": "position_fix", "check": None}).evidence_refusal() is not None
+
+
+def test_what_is_evidence_is_what_a_calibration_asks() -> None:
+    kinds = {family(name).kind for name in EVIDENCE_FAMILIES}
+    assert kinds == {Kind.HARMLESS, Kind.TRAP}
+    assert set(EVIDENCE_FAMILIES) <= set(FamilyRequest().family_names())
 
 
 def test_weights_are_stored_in_bfloat16() -> None:

@@ -110,7 +110,7 @@ def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack
         hijacked[arm] = sum(exact_match(given[case.id].text, str(case.donor_answer)) for case in served)
         fires[arm] = sum(given[case.id].reuse.reused > 0 for case in served)
     reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in served}
-    unmet = sorted(reasons & {"no_profile", "profile_mismatch", "profile_unreadable", "profile_check_layer"})
+    unmet = sorted(reason for reason in reasons if "profile" in reason)
     terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
     held = f"{', '.join(unmet)}: exact spans only" if unmet else terms
     return Attack(target.name, len(served), wrong, hijacked, fires, held)

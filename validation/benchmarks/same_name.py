@@ -139,7 +139,8 @@ class SameName:
         answers, reused = [], 0
         with tempfile.TemporaryDirectory(dir=self._folder) as place:
             donors = shutil.copytree(self._folder / "donors", Path(place) / "donors")
-            more = {"PROFILE": str(self._folder / "profile.json"), "MIN_DONOR_TOKENS": str(POOL_TOKENS)}
+            profile = {"PROFILE": str(self._folder / "profile.json"), "PROFILE_TRIAL": "1"}
+            more = {**profile, "MIN_DONOR_TOKENS": str(POOL_TOKENS)}
             with self._engine(runner, model, Path(donors), **more) as llm:
                 for prompt in self._asked:
                     find_donors(llm)

@@ -582,7 +582,8 @@ class VllmArm:
         own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
         path = self._folder / "reuse-profile.json"
         self._profile.model_copy(update=own | {"check": check}).write(path)
-        scheduler._profiles = ProfileMatcher(scheduler._settings.model_copy(update={"profile_path": path}))
+        settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
+        scheduler._profiles = ProfileMatcher(settings)
         runtime.check_layers = scheduler._profiles.check_layers
 
     @property

@@ -22,7 +22,7 @@ from semblend_trt.donors.host_tier import memory_kept
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from semblend_trt.namespace import CacheNamespace
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import EVIDENCE_FAMILIES, ReuseProfile
 from validation import arguments, models
 from validation.arms import WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of
 from validation.calibration.deviations import DeviationCollector
@@ -279,6 +279,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             tell=tell,
             always_witnesses=options.always_witnesses,
             lowest_check=prepared.engines.facts.lowest_check_layer,
+            evidence=EVIDENCE_FAMILIES,
         ).run()
     winner = found.winner or Candidate("exact", 1.0)
     profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
-from semblend_trt.reuse_profile import MAX_THRESHOLD, ProfileCheck
+from semblend_trt.reuse_profile import EVIDENCE_MARGIN, MAX_THRESHOLD, ProfileCheck, leaves_unchecked, terms_name
 from validation.families.catalog import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -79,9 +79,8 @@ class Candidate:
             witnesses = ", ".join(f"{each:.4g}" for each in self.check.witness_bounds)
             sample += f" witnesses under {witnesses}" if witnesses else ""
             built = f" generations {self.generations}" if self.generations else ""
-            threshold = f"layer {self.check.layer} threshold {self.check.threshold:.4g}"
-            return f"{self.policy} {threshold}{window}{head}{sample}{built}"
-        return f"{self.policy} {self.boundary}" if self.boundary else self.policy
+            return f"{terms_name(self.policy, self.boundary, self.check)}{window}{head}{sample}{built}"
+        return terms_name(self.policy, self.boundary, self.check)
 
 
 def candidates(
@@ -269,6 +268,7 @@ class Search:
     engine reads it. At most `max_tries` candidates are screened. With the check that is confirmed up to `sample_tries`
     samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has
     witnesses where they catch a trap answer that it loses without, or `always`. No check lies below `lowest_check`.
+    What leaves text unchecked is tried where the model knows all families of `evidence`.
     """
 
     num_layers: int
@@ -283,6 +283,7 @@ class Search:
     tell: Callable[[str], None]
     always_witnesses: bool = False
     lowest_check: int = 1
+    evidence: Sequence[str] = ()
 
     def run(self) -> Found:
         """Tries the candidates by computed share until one is confirmed. Raises SemBlendError."""
@@ -294,6 +295,9 @@ class Search:
             return found
         found.deviations = [prompt for name in families for prompt in self.screening.deviations(name, first)]
         ordered = self._candidates(found.deviations)
+        if not self._justifies(families):
+            self.tell("only dense checks are tried: these families and this margin justify no unchecked text")
+            ordered = [each for each in ordered if not leaves_unchecked(each.policy, each.check)]
         # At each layer the check that computes most comes first: what it lets pass, every other one does.
         strictest = {each.full_layers: each for each in ordered if each.check is not None}
 
@@ -414,7 +418,7 @@ class Search:
     def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> Iterator[Candidate]:
         """The candidate behind each sample with which it holds on the screening prompts, the cheapest first. A sample
         lets pass what the check behind it would not see, so it is tried where the check alone is confirmed."""
-        if candidate.check is None:
+        if candidate.check is None or not self._justifies(families):
             return
         harmless = [prompt for prompt in found.deviations if not self._is_trap(prompt.family)]
         sampled = [
@@ -447,6 +451,10 @@ class Search:
             if not refuted.known[candidate]:
                 return False
         return True
+
+    def _justifies(self, families: Collection[str]) -> bool:
+        """Whether a confirmation on these families is evidence for terms that leave text unchecked."""
+        return not self.evidence or (self.screen.margin <= EVIDENCE_MARGIN and set(self.evidence) <= set(families))
 
     def _candidates(self, deviations: Sequence[PromptDeviations]) -> list[Candidate]:
         traps = [prompt for prompt in deviations if self._is_trap(prompt.family)]

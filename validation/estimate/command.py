@@ -90,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     source = "an H200 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
     model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_PROFILE), source)
     profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
+    if profile is not None and (lacking := profile.evidence_refusal()) is not None:
+        raise ConfigurationError(lacking)
     settings, pool = _settings(arguments), _pool(arguments, profile)
     encoder = Encoder(arguments.tokenizer)
     if encoder.is_shipped:

@@ -157,6 +157,7 @@ def test_keys_that_turn_as_those_of_transformers_are_not_vllms(
     assert "(rope_unknown): keys that turn as the model's configuration says" in caplog.text
 
 
+@pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("check", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)
 def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
     engine: Engine, models: Models, cold: Callable[..., Answered], tmp_path: Path, check: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> N
 
 @pytest.fixture
 def sampled(
-    request: pytest.FixtureRequest, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: None
 ) -> dict[str, Any]:
     """Settings of a profile with a sample and witnesses, with a bound on these; all requests have the same ones."""
     monkeypatch.setattr("semblend_trt.discovery.planner.secrets.randbits", lambda _: 7)
@@ -208,6 +209,22 @@ def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
     assert [answered.cached > 100 for answered in found] == [False, True, generations > 0]
     assert sorted(served.scheduler.donor_index._generations.values()) == [1] * generations
     assert not served.runtime.faults
+
+
+def test_a_profile_that_is_replaced_counts_from_the_next_start_on(
+    engine: Callable[..., Served], profile: Path, tmp_path: Path
+) -> None:
+    path, held = tmp_path / "profile.json", ReuseProfile.read(profile)
+    held.write(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    served = engine("boundary", {"policy": "verified", "profile": str(path)})
+    held.model_copy(update={"policy": "position_fix", "check": None, "head_tokens": 0}).write(path)
+    cases = cases_of(served.llm.get_tokenizer(), "header_trap")
+    right, followed, _ = answers(served, cases, donors=True)
+    settled = [served.scheduler.outcomes.of(each) for each in range(1, served.last + 1)]
+    assert {each.profile for each in settled if each is not None} == {digest}
+    assert right >= GROUPS - 1
+    assert followed == 0
 
 
 @pytest.mark.every_version

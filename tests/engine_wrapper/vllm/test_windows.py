@@ -127,6 +127,7 @@ def checked_at(served: Served, layer: int, folder: Path, **changes: Any) -> dict
     return {"policy": "verified", "profile": str(folder / "profile.json")}
 
 
+@pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("changes", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)
 def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
     engine: Engine, models: Models, cold: Cold, tmp_path: Path, changes: dict[str, Any]

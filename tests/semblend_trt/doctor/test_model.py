@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -232,6 +233,18 @@ def test_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("{}")
     (refused,) = profile(load_settings(profile_path=str(tmp_path / "profile.json")), None)
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_unreadable")
+
+
+def test_a_profile_that_others_can_write_or_that_leaves_text_unchecked(made: str) -> None:
+    os.chmod(made, 0o666)
+    (refused,) = profile(load_settings(profile_path=made), None)
+    assert (refused.status, refused.reason) == (Status.REFUSED, "profile_writable")
+    os.chmod(made, 0o644)
+    ReuseProfile.read(made).model_copy(update={"policy": "position_fix", "check": None}).write(made)
+    (refused,) = profile(load_settings(profile_path=made), None)
+    assert (refused.status, refused.reason) == (Status.REFUSED, "profile_evidence")
+    note, allowed, _ = profile(load_settings(profile_path=made, profile_trial=True), None)
+    assert (note.status, allowed.details["policy"]) == (Status.NOTE, "position_fix")
 
 
 def test_other_policies_use_none(made: str) -> None:

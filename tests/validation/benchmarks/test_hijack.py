@@ -32,7 +32,7 @@ def test_rows_tell_every_policys_wrong_answers(tmp_path) -> None:
 
 def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path) -> None:
     profile = ReuseProfile.read(shipped.profile)
-    blind = profile.model_copy(update={"check": profile.check.model_copy(update={"layer": 1, "threshold": 1.0})})
+    blind = profile.model_copy(update={"check": profile.check.model_copy(update={"layer": 1, "threshold": 0.99})})
     blind.write(tmp_path / "profile.json")
     found = attack(replace(shipped, profile=tmp_path / "profile.json"), tries=3, victims=2)
     assert found.hijacked["verified"] >= 3

@@ -11,7 +11,7 @@ import pytest
 
 from engine_wrapper.sequence_work import sample_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
-from semblend_trt.reuse_profile import ProfileCheck
+from semblend_trt.reuse_profile import ProfileCheck, leaves_unchecked
 from validation.calibration.deviations import PromptDeviations
 from validation.calibration.search import (
     SAMPLE_EVERY,
@@ -238,7 +238,7 @@ def searched(
 
 
 def search_of(
-    trials: Any, asked: list[Candidate], generations: Sequence[int] = (), sample_tries: int = 2, **options: bool
+    trials: Any, asked: list[Candidate], generations: Sequence[int] = (), sample_tries: int = 2, **options: Any
 ) -> Search:
     """A search whose candidates come to `asked` one after the other."""
     rule = Rule((1,), 0.1, 0.95, proof=False)
@@ -267,6 +267,26 @@ def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_che
     found = searched([*strictest, about[-1], deeper, *samples])
     assert found.winner == min(samples, key=share_of)
     assert confirmed_in_order(found) == [deeper, found.winner]
+
+
+@pytest.mark.parametrize("evidence", [(), ("harmless", "trap"), ("harmless", "another")])
+def test_what_leaves_text_unchecked_is_tried_where_the_families_can_justify_it(evidence: tuple[str, ...]) -> None:
+    asked: list[Candidate] = []
+
+    class AllHold(Answers):
+        def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+            return Verdict(self.told)
+
+    search = search_of(AllHold((), asked), asked, evidence=evidence)
+    winner = search.run().winner
+    assert winner is not None
+    is_justified = "another" not in evidence
+    assert any(leaves_unchecked(each.policy, each.check) for each in asked) == is_justified
+    assert leaves_unchecked(winner.policy, winner.check) == is_justified
+    wide = replace(search, screen=replace(search.screen, margin=0.2))
+    asked.clear()
+    wide.run()
+    assert any(leaves_unchecked(each.policy, each.check) for each in asked) == (not evidence)
 
 
 @pytest.mark.parametrize("tries", [0, 1, 2])
