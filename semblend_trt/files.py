@@ -187,7 +187,7 @@ def writers_of(path: Path) -> str | None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether it is this user's own group, as many systems make one for each user: of the same name, without others."""
+    """Whether it is the user's own group, of the same name and without others; Debian and its kin make one for each."""
     with suppress(KeyError):
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
         return user.pw_uid != 0 and (user.pw_gid, user.pw_name) == (group, found.gr_name) and not found.gr_mem

@@ -123,7 +123,7 @@ class _Figure(BaseModel):
     holds: bool = False
 
     def shows(self, margin: float) -> bool:
-        """Whether a family loses at most the margin, in so many groups that a larger loss would have been seen."""
+        """Whether a family loses at most the margin, in enough groups to have shown a larger loss."""
         lower = (self.likelihood_vs_cold or {}).get("lower", -1.0)
         return self.what == "confirmed" and lower >= -margin and (1.0 - margin) ** self.groups <= 1.0 - _CONFIDENCE
 
