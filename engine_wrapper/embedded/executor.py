@@ -335,6 +335,8 @@ class Executor:
         request.add_new_token(token)
         if request.first_token_time is None:
             request.first_token_time = perf_counter()
+        if not request.is_reported:
+            request.is_reported = True
             if self.connector is not None:
                 request.reuse_report = self.connector.reuse_of(request.request_id)
         params = request.sampling_params

@@ -103,7 +103,8 @@ class LlmRequest:
     `prompt_token_array`: the prompt as int32 [prompt_len]; with it, the given list becomes the request's own.
     `priority`: it waits while a request with a lower number waits or runs. `exact_only`: our connector reuses nothing
     for it that differs from a cold run, so that it becomes a donor. `cold`: it reuses nothing and keeps nothing.
-    `pending_token` was sampled and is not handled yet. Times are those of `time.perf_counter`.
+    `pending_token` was sampled and is not handled yet. `is_reported`: since it was last admitted, the connector was asked
+    for the `reuse_report`. Times are those of `time.perf_counter`.
     """
 
     # Attributes that the connector may read and that have one value in this engine.
@@ -125,6 +126,7 @@ class LlmRequest:
     finish_reason: str | None = None
     error: str | None = None
     first_token_time: float | None = None
+    is_reported = False
     reuse_report: Any = None
 
     def __init__(
@@ -262,7 +264,7 @@ class LlmRequest:
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
-        self.state, self.is_paused = LlmRequestState.QUEUED, True
+        self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
 
 
 def _salt_id(cache_salt: str | None) -> int | None:
@@ -313,7 +315,8 @@ class RequestOutput:
     """One request's answer, or the part of it that exists so far.
 
     `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector;
-    `computed_tokens` are the prompt's rows that went through the last layer. `reuse_outcome` and `reuse_reason` are
+    `computed_tokens` are the prompt's rows that went through the last layer. Of a request that was paused they are those
+    of its last run. `reuse_outcome` and `reuse_reason` are
     what the connector reports, None without a report; `receipt` is what it tells whoever asked.
     `time_to_first_token` is in seconds from submission. `error` says why the finish reason is "error".
     """
@@ -342,15 +345,18 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
     text = "" if tokenizer is None else str(tokenizer.decode(shown, skip_special_tokens=True))
     logits = torch.stack(request.generation_logits) if finished and request.generation_logits else None
     report, first = request.reuse_report, request.first_token_time
+    # What was promised is used once the connector was asked; one without reports keeps all promises.
+    promised = request.py_num_connector_matched_tokens if request.is_reported else 0
+    reused = promised if report is None else report.reused_tokens
+    cached = getattr(report, "exact_prefix_tokens", request.cached_tokens)
     return RequestOutput(
         request_id=request.request_id,
         prompt=prompt,
         prompt_token_ids=request.tokens(0, request.orig_prompt_len),
         outputs=[CompletionOutput(text, token_ids, reason, logits)],
-        cached_tokens=request.cached_tokens,
-        reused_tokens=request.py_num_connector_matched_tokens if report is None else report.reused_tokens,
-        # Promised tokens that could not be loaded were computed.
-        computed_tokens=request.prompt_len - request.prepopulated_prompt_len + (report.computed_holes if report else 0),
+        cached_tokens=cached,
+        reused_tokens=reused,
+        computed_tokens=request.prompt_len - cached - reused,
         time_to_first_token=None if first is None else first - request.arrival_time,
         finished=finished,
         reuse_outcome=report.outcome if report else None,

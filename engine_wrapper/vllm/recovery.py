@@ -51,6 +51,11 @@ class Recovery:
         self._is_async = bool(owner.scheduler_config.async_scheduling)
         self._scheduler = owner
 
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's own; None before it is bound."""
+        return self._scheduler
+
     def compute_again(self, block_ids: Iterable[int]) -> None:
         """Of the requests with these blocks, which run in this step, no token is taken before they are computed."""
         self._failed_blocks.update(block_ids)

@@ -12,7 +12,7 @@ import numpy as np
 from engine_wrapper.vllm.metadata import StepMetadata, Steps
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import request_refusal
-from engine_wrapper.vllm.stats import ReuseStats
+from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
 from engine_wrapper.watched_call import WatchedCall
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
@@ -182,6 +182,9 @@ class VllmScheduler:
         is_declined = plan is not None and plan.matched_tokens > 0 and not num_external_tokens
         block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
         self._scheduler.update_state_after_alloc(RequestView(number, request, num_external_tokens), block_ids)
+        if getattr(request, "num_preemptions", 0) and (report := self._scheduler.reuse_of(number)) is not None:
+            # vLLM has the counts of a run that is computed again.
+            tell_prefill(request, report.exact_prefix_tokens, num_external_tokens)
 
     def update_connector_output(self, output: Any) -> None:
         """Hears what the worker half has told; vLLM has taken no token of a request whose load failed."""

@@ -19,6 +19,7 @@ from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
+from engine_wrapper.vllm.stats import tell_used
 from engine_wrapper.vllm.worker_calls import watch_worker_calls
 from kernels.layout import LayeredPool
 from semblend_trt.config import load_settings
@@ -133,6 +134,7 @@ class VllmWorker:
             self._runtime.faults["plan_not_executed"] += 1
             self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
             self._fail(plan)
+        self._tell_used(metadata)
         self._begin({})  # what is run until the next step is none
         self._worker.wait_for_save(None)
 
@@ -162,6 +164,12 @@ class VllmWorker:
         self._step = step
         if self._forward is not None:
             self._forward.step = step
+
+    def _tell_used(self, metadata: StepMetadata) -> None:
+        names = {each.number: name for name, each in metadata.step.items()}
+        for plan in metadata.told.plans:
+            if (report := self._runtime.scheduler.reuse_of(plan.request_id)) is not None:
+                tell_used(self._recovery.scheduler, names[plan.request_id], plan.matched_tokens, report)
 
     def _compute(self, plan: SemanticKvPlan) -> None:
         """Has our rows compute all that was promised, where they can: what vLLM computes again is all that runs."""

@@ -235,6 +235,9 @@ class Iteration:
         if unapplied:
             tracked.plan, tracked.reason = None, "not_honoured"
             tracked.release_leases()
+        elif is_first and not tracked.matched_tokens:
+            # The engine asks with whole blocks, and may have a part of one more.
+            tracked.num_computed_tokens = max(tracked.num_computed_tokens, index(data.computed_position))
         if is_first and tracked.plan is not None and tracked.matched_tokens:
             self.plans.append(tracked.plan)
         if tracked.intent is not None:

@@ -448,6 +448,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._record_outcome(tracked)
 
     def _record_outcome(self, tracked: TrackedRequest) -> None:
+        if tracked.awaits_load:  # it ended before any forward
+            tracked.plan, tracked.reason = None, "not_honoured"
         report = report_of(tracked, self._settings.policy.value)
         self.outcomes.record(tracked.request_id, report)
         self._metrics.request_ended(report)

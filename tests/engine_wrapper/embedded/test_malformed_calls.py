@@ -271,7 +271,7 @@ def test_a_lookup_that_fails_late_holds_no_donor(llm, number):
 
 def test_the_same_id_is_a_new_request_behind_its_end(llm):
     engine, runtime = with_donor(llm)
-    for tokens, reason in ((PROMPT[::-1], "no_donor_match"), (PROMPT, None), (PROMPT[:9], "short_prompt")):
+    for tokens, reason in ((PROMPT[::-1], "no_donor_match"), (PROMPT, "not_honoured"), (PROMPT[:9], "short_prompt")):
         engine.ask(1001, tokens, 0, 4, None)
         engine.end(1001, [])
         assert engine.scheduler.reuse_of(1001).reason == reason

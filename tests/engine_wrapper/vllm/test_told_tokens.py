@@ -1,0 +1,104 @@
+"""vLLM's own counts of a prompt, and what its answer says is cached, are what was used, whatever was promised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semblend_trt.outcome import VLLM_RECEIPT
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_schedulings, fail_planned, taught
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine_wrapper.vllm.conftest import Served
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """All goes well."""
+
+
+def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """The donors are gone when they are to be placed: our rows compute what was promised."""
+    worker = served.worker._worker
+    load = worker._load
+    monkeypatch.setattr(worker, "_load", lambda plans: (worker.store.clear(), load(plans)))
+
+
+def forward_fails_once(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """A plan cannot be executed: our rows compute its request whole."""
+    fail_planned(monkeypatch, served, once=True)
+
+
+def is_not_executed(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """vLLM runs its steps past our forward, and computes again."""
+    served.worker._forward.remove()
+
+
+def forward_fails_twice(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    """Our rows cannot compute what was promised either: vLLM computes it again."""
+    fail_planned(monkeypatch, served)
+
+
+class Told:
+    """What an engine told from now on: counts by their sources, hits, and the receipts of what has ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+        self.external = self.own = self.hits = 0
+        self.cached: dict[str, int] = {}
+        self.receipts: dict[str, dict[str, Any]] = {}
+        scheduler = served.core.scheduler
+        update = scheduler.update_from_output
+
+        def spied(*arguments: Any) -> Any:
+            found = update(*arguments)
+            for outputs in found.values():
+                for each in outputs.outputs:
+                    self._take(each)
+                if (stats := outputs.scheduler_stats) is not None and (hits := stats.connector_prefix_cache_stats):
+                    self.hits += hits.hits + hits.preempted_hits
+            return found
+
+        monkeypatch.setattr(scheduler, "update_from_output", spied)
+
+    def _take(self, output: Any) -> None:
+        if (stats := output.prefill_stats) is not None:
+            self.own += stats.num_local_cached_tokens
+            self.external += stats.num_external_cached_tokens
+            self.cached[output.request_id] = stats.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self.receipts[output.request_id] = output.kv_transfer_params[VLLM_RECEIPT]
+
+    def total(self, name: str) -> int:
+        return sum(each[f"{name}_tokens"] for each in self.receipts.values())
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [nothing, is_lost, forward_fails_once, is_not_executed, forward_fails_twice],
+    ids=lambda fault: fault.__name__,
+)
+@pytest.mark.parametrize("policy", ["position_fix", "verified"])
+@both_schedulings
+def test_what_is_told_is_what_was_used(
+    engine: Callable[..., Served],
+    is_async: bool,
+    policy: str,
+    fault: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = taught(engine(policy, disable_log_stats=False))
+    if fault in (nothing, is_lost, forward_fails_once):
+        # In the other cases vLLM tells its hit with the first token, and computes the prompt a second time.
+        served.ask(NEW, max_tokens=1)
+    told = Told(monkeypatch, served)
+    fault(monkeypatch, served)
+    answers = served.ask(NEW, MOVED, DONOR[:200], max_tokens=4)
+    assert (told.own, told.external) == (told.total("exact_prefix"), told.total("reused"))
+    assert told.hits == told.total("reused")
+    for name, cached in told.cached.items():
+        assert cached == told.receipts[name]["exact_prefix_tokens"] + told.receipts[name]["reused_tokens"]
+    assert sum(each.cached for each in answers) == told.own + told.external
+    assert (told.total("reused") > 0) == (fault is nothing)
+    assert (told.total("offered") > 0) == (fault is nothing)
