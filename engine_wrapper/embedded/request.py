@@ -103,8 +103,8 @@ class LlmRequest:
     `prompt_token_array`: the prompt as int32 [prompt_len]; with it, the given list becomes the request's own.
     `priority`: it waits while a request with a lower number waits or runs. `exact_only`: our connector reuses nothing
     for it that differs from a cold run, so that it becomes a donor. `cold`: it reuses nothing and keeps nothing.
-    `pending_token` was sampled and is not handled yet. `is_reported`: since it was last admitted, the connector was asked
-    for the `reuse_report`. Times are those of `time.perf_counter`.
+    `pending_token` was sampled and is not handled yet. `reuse_report` is the connector's, for which it was asked in the
+    present run if `is_reported`. Times are those of `time.perf_counter`.
     """
 
     # Attributes that the connector may read and that have one value in this engine.
@@ -315,10 +315,10 @@ class RequestOutput:
     """One request's answer, or the part of it that exists so far.
 
     `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector;
-    `computed_tokens` are the prompt's rows that went through the last layer. Of a request that was paused they are those
-    of its last run. `reuse_outcome` and `reuse_reason` are
-    what the connector reports, None without a report; `receipt` is what it tells whoever asked.
-    `time_to_first_token` is in seconds from submission. `error` says why the finish reason is "error".
+    `computed_tokens` are the prompt's rows that went through the last layer. Of a request that was paused they tell its
+    last run. `reuse_outcome` and `reuse_reason` are what the connector reports, None without a report; `receipt` is
+    what it tells whoever asked. `time_to_first_token` is in seconds from submission. `error` says why the finish reason
+    is "error".
     """
 
     request_id: int

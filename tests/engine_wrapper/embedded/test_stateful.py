@@ -5,10 +5,17 @@ STATEFUL_STEPS sets the number of steps, 5,000 by default; a nightly run takes 1
 
 from __future__ import annotations
 
+import json
 import os
+from itertools import cycle
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from engine_wrapper.embedded.request import output_of
+from engine_wrapper.embedded.server import usage_of
+from semblend_trt.audit import AuditEvents
+from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
 from validation.benchmarks.stateful import CASES, HABIT_CASES, Case, random_life
 from validation.embedded_engine import evict_prefixes
 
@@ -65,3 +72,90 @@ def test_what_is_loaded_is_the_donors_own_under_either_manager_of_main(tmp_path,
         assert life.wrong_tokens == 0
         assert life.counts["hits"] == 12
         assert (life.counts["blocks_handed_on"] > 0) != v2
+
+
+class Told:
+    """What a life's requests used, and what their usage, the ledger, the audit log and the metrics say of it."""
+
+    def __init__(self, life, path):
+        self.used, self.path = {}, path
+        self._life, self._scheduler, self._worker = life, life._llm.connector_scheduler, life._llm.connector_worker
+        self.registry = CollectorRegistry()
+        self._scheduler._audit, self._scheduler._metrics = AuditEvents(path), Metrics(Series(self.registry))
+        self._plans, self.lost, self.compared = {}, 0, 0
+        self._watch_rows()
+        self._watch_ends()
+
+    def lose_some_loads(self):
+        """Every second load finds nothing."""
+        loader, fails = self._worker.loader, cycle((False, True))
+        stock = loader.load
+
+        def load(plans):
+            if plans and next(fails):
+                self.lost += len(plans)
+                return [(plan, OSError("injected")) for plan in plans]
+            return stock(plans)
+
+        loader.load = load
+
+    def _watch_rows(self):
+        """What the runner was handed is what was used: its own prefix, and the spans of the plan."""
+        runner = self._life._runner
+        begin, source = runner._begin, runner.plan_source
+
+        def planned(request_id):
+            plan = self._plans[request_id] = source(request_id)
+            return plan
+
+        def watched(request, part):
+            begin(request, part)
+            plan = self._plans.pop(request.request_id, None)
+            own, donated = request.cached_tokens, part.begin - request.cached_tokens
+            self.used[request.request_id] = own, donated if plan is None else sum(s.length for s in plan.spans)
+
+        runner._begin, runner.plan_source = watched, None if source is None else planned
+
+    def _watch_ends(self):
+        take = self._life._take_finished
+
+        def watched():
+            answered = [each for each in self._life._live if each.finish_reason == "length" and each.is_finished]
+            for request in answered:
+                self._compare(request)
+            take()
+
+        self._life._take_finished = watched
+
+    def _compare(self, request):
+        used, report = self.used[request.request_id], self._scheduler.outcomes.of(request.request_id)
+        usage = usage_of(output_of(request, None, None))
+        details = usage["prompt_tokens_details"]
+        assert (details["cached_tokens"], details["reused_tokens"]) == used
+        assert details["computed_tokens"] == request.prompt_len - sum(used)
+        assert (report.exact_prefix_tokens, report.reused_tokens) == used
+        assert usage["semblend"] == report.receipt
+        self.compared += 1
+
+    def audited(self, kind):
+        self._scheduler._audit.flush()
+        lines = map(json.loads, self.path.open())
+        return sum(line[f"{kind}_tokens"] for line in lines if line["event"] == "request_settled")
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_usage_receipt_log_and_metrics_say_what_was_used(tmp_path, case):
+    with random_life(case, tmp_path) as life:
+        told = Told(life, tmp_path / "audit.jsonl")
+        if case.wrapper:
+            told.lose_some_loads()
+        for _ in range(-(-STEPS // len(ALL))):
+            life.step()
+        life.quiet()
+        for kind in TOKEN_KINDS:
+            counted = told.registry.get_sample_value("semblend_tokens_total", {"kind": kind})
+            assert counted == told.audited(kind), kind
+        assert told.audited("reused") == told.audited("offered")  # position_fix and exact compute nothing again
+        assert (told.audited("reused") > 0) == (case.refusal is None)
+    assert told.compared > 0
+    assert (told.lost > 0) == case.wrapper
