@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
+from semblend_trt.metrics_folder import count_here_where_unwritable
 from semblend_trt.outcome import FAULTS, Outcome, counted_as
 from semblend_trt.semantic.neighbours import EVENTS
 
@@ -293,7 +294,8 @@ def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
 
 
 _lock = threading.Lock()
-_series: weakref.WeakKeyDictionary[Any, Series] = weakref.WeakKeyDictionary()
+# None where they cannot be kept.
+_series: weakref.WeakKeyDictionary[Any, Series | None] = weakref.WeakKeyDictionary()
 
 
 def metrics_for(enabled: bool, registry: CollectorRegistry | None = None) -> Metrics:
@@ -308,11 +310,12 @@ def metrics_for(enabled: bool, registry: CollectorRegistry | None = None) -> Met
     except ImportError:
         return Metrics(None)
     registry = REGISTRY if registry is None else registry
-    try:
-        with _lock:
-            if registry not in _series:
+    with _lock:
+        if registry not in _series:
+            _series[registry] = None
+            try:
+                count_here_where_unwritable()
                 _series[registry] = Series(registry)
-            return Metrics(_series[registry])
-    except (ValueError, OSError) as error:
-        logger.warning("no metrics are kept: %s", error)
-        return Metrics(None)
+            except Exception as error:
+                logger.warning("no metrics are kept: %s", error)
+        return Metrics(_series[registry])

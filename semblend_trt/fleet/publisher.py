@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECOND
 from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, donor_digest, token_digest
+from semblend_trt.metrics_folder import count_here_where_unwritable
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class EventCounters:
         """Adds to the counter `what` (sent, dropped, resyncs or connections) under `label`."""
         if count:
             getattr(self, what)[label] += count
-            if what in self._series:
+            with suppress(Exception):  # there may be no series; and behind a fork no folder for their files
                 self._series[what].labels(label).inc(count)
 
 
@@ -91,6 +93,7 @@ def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
 
         registry = REGISTRY if registry is None else registry
         if registry not in _registered:
+            count_here_where_unwritable()
             series = {}
             for what, (name, documentation, label, values) in _SERIES.items():
                 series[what] = Series(name, documentation, [label], registry=registry)

@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from semblend_trt.fleet.router.serving import DROPPED
 from semblend_trt.metrics import COLD_RUN_RESULTS
+from semblend_trt.metrics_folder import count_here_where_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +37,7 @@ class RouterCounters:
     """The series of one router, in a registry of their own."""
 
     def __init__(self) -> None:
+        count_here_where_unwritable()
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered by a replica.", "worker", "status")
         self.refusals = self._counter("refusals", "Requests that no replica answered.", reason=REFUSALS)
