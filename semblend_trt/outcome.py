@@ -25,7 +25,8 @@ _REASONS = (
     "unknown_model_type unknown_architecture mla multimodal geometry attention_layout sliding_window rope_dynamic "
     "rope_longrope rope_multimodal rope_partial rope_per_layer rope_unknown kv_quantized "
     # the request
-    "dummy_request generation_only beam_search context_logits salt_unknown salt_invalid invalid_tokens cold_run "
+    "id_in_use dummy_request generation_only beam_search context_logits salt_unknown salt_invalid invalid_tokens "
+    "cold_run "
     # the look-up
     "lookup_timeout internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable donor_on_disk "
     "chunk_edge low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile profile_mismatch "

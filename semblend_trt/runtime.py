@@ -200,7 +200,7 @@ class Runtime:
 
     The newest MAX_EVENTS of each kind wait for the scheduler: the worker's `saved` and `failed_loads`, the wrapper's
     `evidence` of every plan whose check ran, and the tiers' `offload_events`. `disk` links the tiers to the scheduler
-    while the disk tier is open.
+    while the disk tier is open. `ended_saves` are requests of whose end the worker has not told the engine yet.
 
     `faults` counts calls of the engine that could not be answered, by name. `readiness` says which layers of the
     running loads are in the pool. `is_forward_open` from the start of an iteration's loads until the worker hears that
@@ -213,6 +213,7 @@ class Runtime:
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
     mode: EngineMode = EngineMode.STOCK
     publication_guard: bool = False
+    ended_saves: deque[int] = field(default_factory=deque)
     saved: deque[SavedDonor] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     failed_loads: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     evidence: deque[CheckEvidence] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))

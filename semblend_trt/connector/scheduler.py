@@ -98,6 +98,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._forgotten: list[int] = []
         # Main's V1 tells whole blocks of its prefix alone, and nothing of the part of a block that it copies.
         self._tells_parts = getattr(getattr(llm_args, "kv_cache_config", None), "enable_partial_reuse", None) is False
+        # By donor, the requests whose blocks are held until it is saved.
+        self._saving: dict[str, int] = {}
         self._serving: _Serving | None = None
         self._weights_changes = 0
         self._kinds = kind_reader_for(self._settings.eviction, llm_args)
@@ -261,6 +263,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._runtime.check_weights()
         self.take_events()
         refusal = self._standing_refusal()
+        if request_id in self._saving.values() or request_id in self._runtime.ended_saves:
+            refusal = "id_in_use"
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
         if getattr(request, "cold", False):
@@ -297,6 +301,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if num_computed_tokens and self._runtime.weights is not None and self._runtime.weights.prefix_is_stale:
             return tracked  # the engine's own prefix holds KV of the weights before
         donor_id = f"{self._generation}-{request_id}"
+        if serving.donor_index.catalog.tier(donor_id) is not None:  # of an earlier request with this id
+            donor_id = f"{uuid.uuid4().hex[:12]}-{request_id}"
         try:
             generations = 0 if match.profile is None else match.profile.generations
             tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens, generations)
@@ -357,6 +363,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
             saved = self._runtime.saved.popleft()
+            self._saving.pop(saved.donor_id, None)
             if self.donor_index is not None:
                 self.donor_index.saved(saved)
             self._audit.saved(saved, 0 if self.donor_index is None else self.donor_index.generation(saved.donor_id))
@@ -441,6 +448,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             )
         if not saving:
             self._let_go(tracked)
+        elif tracked.intent is not None:
+            self._saving[tracked.intent.donor_id] = tracked.request_id
         return saving
 
     def _end(self, tracked: TrackedRequest) -> None:
@@ -461,7 +470,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Releases the request's leases and its reservation, and has the workers forget it."""
         tracked.release_leases()
         self._cancel_intent(tracked)
-        self._forgotten.append(tracked.request_id)
+        if tracked.reason != "id_in_use":  # what the workers know by the id is an earlier request
+            self._forgotten.append(tracked.request_id)
 
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.donor_index is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +82,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         # TensorRT-LLM's V2 alone does, which its layout shows; other engines state it.
         self._holds_saved_blocks = bool(getattr(llm_args, "holds_saved_blocks", False))
         self._iteration = self._completed_iteration = self._weights_changes = 0
-        self._ended_saves: deque[int] = deque()
         self._followed: dict[int, _FollowedRequest] = {}
         # Moves between the tiers that wait for the forward's launch, and the event behind the loads before it.
         self._waiting: list[tuple[OffloadCommands, Event | None]] = []
@@ -246,18 +244,19 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         Engines that do not hold what is saved are told of one request a call: some never give the blocks of a second
         one back.
         """
+        ended_saves = self._runtime.ended_saves
         self._begin_moves()
         for request_id in finished_gen_req_ids:
             if not self._begin_save(request_id):
-                self._ended_saves.append(request_id)
+                ended_saves.append(request_id)
         if self.saver is not None:
             ended = self.saver.finished()
-            self._ended_saves.extend(request_id for request_id, _ in ended)
+            ended_saves.extend(request_id for request_id, _ in ended)
             self._runtime.saved.extend(saved for _, saved in ended)
             self._runtime.saved.extend(self.saver.lost())
             self._runtime.saves_ended()
-        count = len(self._ended_saves) if self._holds_saved_blocks else min(1, len(self._ended_saves))
-        return [self._ended_saves.popleft() for _ in range(count)], started_loading_req_ids
+        count = len(ended_saves) if self._holds_saved_blocks else min(1, len(ended_saves))
+        return [ended_saves.popleft() for _ in range(count)], started_loading_req_ids
 
     def close(self) -> None:
         """Waits for running saves and for files that are being written, and frees the donors."""

@@ -3,6 +3,7 @@ that no engine leads, with calls out of order, twice, for ids of others."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +18,13 @@ from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, teach
 
 PROMPT = list(range(100))
+NAMES = "SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"
 
 
 @pytest.fixture
 def llm(make_llm, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
-    names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
-    return make_llm(*names, module="semblend_trt.connector")
+    return make_llm(*NAMES, module="semblend_trt.connector")
 
 
 def bare(request_id=77, **attributes):
@@ -198,8 +199,7 @@ def wrapped(make_llm, monkeypatch):
     """An engine whose wrapper computes what cannot be loaded, so that nothing has to raise."""
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "16")
-    names = ("SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker")
-    return make_llm(*names, module="engine_wrapper.connector", cache={"max_tokens": POOL_BLOCKS * BLOCK})
+    return make_llm(*NAMES, module="engine_wrapper.connector", cache={"max_tokens": POOL_BLOCKS * BLOCK})
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -300,3 +300,60 @@ def test_a_request_that_ends_with_the_blocks_of_another_is_no_donor(llm):
     assert (engine.saving, runtime.faults["request_finished"]) == (set(), 1)
     engine.run([], [])
     assert (engine.worker._followed, engine.scheduler.donor_index.catalog.stats().saving) == ({}, 0)
+
+
+def used_again(engine, request_id):
+    """A request with this id is served as stock, with blocks of its own."""
+    others = [block + 30 for block in BLOCKS]
+    engine.ask(request_id, PROMPT, 0, 4, None)
+    assert engine.scheduler.reuse_of(request_id).reason == "id_in_use"
+    engine.alloc(request_id, others)
+    engine.run([RequestData(request_id, [], others, 0, 100)], [])
+    assert engine.scheduler.request_finished(bare(request_id), others) is False
+    engine.run([], [])
+
+
+@pytest.mark.parametrize("is_handed_in", [False, True])
+def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_handed_in):
+    engine, runtime = with_donor(llm)
+    go_on = threading.Event()
+    engine.worker.saver._thread.submit(go_on.wait)
+    engine.ask(1001, PROMPT[::-1], 0, 4, None)
+    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
+    engine.end(1001, BLOCKS)
+    if is_handed_in:
+        engine.poll([1001])
+    used_again(engine, 1001)
+    go_on.set()
+    if is_handed_in:
+        while engine.saving:
+            engine.poll([])
+    engine.end_all()
+    stats = engine.scheduler.donor_index.catalog.stats()
+    assert (stats.ready, stats.saving, engine.saving, engine.scheduler._saving) == (2, 0, set(), {})
+    # Behind the save the id is any request's, and becomes a donor beside the one that is held.
+    engine.ask(1001, prompt(100, 5), 0, 4, None)
+    assert engine.scheduler.reuse_of(1001).reason == "no_donor_match"
+    engine.run([RequestData(1001, [], BLOCKS, 0, 100)], [])
+    engine.end(1001, BLOCKS)
+    engine.end_all()
+    assert engine.scheduler.donor_index.catalog.stats().ready == 3
+    assert not runtime.faults
+
+
+def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm):
+    # This version is told of one end at a time.
+    engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.1"))
+    for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):
+        engine.ask(request_id, prompt(100, request_id), 0, 4, None)
+        engine.run([RequestData(request_id, [], blocks, 0, 100)], [])
+        engine.end(request_id, blocks)
+    engine.poll([1001, 1002])
+    engine.worker.saver.drain()
+    while len(engine.saving) > 1:
+        engine.poll([])
+    assert list(runtime.ended_saves) == [1002]
+    used_again(engine, 1002)
+    engine.end_all()
+    assert engine.scheduler.donor_index.catalog.stats().ready == 3
+    assert not runtime.faults

@@ -47,7 +47,7 @@ def test_blocks_that_stay_pinned_are_counted(tmp_path, monkeypatch):
 
     def all_at_once(self, finished, loading):
         ended, loaded = get_finished(self, finished, loading)
-        return [*ended, *(self._ended_saves.popleft() for _ in range(len(self._ended_saves)))], loaded
+        return [*ended, *(self._runtime.ended_saves.popleft() for _ in range(len(self._runtime.ended_saves)))], loaded
 
     monkeypatch.setattr(SemBlendKvConnectorWorker, "get_finished", all_at_once)
     assert lived(tmp_path, 600)["trtllm_habits_leaked_blocks"] > 0
