@@ -130,7 +130,11 @@ class Hasher:
         return self._hash(tenant, b"text", text.encode("utf-8", "surrogatepass"))
 
     def of_tokens(self, tenant: str | None, token_ids: list[int]) -> str:
-        return self._hash(tenant, b"tokens", np.array(token_ids, dtype="<i8").tobytes())
+        try:
+            data = np.array(token_ids, dtype="<i8").tobytes()
+        except OverflowError:  # no engine has such ids
+            data = repr(token_ids).encode()
+        return self._hash(tenant, b"tokens", data)
 
     def _hash(self, tenant: str | None, what: bytes, data: bytes) -> str:
         digest = hashlib.blake2b(key=self._key, digest_size=16)
@@ -165,10 +169,16 @@ class BlockMaker:
                     content_hash=self.hasher.of_tokens(tenant, run),
                     semantic_type=kind.value,
                     token_count=len(run),
-                    text=self.prompts.text(run) if self.keep_text else None,
+                    text=self._text(run) if self.keep_text else None,
                     position=position,
                 )
                 position += len(run)
+
+    def _text(self, token_ids: list[int]) -> str | None:
+        try:
+            return self.prompts.text(token_ids)
+        except Exception:  # ids outside of the vocabulary may have none
+            return None
 
     def _paragraphs(self, body: Mapping[str, Any]) -> Iterator[tuple[BlockKind, list[int]]]:
         if "messages" not in body and not isinstance(prompt := completion_prompt(body), str):
@@ -271,6 +281,9 @@ class TraceLog:
         try:
             blocks = self._maker.blocks(served.body, caller.tenant)
         except PromptError:
+            blocks = []
+        except Exception as error:
+            logger.warning("a trace line has no blocks: %s", error)
             blocks = []
         return TraceLine(
             request_id=served.request_id,

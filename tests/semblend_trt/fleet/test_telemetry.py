@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.donors.block_kind import BlockKind
@@ -182,6 +182,35 @@ def test_lines_can_be_read_back(tokenizer: Any, tmp_path: Path) -> None:
     assert [sum(block.token_count for block in line.blocks) for line in lines] == [9, 9, 9, 0]
     assert lines[0].observed_total_latency_ms == 500
     assert log.count("written") == 4
+
+
+ODD_IDS = (
+    st.integers() | st.integers(-(1 << 70), 1 << 70) | st.booleans() | st.floats() | st.text(max_size=3) | st.none()
+)
+ODD_PROMPTS = st.recursive(ODD_IDS, lambda inner: st.lists(inner, max_size=4), max_leaves=12)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(prompts=[[1 << 80, -5, 3], [-1], [1 << 31] * 9, [True], [1.5], ["a", 1], [[[1]]], [0] * 5_000, "\ud800"])
+@given(prompts=st.lists(ODD_PROMPTS, max_size=5))
+@pytest.mark.parametrize("text", ["dropped", "kept"])
+def test_no_odd_prompt_loses_a_line(tokenizer: Any, tmp_path: Path, text: str, prompts: list[Any]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.unlink(missing_ok=True)
+    log = Log(tokenizer, path, text=text, max_bytes=1 << 30)
+    log.write(*(served(number, prompt) for number, prompt in enumerate(prompts)))
+    lines = list(map(TraceLine.model_validate_json, path.open()))
+    assert [line.request_id for line in lines] == [f"r{number}" for number in range(len(prompts))]
+    assert (log.count("written"), log.count("failed")) == (len(prompts), 0)
+    # Ids have their blocks, whichever they are.
+    for line, prompt in zip(lines, prompts, strict=True):
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            assert sum(block.token_count for block in line.blocks) == len(prompt)
+
+
+def test_ids_that_no_engine_has_keep_contents_apart() -> None:
+    odd = [[1 << 80], [1 << 81], [-(1 << 80)], [1 << 80, 1], [1, 1 << 80]]
+    assert len({HASHER.of_tokens("acme", ids) for ids in odd}) == len(odd)
 
 
 def test_files_are_rotated_and_bounded(tokenizer: Any, tmp_path: Path) -> None:
