@@ -167,13 +167,13 @@ def block_vector(block_ids: Sequence[int]) -> torch.Tensor:
 def moves_of(plan: SemanticKvPlan, donors: Mapping[str, PagedKv | HostKv]) -> list[Move]:
     """The plan's spans as moves, several for a span of a donor in parts; `donors` by id.
 
-    Raises DonorUnavailableError when a donor is shorter than its span.
+    Raises DonorUnavailableError when a donor does not hold its span.
     """
     return [move for span in plan.spans for move in _moves_of_span(span, donors[span.donor_id])]
 
 
 def _moves_of_span(span: PlanSpan, donor: PagedKv | HostKv) -> list[Move]:
-    if donor.capacity < span.donor_end:
+    if not 0 <= span.donor_start < span.donor_end <= donor.capacity:
         raise DonorUnavailableError(
             f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs {span.donor_start}..{span.donor_end}"
         )

@@ -162,7 +162,7 @@ class EngineExecution:
         boundary, check, head, layers = self.recompute_boundary_layer, self.check, self.head_tokens, self.num_layers
         if layers < 1 or not 0 <= boundary <= layers:
             raise PlanError("boundary_outside_model", f"recompute boundary {boundary} is outside 0..{layers}")
-        if check is not None and check.layer >= layers:
+        if check is not None and not 0 <= check.layer < layers:
             raise PlanError("check_outside_model", f"check layer {check.layer} is outside 0..{layers - 1}")
         if head < 0:
             raise PlanError("head_tokens_negative", f"head_tokens is {head}; it must be at least 0")
@@ -197,6 +197,22 @@ class SemanticKvPlan:
     def __post_init__(self) -> None:
         for invariant, message in chain(_of_counts(self), _of_spans(self), _of_kind(self), _of_blocks(self)):
             raise PlanError(invariant, f"request {self.request_id}: {message}")
+
+    def check(self) -> None:
+        """Raises PlanError, or TypeError for a value of another type, for a plan that came as bytes: those reach no
+        constructor."""
+        tokens, execution = self.prompt_token_ids, self.execution
+        numbers = [abs(self.request_id), self.num_computed_tokens, self.matched_tokens, self.block_size]
+        numbers += [*(self.target_block_ids or ()), execution.num_layers, execution.recompute_boundary_layer]
+        numbers += [execution.head_tokens, execution.sample_seed]
+        if (rule := execution.check) is not None:
+            numbers += [rule.layer, rule.window_tokens - 1, rule.sample_every, rule.witness_every]
+        for span in self.spans:
+            numbers += [span.donor_start, span.target_start, span.length, span.generation]
+        if not are_counts(numbers) or tokens.ndim != 1 or tokens.dtype.kind != "i":
+            raise PlanError("not_a_count", f"request {self.request_id}: a number of the plan is none, or negative")
+        for each in (*self.spans, execution, self):
+            each.__post_init__()
 
     @property
     def prompt_length(self) -> int:
@@ -259,6 +275,11 @@ class SemanticKvPlan:
         Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them.
         """
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
+
+
+def are_counts(values: Iterable[object]) -> bool:
+    """Whether all are integers of at least 0."""
+    return all(type(each) is int and each >= 0 for each in values)
 
 
 def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[range]:

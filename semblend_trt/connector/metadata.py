@@ -10,6 +10,7 @@ from semblend_trt import __version__
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
+from semblend_trt.plan import are_counts
 
 if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
@@ -68,21 +69,47 @@ class SemBlendConnectorMetadata:
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
     """`bound` as metadata; None when nothing of this version is bound.
 
-    Metadata of another version counts as the fault `metadata`, and nothing more is reused: ranks of two versions would
-    decide differently. Raises DonorUnavailableError when it holds plans: no rank would place the tokens that the engine
-    skips.
+    Metadata of another version, or with values that no scheduler sends, counts as the fault `metadata`, and nothing
+    more is reused: ranks of two versions would decide differently. Raises DonorUnavailableError when it holds plans: no
+    rank would place the tokens that the engine skips.
     """
-    if bound is None or (isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__):
+    if bound is None:
+        return None
+    is_own = isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__
+    if is_own and (wrong := _wrong_in(bound)) is None:
         return bound
     logger.error(
-        "KV reuse is off from now on: the bound metadata is a %s of version %s, this connector is %s; use one version "
-        "on every rank",
+        "KV reuse is off from now on: the bound metadata is a %s of version %s, this connector is %s (%s); use one "
+        "version on every rank",
         type(bound).__name__,
         getattr(bound, "version", "unknown"),
         __version__,
+        wrong if is_own else "another version",
     )
     runtime.faults["metadata"] += 1
     runtime.refusal = runtime.refusal or "metadata_version"
     if getattr(bound, "plans", ()):
         raise DonorUnavailableError("this iteration's plans are of another version; use one version of the connector")
     return None
+
+
+def _wrong_in(metadata: SemBlendConnectorMetadata) -> str | None:
+    """What of metadata that came as bytes is no value of its field; None where all is right. The engine's ids may be
+    negative."""
+    commands = metadata.commands
+    try:
+        for plan in metadata.plans:
+            plan.check()
+        counts = [*map(abs, metadata.forgotten), *map(abs, metadata.grown)]
+        donors = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes]
+        donors += [*commands.fetches, *commands.promotions]
+        for intent in metadata.intents:
+            counts += [abs(intent.request_id), intent.max_tokens, intent.generation]
+            donors += [intent.donor_id, Tier(intent.tier).value]
+        for progress in metadata.progress:
+            counts += [abs(progress.request_id), progress.written_tokens, *map(abs, progress.new_block_ids)]
+    except Exception as error:
+        return str(error) or type(error).__name__
+    if not are_counts(counts):
+        return "a number is none, or negative"
+    return None if all(type(each) is str for each in donors) else "a donor's id is no text"

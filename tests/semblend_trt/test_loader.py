@@ -172,6 +172,21 @@ def test_a_plan_that_cannot_be_loaded_harms_no_other(store, reader):
     torch.testing.assert_close(pool, alone, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("donor", ["near", "far"])
+@pytest.mark.parametrize(
+    "wrong", [{"donor_start": -1}, {"donor_start": -4}, {"length": -2}, {"length": 99}, {"target_start": -1}], ids=str
+)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_forged_span_is_not_loaded(store, reader, wrong, donor):
+    """Bytes from another rank reach no constructor that would refuse it."""
+    pool, untouched = empty_pool(), empty_pool()
+    bad = plan(PlanSpan(donor, 0, 0, 4), blocks=(10, 11))
+    for name, value in wrong.items():
+        object.__setattr__(bad.spans[0], name, value)
+    assert [plan for plan, _ in loader(store, pool, READERS[reader]()).load([bad])] == [bad]
+    torch.testing.assert_close(pool, untouched, atol=0, rtol=0, equal_nan=True)
+
+
 def test_plans_that_place_nothing_need_no_blocks(store):
     pool = empty_pool()
     nothing = replace(plan(), matched_tokens=3, target_block_ids=None)
