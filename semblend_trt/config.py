@@ -264,7 +264,7 @@ class DonorSettings(SettingsGroup):
         "they were computed, so that a moved key is rounded once. The latter takes twice the memory for a donor, and "
         "on the card as much as the cache again; it is for vLLM and the embedded engine.",
     )
-    max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once.")
+    max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once, of all salts together.")
     min_donor_tokens: int = Field(
         64, ge=1, le=1 << 20, description="A request with fewer tokens does not become a donor."
     )

@@ -32,7 +32,7 @@ def count_here_where_unwritable() -> None:
         # A process of this number may have left files that cannot be read.
         for path in (Path(folder, f"{kind}_{os.getpid()}.db") for kind in ("counter", "histogram")):
             if path.exists():
-                MmapedDict(str(path)).close()
+                MmapedDict(str(path)).close()  # type: ignore[no-untyped-call]
     except Exception as error:
         logger.warning("PROMETHEUS_MULTIPROC_DIR is %r, where this process cannot count: %s", folder, error)
         values.ValueClass = values.MutexValue

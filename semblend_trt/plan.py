@@ -211,8 +211,10 @@ class SemanticKvPlan:
             numbers += [span.donor_start, span.target_start, span.length, span.generation]
         if not are_counts(numbers) or tokens.ndim != 1 or tokens.dtype.kind != "i":
             raise PlanError("not_a_count", f"request {self.request_id}: a number of the plan is none, or negative")
-        for each in (*self.spans, execution, self):
-            each.__post_init__()
+        for span in self.spans:
+            span.__post_init__()
+        execution.__post_init__()
+        self.__post_init__()
 
     @property
     def prompt_length(self) -> int:

@@ -75,16 +75,18 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     """
     if bound is None:
         return None
-    is_own = isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__
-    if is_own and (wrong := _wrong_in(bound)) is None:
-        return bound
+    wrong: str | None = "another version"
+    if isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__:
+        wrong = _wrong_in(bound)
+        if wrong is None:
+            return bound
     logger.error(
         "KV reuse is off from now on: the bound metadata is a %s of version %s, this connector is %s (%s); use one "
         "version on every rank",
         type(bound).__name__,
         getattr(bound, "version", "unknown"),
         __version__,
-        wrong if is_own else "another version",
+        wrong,
     )
     runtime.faults["metadata"] += 1
     runtime.refusal = runtime.refusal or "metadata_version"

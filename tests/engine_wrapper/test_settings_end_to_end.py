@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from prometheus_client import REGISTRY
 
@@ -100,6 +102,25 @@ def test_max_donors_forgets_the_least_recently_used(engine):
     # The exact part of these, their head, is too short to become a donor and push another out.
     reused = [serve(llm, INSTRUCTION + document).reused_tokens for document in reversed(documents)]
     assert reused == [len(DOCUMENT) - 1, len(DOCUMENT) - 1, 0]
+
+
+def sizes(owner):
+    """The lengths of the collections in an object, by name."""
+    fields = vars(owner) if hasattr(owner, "__dict__") else {name: getattr(owner, name) for name in owner.__slots__}
+    return {name: len(value) for name, value in fields.items() if isinstance(value, (dict, list, set, deque))}
+
+
+def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
+    llm = engine(MAX_DONORS=4)
+    scheduler, kept = llm.connector_scheduler, []
+    for number in range(24):
+        serve(llm, DOCUMENT, cache_salt=f"tenant-{number}")
+        index = scheduler.donor_index
+        owners = scheduler, scheduler._neighbourhood, scheduler._profiles, index, index._index, index.offload
+        kept.append([sizes(each) for each in owners])
+    assert len(index._index) == len(index._index._namespaces) == 4
+    # From the fifth on every salt leaves the engine as it found it.
+    assert kept[-1] == kept[5]
 
 
 @pytest.mark.parametrize(

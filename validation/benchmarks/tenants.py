@@ -3,12 +3,15 @@
 `python -m validation.benchmarks.tenants` serves prompts under one salt, in random order. Before a prompt, the other
 salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. As many
 prompts whose own salt holds the document show that the test would see a difference.
+
+Then each of many salts has a prompt of its own served: what the process keeps of them is bounded by its settings.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,17 +21,20 @@ from scipy.stats import ks_2samp
 
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from kernels.results import Count, Results, run_counted
+from semblend_trt.benchmarks.fleet_server import resident_mib
 from validation.benchmarks.bench_model import Prompts, make_runner
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.request import RequestOutput
 
-SAMPLES = 250
+SAMPLES, SALTS = 250, 3000
 WARM_UPS = 10
 LAYERS, SIZE = 3, 512
-LEAST_P = 0.05
+LEAST_P, MOST_MB = 0.05, 64
 # Steady after the warm-ups: every new donor pushes an old one out.
 MAX_DONORS = 16
 OWN_SALT, OTHER_SALT = "tenant-b", "tenant-a"
@@ -63,8 +69,9 @@ def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
     llm.settle()
 
 
-def arms_of(samples: int) -> dict[str, Arm]:
-    """`samples` requests of each arm, in random order."""
+@contextmanager
+def engine() -> Iterator[tuple[LLM, Prompts]]:
+    """An engine behind the warm-ups, and the prompts for it."""
     variables = {
         **RANDOM_WEIGHTS,
         "POLICY": "position_fix",
@@ -72,8 +79,6 @@ def arms_of(samples: int) -> dict[str, Arm]:
         "EMBEDDER": "off",
         "LOOKUP_DEADLINE_MS": "1000",  # a busy machine may delay a look-up, which tells nothing of a tenant
     }
-    order = random.Random(0).sample([NO_TENANT, OTHER, OWN] * samples, 3 * samples)
-    arms = {holder: Arm() for holder in (NO_TENANT, OTHER, OWN)}
     with tempfile.TemporaryDirectory() as folder:
         runner = make_runner(Path(folder), "cpu", LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))
@@ -82,12 +87,30 @@ def arms_of(samples: int) -> dict[str, Arm]:
         with open_llm(Path(folder), runner, variables, kv_cache_config=cache) as llm:
             for _ in range(WARM_UPS):
                 sample(llm, prompts, OWN, Arm())
-            for holder in order:
-                sample(llm, prompts, holder, arms[holder])
+            yield llm, prompts
+
+
+def arms_of(samples: int) -> dict[str, Arm]:
+    """`samples` requests of each arm, in random order."""
+    order = random.Random(0).sample([NO_TENANT, OTHER, OWN] * samples, 3 * samples)
+    arms = {holder: Arm() for holder in (NO_TENANT, OTHER, OWN)}
+    with engine() as (llm, prompts):
+        for holder in order:
+            sample(llm, prompts, holder, arms[holder])
     return arms
 
 
-def run(samples: int, rows: Results) -> None:
+def memory_of(salts: int) -> float:
+    """MB by which the process grows while each of so many salts has a prompt served."""
+    with engine() as (llm, prompts):
+        before = resident_mib()
+        for number in range(salts):
+            llm.generate([prompts.document(SIZE)], ONE_TOKEN, cache_salt=f"tenant-{number}")
+            llm.settle()
+        return (resident_mib() - before) * 1.048576
+
+
+def run(samples: int, salts: int, rows: Results) -> None:
     """Measures all rows."""
     arms = arms_of(samples)
     baseline = f"{samples} prompts of {SIZE} tokens an arm, in random order; two-sample Kolmogorov-Smirnov test"
@@ -97,9 +120,12 @@ def run(samples: int, rows: Results) -> None:
     rows.add("tenant_own_donor_ks_p", own, "p", "the same where one's own salt holds it: the test sees a difference")
     differing = sum(counts != arms[NO_TENANT].counts[0] for arm in (NO_TENANT, OTHER) for counts in arms[arm].counts)
     rows.add("tenant_counts_differing", differing, "requests", "what a request says of its tokens and reuse", 0)
+    told = f"{salts:,} salts, with a prompt of {SIZE} tokens each, where SEMBLEND_MAX_DONORS is {MAX_DONORS}"
+    rows.add(f"salts_{SALTS}_memory_mb", memory_of(salts), "MB", f"growth of the process over {told}", MOST_MB)
 
 
-main = partial(run_counted, "tenants", __doc__, [Count("samples", SAMPLES, "prompts of each arm", 2)], run)
+COUNTS = [Count("samples", SAMPLES, "prompts of each arm", 2), Count("salts", SALTS, "salts with a prompt each")]
+main = partial(run_counted, "tenants", __doc__, COUNTS, run)
 
 
 if __name__ == "__main__":
