@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -279,9 +279,9 @@ class SemanticKvPlan:
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 
 
-def are_counts(values: Iterable[object]) -> bool:
-    """Whether all are integers of at least 0."""
-    return all(type(each) is int and each >= 0 for each in values)
+def are_counts(values: Sequence[int]) -> bool:
+    """Whether all are integers, of at least 0."""
+    return set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 
 def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[range]:

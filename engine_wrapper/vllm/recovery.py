@@ -33,10 +33,11 @@ class Recovery:
 
     Without async scheduling failed blocks are told to vLLM, which takes no token of theirs, and running requests begin
     again once it has heard. With it the next step is scheduled before vLLM hears, so that they begin again at once.
+    `scheduler` is vLLM's own, None before it is bound.
     """
 
     def __init__(self) -> None:
-        self._scheduler: Any = None
+        self.scheduler: Any = None
         self._is_async = False
         self._failed_blocks: set[int] = set()
 
@@ -49,12 +50,7 @@ class Recovery:
         if "reset_running_requests" not in inspect.signature(owner.reset_prefix_cache).parameters:
             raise LookupError("the scheduler cannot preempt what is running")
         self._is_async = bool(owner.scheduler_config.async_scheduling)
-        self._scheduler = owner
-
-    @property
-    def scheduler(self) -> Any:
-        """vLLM's own; None before it is bound."""
-        return self._scheduler
+        self.scheduler = owner
 
     def compute_again(self, block_ids: Iterable[int]) -> None:
         """Of the requests with these blocks, which run in this step, no token is taken before they are computed."""
@@ -64,7 +60,7 @@ class Recovery:
 
     def compute_all_again(self) -> None:
         """The same of all requests that run in this step and of which not every token is computed in it."""
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             self.compute_again(self._all_blocks())
 
     def take_failed_blocks(self) -> set[int]:
@@ -75,7 +71,7 @@ class Recovery:
     def begin_again(self) -> None:
         """All running requests are computed anew, and nothing that may be wrong is in the prefix cache any more. Never
         raises: where that cannot be, failed blocks are told."""
-        if self._scheduler is None:
+        if self.scheduler is None:
             return
         try:
             self._preempt()
@@ -87,13 +83,13 @@ class Recovery:
 
     def _preempt(self) -> None:
         try:
-            self._scheduler.reset_prefix_cache(reset_running_requests=True)
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
         except RuntimeError:
             # It has preempted them. Blocks that are saved, or that a step in flight writes, are held until later.
-            self._scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks()))
+            self.scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks()))
 
     def _all_blocks(self) -> range:
-        return range(self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        return range(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
 
 def recovery_for(arguments: EngineArguments) -> Recovery:

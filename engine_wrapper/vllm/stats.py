@@ -5,6 +5,7 @@ Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.3
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
@@ -15,6 +16,7 @@ from semblend_trt.outcome import Outcome, counted_as
 
 if TYPE_CHECKING:
     from semblend_trt.outcome import ReuseReport
+    from semblend_trt.plan import SemanticKvPlan
 
 # Each counter with its label, its help and the values that are there from the start.
 _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -24,30 +26,28 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-def tell_used(scheduler: Any, request_id: str, promised: int, report: ReuseReport) -> None:
-    """Has vLLM's counts of external tokens say what was used of a plan that has run: it has counted what was promised.
-    What a version does not have stays as it is.
+def tell_used(engine: Any, request_id: str | None, plan: SemanticKvPlan, scheduler: Any) -> None:
+    """Has vLLM's scheduler, `engine`, count what was used of a plan that has run, as our `scheduler` knows it: it has
+    counted what was promised. What a version does not have, or has in another form, stays as it is.
 
     Facts: vLLM, `v1/metrics/stats.py`, `PrefillStats` and `PrefixCacheStats` (0.28 to 0.32).
     """
-    request, hits = scheduler.requests.get(request_id), getattr(scheduler, "connector_prefix_cache_stats", None)
-    if request is None:
-        return
-    tell_prefill(request, report.exact_prefix_tokens, report.reused_tokens)
-    if hits is not None:
+    with suppress(Exception):
+        request, report = engine.requests[request_id], scheduler.reuse_of(plan.request_id)
+        tell_prefill(request, report.exact_prefix_tokens, report.reused_tokens)
+        hits = engine.connector_prefix_cache_stats
         # One that this step preempts was not preempted when its hits were counted.
         was_preempted = request.num_preemptions > (not request.num_computed_tokens)
         name = "preempted_hits" if was_preempted else "hits"
-        setattr(hits, name, max(0, getattr(hits, name) - promised + report.reused_tokens))
+        setattr(hits, name, max(0, getattr(hits, name) - plan.matched_tokens + report.reused_tokens))
 
 
 def tell_prefill(request: Any, own: int, used: int) -> None:
-    """Has vLLM's counts of the prompt, which it tells with the first token, say what its own prefix cache had and what
-    was used of donors."""
-    if (stats := getattr(request, "prefill_stats", None)) is not None:
-        stats.set(
-            num_prompt_tokens=request.num_prompt_tokens, num_local_cached_tokens=own, num_external_cached_tokens=used
-        )
+    """Has vLLM's counts of a prompt, which it tells with the first token, say what its `own` prefix cache had and what
+    was `used` of donors."""
+    with suppress(Exception):
+        counts = {"num_local_cached_tokens": own, "num_external_cached_tokens": used}
+        request.prefill_stats.set(num_prompt_tokens=request.num_prompt_tokens, **counts)
 
 
 class ReuseStats(KVConnectorStats):  # type: ignore[misc]

@@ -134,7 +134,9 @@ class VllmWorker:
             self._runtime.faults["plan_not_executed"] += 1
             self._runtime.refusal = self._runtime.refusal or "plan_not_executed"
             self._fail(plan)
-        self._tell_used(metadata)
+        names = {each.number: name for name, each in metadata.step.items()}
+        for plan in metadata.told.plans:
+            tell_used(self._recovery.scheduler, names.get(plan.request_id), plan, self._runtime.scheduler)
         self._begin({})  # what is run until the next step is none
         self._worker.wait_for_save(None)
 
@@ -164,12 +166,6 @@ class VllmWorker:
         self._step = step
         if self._forward is not None:
             self._forward.step = step
-
-    def _tell_used(self, metadata: StepMetadata) -> None:
-        names = {each.number: name for name, each in metadata.step.items()}
-        for plan in metadata.told.plans:
-            if (report := self._runtime.scheduler.reuse_of(plan.request_id)) is not None:
-                tell_used(self._recovery.scheduler, names[plan.request_id], plan.matched_tokens, report)
 
     def _compute(self, plan: SemanticKvPlan) -> None:
         """Has our rows compute all that was promised, where they can: what vLLM computes again is all that runs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from semblend_trt import __version__
 from semblend_trt.donors.donor_table import Tier
@@ -73,18 +74,11 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     more is reused: ranks of two versions would decide differently. Raises DonorUnavailableError when it holds plans: no
     rank would place the tokens that the engine skips.
     """
-    if bound is None:
-        return None
-    wrong: str | None = "another version"
-    if isinstance(bound, SemBlendConnectorMetadata) and getattr(bound, "version", "") == __version__:
-        wrong = _wrong_in(bound)
-        if wrong is None:
-            return bound
+    if bound is None or (wrong := _wrong_in(bound)) is None:
+        return cast("SemBlendConnectorMetadata | None", bound)
     logger.error(
-        "KV reuse is off from now on: the bound metadata is a %s of version %s, this connector is %s (%s); use one "
-        "version on every rank",
-        type(bound).__name__,
-        getattr(bound, "version", "unknown"),
+        "KV reuse is off from now on: the bound metadata is not that of a scheduler of version %s (%s); use one on "
+        "every rank",
         __version__,
         wrong,
     )
@@ -95,23 +89,24 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     return None
 
 
-def _wrong_in(metadata: SemBlendConnectorMetadata) -> str | None:
+def _wrong_in(metadata: object) -> str | None:
     """What of metadata that came as bytes is no value of its field; None where all is right. The engine's ids may be
     negative."""
-    commands = metadata.commands
+    if not isinstance(metadata, SemBlendConnectorMetadata) or getattr(metadata, "version", "") != __version__:
+        return f"a {type(metadata).__name__} of version {getattr(metadata, 'version', 'unknown')}"
+    intents, progress, commands = metadata.intents, metadata.progress, metadata.commands
     try:
         for plan in metadata.plans:
             plan.check()
-        counts = [*map(abs, metadata.forgotten), *map(abs, metadata.grown)]
-        donors = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes]
-        donors += [*commands.fetches, *commands.promotions]
-        for intent in metadata.intents:
-            counts += [abs(intent.request_id), intent.max_tokens, intent.generation]
-            donors += [intent.donor_id, Tier(intent.tier).value]
-        for progress in metadata.progress:
-            counts += [abs(progress.request_id), progress.written_tokens, *map(abs, progress.new_block_ids)]
+        ids = [*metadata.forgotten, *metadata.grown, *(each.request_id for each in (*intents, *progress))]
+        ids += chain.from_iterable(each.new_block_ids for each in progress)
+        counts = [*(each.written_tokens for each in progress), *(each.max_tokens for each in intents)]
+        counts += [each.generation for each in intents]
+        names = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes, *commands.fetches]
+        names += [*commands.promotions, *(each.donor_id for each in intents)]
+        names += [Tier(each.tier).value for each in intents]
+        if not are_counts(counts) or set(map(type, ids)) - {int} or set(map(type, names)) - {str}:
+            return "a number is none or negative, or a name no text"
     except Exception as error:
         return str(error) or type(error).__name__
-    if not are_counts(counts):
-        return "a number is none, or negative"
-    return None if all(type(each) is str for each in donors) else "a donor's id is no text"
+    return None
