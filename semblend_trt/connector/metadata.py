@@ -98,8 +98,8 @@ def _wrong_in(metadata: object) -> str | None:
     try:
         for plan in metadata.plans:
             plan.check()
-        ids = [*metadata.forgotten, *metadata.grown, *(each.request_id for each in (*intents, *progress))]
-        ids += chain.from_iterable(each.new_block_ids for each in progress)
+        ids = [*metadata.forgotten, *metadata.grown, *(each.request_id for each in intents)]
+        ids += chain.from_iterable((each.request_id, *each.new_block_ids) for each in progress)
         counts = [*(each.written_tokens for each in progress), *(each.max_tokens for each in intents)]
         counts += [each.generation for each in intents]
         names = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes, *commands.fetches]
