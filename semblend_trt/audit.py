@@ -233,13 +233,13 @@ class AuditEvents(AuditLog):
             generation=max((span.generation for span in plan.spans), default=0),
         )
 
-    def materialized(self, plan: SemanticKvPlan) -> None:
+    def materialized(self, plan: SemanticKvPlan, reused_tokens: int) -> None:
         self.event(
             "materialized",
             request_id=plan.request_id,
             kind=plan.kind.value,
             segment_count=len(plan.spans),
-            materialized=plan.reused_tokens * plan.execution.num_layers,
+            materialized=reused_tokens * plan.execution.num_layers,
             prefix_token_count=plan.prefix_end,
             computed_token_count=plan.num_computed_tokens,
             requires_rope_correction=any(span.shift for span in plan.spans),

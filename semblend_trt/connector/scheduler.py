@@ -464,7 +464,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics.request_ended(report)
         self._audit.request_ended(tracked.request_id, report)
         if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE and tracked.plan is not None:
-            self._audit.materialized(tracked.plan)
+            self._audit.materialized(tracked.plan, report.reused_tokens)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
         """Releases the request's leases and its reservation, and has the workers forget it."""

@@ -134,6 +134,9 @@ def test_output_report_log_and_metrics_agree(engine, profile, variables, check, 
     event = next(each for each in engine.events("request_settled")[::-1] if each["request_id"] == output.request_id)
     assert {name: event[name] for name in report.figures} == json.loads(json.dumps(report.figures))
     assert (event["outcome"], event["reason"]) == (report.outcome, report.reason)
+    placed = [each for each in engine.events("materialized") if each["request_id"] == output.request_id]
+    used = figures["reused"] * llm.executor.model_runner.facts.num_layers
+    assert [each["materialized"] for each in placed] == ([used] if used else [])
     assert output.receipt == report.receipt
     assert {name: output.receipt[f"{name}_tokens"] for name in told} == told
     used = variables.get("PROFILE")
