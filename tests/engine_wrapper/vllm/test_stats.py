@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
-from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
+from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
 from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
+from semblend_trt.plan import PlanSpan
 from tests.engine_wrapper.vllm.conftest import random_tokens
 from tests.engine_wrapper.vllm.engine_configs import engine_config
+from tests.semblend_trt.plans import plan_of
 from tests.test_metrics_page import series
 
 if TYPE_CHECKING:
@@ -147,3 +153,22 @@ def _told(name: str, **label: str) -> float:
     found = [each for each in family.samples if each.name.endswith("_total") and label.items() <= each.labels.items()]
     assert [each.labels["engine"] for each in found] == ["0"]
     return found[0].value
+
+
+@pytest.mark.parametrize("hits", [None, SimpleNamespace(), PrefixCacheStats(hits=100)], ids=["none", "other", "known"])
+@pytest.mark.parametrize("prefill", [None, SimpleNamespace(), PrefillStats()], ids=["none", "other", "known"])
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_counts_that_a_version_does_not_have_stay_as_they_are(hits: Any, prefill: Any, preempted: int) -> None:
+    hits, prefill = deepcopy(hits), deepcopy(prefill)
+    request = SimpleNamespace(num_prompt_tokens=100, num_computed_tokens=100, prefill_stats=prefill)
+    request.num_preemptions = preempted
+    plan = plan_of(PlanSpan("donor", 0, 4, 80), request_id=7, prompt=100)
+    ours = SimpleNamespace(reuse_of=lambda number: replace(USED, exact_prefix_tokens=4) if number == 7 else None)
+    engine = SimpleNamespace(requests={"a": request}, connector_prefix_cache_stats=hits)
+    for name in ("a", "gone", None):
+        tell_used(engine, name, plan, ours)
+    if isinstance(prefill, PrefillStats):
+        told = prefill.num_local_cached_tokens, prefill.num_external_cached_tokens, prefill.num_computed_tokens
+        assert told == (4, 70, 26)
+    if isinstance(hits, PrefixCacheStats):
+        assert (hits.hits, hits.preempted_hits) == ((100, 0) if preempted else (100 - (84 - 70), 0))
