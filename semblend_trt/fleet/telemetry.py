@@ -21,7 +21,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from semblend_trt.background import Background
-from semblend_trt.chats import PromptError
 from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.router.prompts import completion_prompt
