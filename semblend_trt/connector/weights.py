@@ -9,20 +9,21 @@ import hashlib
 import logging
 import weakref
 from itertools import chain, compress
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from semblend_trt.namespace import unknown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
 # Words of 4 bytes that are summed together, each times a factor of its own.
 _CHUNK = 1 << 20
+_values: Callable[[Any], Iterable[torch.Tensor | None]] = dict.values
 
 
 class Weights:
@@ -97,12 +98,12 @@ class Weights:
             return True
 
     def _tensors(self) -> list[torch.Tensor | None]:
-        return list(chain.from_iterable(map(dict.values, self._held)))
+        return list(chain.from_iterable(map(_values, self._held)))
 
     def _shown(self) -> tuple[list[int], list[int]]:
         """Addresses, and write counts, which inference tensors lack. Passes in C alone: this runs at every step."""
         tensors = self._tensors()
-        addresses = list(map(torch.Tensor.data_ptr, compress(tensors, self._addressed)))
+        addresses = list(map(methodcaller("data_ptr"), compress(tensors, self._addressed)))
         return addresses, list(map(attrgetter("_version"), compress(tensors, self._counted)))
 
 
