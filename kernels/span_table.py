@@ -156,14 +156,15 @@ def span_table(
     records = _write_block_ids(words, addresses_at, ids_at, memories, layers * kinds, unit_bytes)
     for index, target in enumerate(targets):
         words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
-    columns = np.cumsum(lengths) - lengths
-    for index, move in enumerate(moves):
-        factor = shifts.index(move.shift) if move.shift and turning else -1
-        if factor >= 0 and rows.size:
-            factor = rows_at + factor * rows.shape[1]
-        span = (move.source_start, move.target_start - target_position, move.length, factor, columns[index])
-        record = SPANS_AT + RECORD_WORDS * index
-        words[record : record + 11] = (*records[id(sources[id(move.source)])], *span)
+    factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(shifts)}
+    factor_of = factor_of if turning else {}
+    places = [
+        (*records[id(sources[id(move.source)])], move.source_start, move.target_start - target_position)
+        for move in moves
+    ]
+    factors = [factor_of.get(move.shift, -1) for move in moves]
+    spans = words[SPANS_AT:tiles_at].reshape(-1, RECORD_WORDS)
+    spans[:, :8], spans[:, 8:11] = places, np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
     _write_tiles(words[tiles_at:factors_at], tiles, tile_tokens)
     words[rows_at:addresses_at] = rows.reshape(-1)
     if shifts and turning:

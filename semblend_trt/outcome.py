@@ -28,8 +28,8 @@ _REASONS = (
     "id_in_use dummy_request generation_only beam_search context_logits salt_unknown salt_invalid invalid_tokens "
     "cold_run "
     # the look-up
-    "lookup_timeout internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable donor_on_disk "
-    "chunk_edge low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile profile_mismatch "
+    "lookup_timeout lookup_bound internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable "
+    "donor_on_disk chunk_edge low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile profile_mismatch "
     "profile_unreadable profile_writable profile_evidence profile_check_layer check_needs_wrapper head_needs_wrapper "
     "boundary_needs_wrapper no_publication_guard "
     # the load and the forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,12 @@ if TYPE_CHECKING:
     from semblend_trt.donors.block_kind import KindReader
     from semblend_trt.donors.donor_table import TierMoves
     from semblend_trt.fleet.announcer import DonorPublisher
+    from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
 
-# A donor that vanishes between search and lease is rare; asking more than a few times would stall the scheduler.
-MAX_PLANNING_ROUNDS = 3
 # Each fetch and each promotion holds room in two tiers until it has ended.
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 # Fetches that no look-up has asked for begin only while fewer than this are under way.
@@ -116,22 +116,23 @@ class DonorIndex:
     # -- lookup ----------------------------------------------------------------------------------------------------
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
-        """Plans a lookup and leases every donor of the plan. A donor that cannot be leased is planned around.
+        """Plans a lookup and leases every donor of the plan. A donor that cannot be leased is planned around, as often
+        as the deadline allows.
 
         Where a plan with donors on disk would reuse more, they are fetched: a later lookup finds them in memory.
         """
         excluded: frozenset[str] = frozenset()
-        deadline = Deadline(self._settings.lookup_deadline_ms)
-        on_disk: frozenset[str] = frozenset()
+        deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens))
+        on_disk: list[str] = []
         reused_with_disk = 0
         planned, leases = Planned(plan=None, outcome_reason="donor_unavailable", runs_found=0), list[Lease]()
-        for _ in range(MAX_PLANNING_ROUNDS):
-            found = self._planner.plan(lookup.excluding(excluded), deadline)
-            planned = replace(planned, runs_found=found.runs_found)
+        while True:
+            found = self._planner.plan(lookup.excluding(excluded), deadline, planned.scan)
+            planned = replace(planned, runs_found=found.runs_found, scan=found.scan)
             if found.plan is None or not found.plan.matched_tokens:
                 planned = found
                 break
-            donors = {span.donor_id for span in found.plan.spans}
+            donors = _most_used_first(found.plan)
             leases, missing = self._lease(donors)
             if not missing:
                 planned = found
@@ -141,9 +142,14 @@ class DonorIndex:
                 lease.release()
             leases, resting = [], self.catalog.resting()
             if not on_disk and missing & resting:
-                on_disk, reused_with_disk = missing & resting, found.plan.reused_tokens
+                on_disk, reused_with_disk = (
+                    [each for each in donors if each in missing & resting],
+                    found.plan.reused_tokens,
+                )
                 excluded |= resting
             excluded |= missing
+            if deadline.is_over():
+                break
         if on_disk and reused_with_disk > (planned.plan.reused_tokens if planned.plan is not None else 0):
             self.offload.fetch(on_disk)
             if planned.plan is None:
@@ -332,7 +338,7 @@ class DonorIndex:
         if self._kinds is not None:
             self._kinds.read(donor_id, tokens)
 
-    def _lease(self, donor_ids: set[str]) -> tuple[list[Lease], frozenset[str]]:
+    def _lease(self, donor_ids: Iterable[str]) -> tuple[list[Lease], frozenset[str]]:
         leases, missing = [], set()
         for donor_id in sorted(donor_ids):
             try:
@@ -381,8 +387,8 @@ class OffloadQueue:
             self._index.forget(donor_id)
 
     def fetch(self, donor_ids: Iterable[str]) -> None:
-        """Reads donors back from disk, as far as there is room and few others are on their way."""
-        for donor_id in sorted(donor_ids):
+        """Reads donors back from disk, the first ones first, as far as there is room and few are on their way."""
+        for donor_id in donor_ids:
             if len(self._fetching) < MAX_FETCHES:
                 self._begin_fetch(donor_id, self._catalog.fetch(donor_id))
 
@@ -396,8 +402,9 @@ class OffloadQueue:
                 self._begin_fetch(donor_id, self._catalog.fetch(donor_id, may_drop=False))
 
     def promote(self, donor_ids: Iterable[str]) -> None:
-        """Copies donors of the host to the device, as far as there is room and few others are on their way."""
-        for donor_id in sorted(donor_ids):
+        """Copies donors of the host to the device, the first ones first, as far as there is room and few are on their
+        way."""
+        for donor_id in donor_ids:
             if len(self._promoting) < MAX_PROMOTIONS and (moves := self._catalog.promote(donor_id)) is not None:
                 self.make_room(moves)
                 self._commands.promotions.append(donor_id)
@@ -460,6 +467,13 @@ class OffloadQueue:
         else:
             self.drop(dropped)
             self._index.remember(donor_id, text)
+
+
+def _most_used_first(plan: SemanticKvPlan) -> list[str]:
+    tokens = Counter[str]()
+    for span in plan.spans:
+        tokens[span.donor_id] += span.length
+    return sorted(tokens, key=lambda donor_id: (-tokens[donor_id], donor_id))
 
 
 def _digest(namespace_key: str, tokens: npt.NDArray[np.int32]) -> bytes:

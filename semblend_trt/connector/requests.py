@@ -39,9 +39,9 @@ MAX_SILENT_ITERATIONS = 32
 class TrackedRequest:
     """One request between its look-up and its end.
 
-    `reason` says why no KV was placed. `profile` is the SHA-256 of the reuse profile that holds for it.
-    `is_followed`: the workers know of it, and can save it from `block_ids`. `evidence` is what the check of its
-    plan found, None until the engine says. `is_scheduled`: it has been in an iteration; until then what it was
+    `reason` says why no KV was placed, or not all that could be. `profile` is the SHA-256 of the reuse profile that
+    holds for it. `is_followed`: the workers know of it, and can save it from `block_ids`. `evidence` is what the check
+    of its plan found, None until the engine says. `is_scheduled`: it has been in an iteration; until then what it was
     promised is still to be loaded. `forward_failed`: the forward of its last iteration failed.
     """
 
@@ -356,7 +356,7 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
         reason = "witness_deviation" if evidence.witnesses else "deviation"
         return Outcome.BACKEND_MATERIALIZED_REUSE if used else Outcome.BACKEND_DECLINED_REUSE, reason
     if plan is not None:
-        return Outcome.BACKEND_MATERIALIZED_REUSE, None
+        return Outcome.BACKEND_MATERIALIZED_REUSE, tracked.reason
     found = tracked.runs_found > 0 and tracked.reason not in _NOTHING_TO_REUSE
     if found or tracked.reason == "internal_error":
         return Outcome.BACKEND_DECLINED_REUSE, tracked.reason

@@ -102,15 +102,17 @@ class AnchorTable:
         self._rows.reshape(-1)[slots] = np.where(left > 0, keys << _NUMBER_BITS | left, _EMPTIED)[which]
         self._free += pages.tolist()
 
-    def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers]:
+    def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers, Integers]:
         """The newest places of each key: at most `most` of a key and `limit` in all, the newest of all keys first.
 
-        Returns indices into `keys`, donor numbers, and positions in the donors, int64 [places] each.
+        Returns indices into `keys`, donor numbers, and positions in the donors, int64 [places] each; then the indices
+        of the keys that have older places as well.
         """
         which, slots = self._find(_shortened(keys))
         places = (self._rows.reshape(-1)[slots] & _NUMBER).astype(np.int64)
-        found = []
+        found, unread = [], []
         for _ in range(most):
+            unread.append(which[limit:])
             which, places = which[:limit], places[:limit]
             found.append((which, places))
             limit -= len(places)
@@ -119,8 +121,10 @@ class AnchorTable:
             which, places = which[has_older], places[has_older]
             if not len(places):
                 break
+        unread.append(which)
         which, places = (np.concatenate(each) for each in zip(*found, strict=True))
-        return which, self._donors[places >> _PAGE_BITS].astype(np.int64), self._positions[places].astype(np.int64)
+        donors, positions = self._donors[places >> _PAGE_BITS], self._positions[places]
+        return which, donors.astype(np.int64), positions.astype(np.int64), np.concatenate(unread)
 
     def _home_rows(self, keys: Keys) -> Integers:
         buckets = self._directory[(keys >> np.uint64(_KEY_BITS - self._depth)).astype(np.int64)]

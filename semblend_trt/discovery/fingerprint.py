@@ -20,6 +20,7 @@ HashArray: TypeAlias = npt.NDArray[np.uint64]
 Positions: TypeAlias = npt.NDArray[np.int64]
 _Ranks: TypeAlias = npt.NDArray[np.uint32]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
+_NO_ENDS: Positions = np.empty(0, dtype=np.int64)
 
 GRAM_TOKENS, WINDOW_GRAMS = 16, 17
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
@@ -34,7 +35,6 @@ _FACTORS = [np.uint32(pow(RANK_BASE, length, 1 << 32)) for length in (1, 2, 4, 8
 # Grams of one repeated token rank last: they say least about their position.
 _CONSTANT = np.uint32(0xFFFFFFFF)
 _HALF, _ODD = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
-_NO_ENDS: Positions = np.empty(0, dtype=np.int64)
 # Grams ranked together; the intermediate arrays stay in the processor's cache.
 _BLOCK = 1 << 15
 _ROOM = _BLOCK + 4 * WIDEST_RUN
@@ -55,6 +55,28 @@ class Fingerprints(NamedTuple):
 
     hashes: HashArray
     positions: Positions
+
+    def only(self, flags: _Flags) -> Fingerprints:
+        """The anchors with a flag."""
+        return Fingerprints(self.hashes[flags], self.positions[flags])
+
+    def surplus(self, most: int, ends: Positions = _NO_ENDS) -> _Flags:
+        """Which anchors are beyond the `most` of their hash and text; of these the first half and the last are not."""
+        keys, positions = self
+        is_surplus: _Flags = np.zeros(len(keys), dtype=np.bool_)
+        if len(keys) <= most:
+            return is_surplus
+        if len(ends):
+            keys = keys + np.searchsorted(ends, positions, side="right").astype(np.uint64) * _ODD
+        ordered = np.sort(keys)
+        if not (ordered[most:] == ordered[:-most]).any():
+            return is_surplus
+        _, group, totals = np.unique(keys, return_inverse=True, return_counts=True)
+        order = np.argsort(group, kind="stable")
+        before = np.empty(len(keys), dtype=np.int64)
+        before[order] = np.arange(len(keys)) - np.repeat(np.cumsum(totals) - totals, totals)
+        last = most // 2
+        return (before >= most - last) & (totals[group] - before > last)
 
 
 def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
@@ -115,7 +137,8 @@ def fingerprint(
         halves = _scratch.halves
         hashes.append(halves[found].astype(np.uint64) << _HALF | halves[found + GRAM_TOKENS // 2])
         positions.append(found + low)
-    return _thinned(np.concatenate(hashes), np.concatenate(positions), ends, max_repeats)
+    anchors = Fingerprints(np.concatenate(hashes), np.concatenate(positions))
+    return anchors.only(~anchors.surplus(max_repeats, ends))
 
 
 def _rank(tokens: TokenArray) -> _Ranks:
@@ -178,18 +201,3 @@ def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags
     outer, long = np.zeros(grams, dtype=np.bool_), lengths >= GUARANTEED_RUN
     outer[begins[long]] = outer[(begins + lengths)[long] - GRAM_TOKENS] = True
     return constant, outer
-
-
-def _thinned(hashes: HashArray, positions: Positions, ends: Positions, most: int) -> Fingerprints:
-    """Keeps at most `most` anchors per hash and text, the first half and the last."""
-    keys = hashes + np.searchsorted(ends, positions, side="right").astype(np.uint64) * _ODD if len(ends) else hashes
-    ordered = np.sort(keys)
-    if len(keys) <= most or not (ordered[most:] == ordered[:-most]).any():
-        return Fingerprints(hashes, positions)
-    _, group, totals = np.unique(keys, return_inverse=True, return_counts=True)
-    order = np.argsort(group, kind="stable")
-    before = np.empty(len(keys), dtype=np.int64)
-    before[order] = np.arange(len(keys)) - np.repeat(np.cumsum(totals) - totals, totals)
-    last = most // 2
-    kept = (before < most - last) | (totals[group] - before <= last)
-    return Fingerprints(hashes[kept], positions[kept])

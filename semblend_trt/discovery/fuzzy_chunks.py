@@ -6,17 +6,13 @@ tokens attend to it most; tokens before a difference do not attend to it at all.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from heapq import nsmallest
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.plan import gaps
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from semblend_trt.discovery.span_index import Run
 
@@ -26,10 +22,8 @@ MAX_GAP = 48
 MAX_OVERLAP = 16
 # A shorter piece saves less than placing it costs.
 LEAST_PIECE = 16
-# A run may join one of the newest chunks of its donor only: repetitive text starts many.
+# A run may join only one of the chunks of its donor that grew last: repetitive text starts many.
 _OPEN_CHUNKS = 8
-# Chunks of a plan at most; the largest are taken.
-MAX_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,39 +73,35 @@ def chunks_of(runs: Iterable[Run], begin: int, end: int, margin: int) -> tuple[l
 
 
 def fill(
-    chosen: Sequence[Run], chunks: Iterable[FuzzyChunk], begin: int, end: int, min_span: int, shortest: int
+    chosen: Sequence[Run],
+    chunks: Iterable[FuzzyChunk],
+    begin: int,
+    end: int,
+    min_span: int,
+    shortest: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Run], list[dict[str, Any]]]:
     """Fills prompt positions [begin, end) that `chosen` (disjoint runs) leaves free with pieces, largest chunk first.
 
     A piece needs at least `shortest` and LEAST_PIECE tokens. A chunk needs `min_span` tokens, counting those that
-    `chosen` holds already. Returns the runs by position, and of each chunk in use what it says in diagnostics.
+    `chosen` holds already. Once it `is_over` no chunk is added to others. Returns the runs by position, and of each
+    chunk in use what it says in diagnostics.
     """
-    placed = sorted(chosen, key=_by_target)
-    shortest = max(shortest, LEAST_PIECE)
-    free_ranges, donors, used = _free(placed, begin, end, shortest), {run.donor_id for run in placed}, []
+    placed, shortest, used = sorted(chosen, key=_by_target), max(shortest, LEAST_PIECE), list[dict[str, Any]]()
     sized = [(chunk.reusable_tokens, chunk) for chunk in chunks]
     large = [(-tokens, *_entry(chunk.runs[0]), chunk) for tokens, chunk in sized if tokens >= min_span]
-    for *_, chunk in nsmallest(MAX_CHUNKS, large, key=lambda each: each[:-1]):
-        first, last = chunk.pieces[0].target_start, chunk.pieces[-1].target_end
-        if chunk.donor_id not in donors and not any(each.start < last and first < each.stop for each in free_ranges):
-            continue
+    for *_, chunk in sorted(large, key=lambda each: each[:-1]):
+        if placed and is_over():
+            break
         free, held = _free_and_held(chunk, placed, begin, end)
         free = [part for part in free if part.length >= shortest]
         tokens = held + sum(part.length for part in free)
         if tokens < min_span:
             continue
         used.append(chunk.explained(tokens))
-        if free:
-            placed.extend(free)
-            placed.sort(key=_by_target)
-            free_ranges, donors = _free(placed, begin, end, shortest), donors | {chunk.donor_id}
+        for part in free:
+            insort(placed, part, key=_by_target)
     return placed, used
-
-
-def _free(placed: list[Run], begin: int, end: int, shortest: int) -> list[range]:
-    """Ranges of at least `shortest` positions of [begin, end) that `placed` (sorted, disjoint) leaves free."""
-    taken = ((run.target_start, run.target_end) for run in placed)
-    return [each for each in gaps(taken, begin, end) if len(each) >= shortest]
 
 
 def _chains(runs: list[Run]) -> list[list[Run]]:
@@ -131,11 +121,12 @@ def _chains(runs: list[Run]) -> list[list[Run]]:
             distance = (abs(in_prompt - in_donor), in_prompt)
             if distance < least and in_prompt + run.length > 0 and run.donor_start > last.donor_start:
                 best, least = chain, distance
-        if best is not None:
-            best.append(run)
+        if best is None:
+            chains.append(best := [])
         else:
-            chains.append([run])
-            still_open.append(chains[-1])
+            still_open.remove(best)
+        best.append(run)
+        still_open.append(best)
     return chains
 
 
@@ -163,7 +154,8 @@ def _free_and_held(chunk: FuzzyChunk, placed: list[Run], begin: int, end: int) -
         position, stop = max(piece.target_start, begin), min(piece_end, end)
         while at < len(placed) and placed[at].target_end <= piece.target_start:
             at += 1
-        for other in islice(placed, at, None):
+        for index in range(at, len(placed)):
+            other = placed[index]
             if other.target_start >= piece_end:
                 break
             if (part := piece.within(position, min(other.target_start, stop))) is not None:

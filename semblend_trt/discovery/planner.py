@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import secrets
 import time
-from bisect import bisect_left, insort
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN
@@ -27,33 +28,41 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.discovery.span_index import SpanIndex
+    from semblend_trt.discovery.span_index import ScanWork, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
 
-# A cover is chosen among so many of the longest runs; text that hundreds of donors hold has more.
-MAX_PIECES = 256
+# A longer prompt's look-up may take longer in proportion. The fastest recorded prefill (benchmarks/results/h200,
+# cold_ttft_24k_ms) needs 0.030 ms for a token, and longer prompts need more: 5 ms for so many tokens are less than 1 %.
+DEADLINE_TOKENS = 20_480
+# The part of a look-up's time that may go by before no further run is looked for. The rest is for choosing.
+_FINDING_SHARE = 0.6
+# Refusals that a run could have averted which a bound has hidden.
+_AVERTABLE = frozenset({"no_donor_match", "low_reuse"})
 
-_Tie: TypeAlias = tuple[int, bool, bool, bool, int, str, int, int]
+Scan: TypeAlias = "tuple[list[Run], ScanWork]"
 
 
 class Deadline:
-    """Ends after `milliseconds` of this thread's processor time.
+    """Ends after `milliseconds` of this thread's processor time, or later for more than DEADLINE_TOKENS `tokens`.
 
     Time in which the thread waits for a processor or for the interpreter's lock does not count: to give the lookup up
-    would not bring that time back.
+    would not bring that time back. It is asked before each piece of work. `has_cut` says that it refused one.
     """
 
-    __slots__ = ("_clock", "_end")
+    __slots__ = ("_begin", "_clock", "_seconds", "has_cut")
 
-    def __init__(self, milliseconds: float, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, milliseconds: float, tokens: int = 0, clock: Callable[[], float] = time.thread_time) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._end = clock() + milliseconds / 1000
+        self._begin, self._seconds = clock(), milliseconds / 1000 * max(1.0, tokens / DEADLINE_TOKENS)
+        self.has_cut = False
 
-    @property
-    def is_over(self) -> bool:
-        return self._clock() > self._end
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time has gone by."""
+        is_over = self._clock() > self._begin + share * self._seconds
+        self.has_cut |= is_over
+        return is_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +98,15 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, or the reason for none; `runs_found` counts the runs found in the namespace before any rule applied."""
+    """A plan, or the reason for none; `runs_found` counts the runs found in the namespace before any rule applied.
+
+    A plan with a reason may lack runs: `lookup_timeout` or `lookup_bound`. `scan` is what the index found.
+    """
 
     plan: SemanticKvPlan | None
     outcome_reason: str | None
     runs_found: int
+    scan: Scan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +163,8 @@ class Planner:
     A model with chunked attention has chunks of `chunk` tokens, None for others. The KV of a run in which a chunk ends
     hangs on where that is, in donor and prompt: such a run is cut there.
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
-    than a span), invalid_tokens, lookup_timeout (the lookup took longer than the setting allows), no_donor_match,
-    chunk_edge (each run is cut into pieces shorter than a span),
+    than a span), invalid_tokens, lookup_timeout (nothing was found in time), lookup_bound (bounds hide what may be
+    runs, and the others are too few), no_donor_match, chunk_edge (each run is cut into pieces shorter than a span),
     hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
     strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
     only runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
@@ -178,26 +191,29 @@ class Planner:
         self._num_layers = num_layers
         self._terms = terms_of(policy, settings, num_layers)
 
-    def plan(self, request: LookupRequest, deadline: Deadline | None = None) -> Planned:
+    def plan(self, request: LookupRequest, deadline: Deadline | None = None, scan: Scan | None = None) -> Planned:
         """Looks `request` up and plans its reuse; with the setting discovery_only the plan promises nothing.
 
-        `deadline` is checked between the stages, each of which is bounded; by default it is the settings', from now on.
+        Past `deadline`, by default the settings' from now on, what was found and chosen by then is planned. A `scan` of
+        the same prompt is not made again.
         """
-        deadline = deadline or Deadline(self._settings.lookup_deadline_ms)
+        deadline = deadline or Deadline(self._settings.lookup_deadline_ms, len(request.tokens))
         runs: list[Run] = []
         try:
             self._check_worth_looking(request)
-            runs = self._find(request)
-            _check_time(deadline)
+            scan = scan or self._find(request, deadline)
+            runs = [run for run in scan[0] if run.donor_id not in request.exclude]
             terms, refusal = self._terms_for(request)
-            selection = self._select(request, self._in_chunks(runs), terms, refusal)
-            _check_time(deadline)
+            selection = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
             if not self._is_worth_placing(request, selection.spans, terms):
                 raise _Refusal("low_reuse")
             selection = self._withhold(request, selection)
         except _Refusal as refusal:
-            return Planned(None, refusal.reason, len(runs))
-        return Planned(self._build(request, runs, selection, terms), None, len(runs))
+            cut = _cut(request, scan, deadline)
+            reason = cut if cut and (deadline.has_cut or refusal.reason in _AVERTABLE) else refusal.reason
+            return Planned(None, reason, len(runs), scan)
+        plan = self._build(request, runs, selection, terms)
+        return Planned(plan, _cut(request, scan, deadline), len(runs), scan)
 
     def _check_worth_looking(self, request: LookupRequest) -> None:
         min_span = self._settings.min_span_tokens
@@ -210,15 +226,18 @@ class Planner:
         if request.last_usable - request.num_computed_tokens < min_span:
             raise _Refusal("prefix_covers_prompt")
 
-    def _find(self, request: LookupRequest) -> list[Run]:
+    def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
         # Only fuzzy chunks use runs shorter than a span.
         shortest = GUARANTEED_RUN if self._settings.fuzzy_chunks else self._settings.min_span_tokens
+        is_over = partial(deadline.is_over, _FINDING_SHARE)
         try:
-            runs = self._index.find(request.namespace_key, request.tokens, shortest)
+            runs, work = self._index.find_counting(request.namespace_key, request.tokens, shortest, is_over)
         except ValueError:
             # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
-        return [run for run in runs if run.donor_id not in request.exclude]
+        # What was left out is no loss where other runs hold the same text.
+        deadline.has_cut &= work.hidden_end > request.num_computed_tokens
+        return runs, work
 
     def _in_chunks(self, runs: list[Run]) -> list[Run]:
         """Raises _Refusal where runs are long enough and no piece of them is."""
@@ -247,7 +266,9 @@ class Planner:
             return None, terms.wrapper_reason
         return (terms, "") if request.publication_guard else (None, "no_publication_guard")
 
-    def _select(self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str) -> _Selection:
+    def _select(
+        self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str, deadline: Deadline
+    ) -> _Selection:
         """Raises _Refusal with the rule that leaves no span."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
         generation = self._generations.get
@@ -274,9 +295,9 @@ class Planner:
             refusal = "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
             pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
-            heaviest = heapq.nlargest(MAX_PIECES, alone + pieces, key=preference.weight)
-            chosen += cover(heaviest, position, end, worth_moving, {run.donor_id for run in chosen}, preference)
-            chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1)
+            used_donors = {run.donor_id for run in chosen}
+            chosen += cover(alone + pieces, position, end, worth_moving, used_donors, preference, deadline.is_over)
+            chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1, deadline.is_over)
             refusal = "no_donor_match"
         if not chosen:
             raise _Refusal(refusal)
@@ -339,9 +360,12 @@ class Planner:
         )
 
 
-def _check_time(deadline: Deadline) -> None:
-    if deadline.is_over:
-        raise _Refusal("lookup_timeout")
+def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str | None:
+    """Why runs may be missing that could be reused, None where none is."""
+    if deadline.has_cut:
+        return "lookup_timeout"
+    is_hidden = scan is not None and scan[1].hidden_end > request.num_computed_tokens
+    return "lookup_bound" if is_hidden else None
 
 
 def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[str, Any]:
@@ -399,33 +423,50 @@ def cover(
     min_span: int,
     used_donors: Collection[str] = frozenset(),
     preference: Preference | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> list[Run]:
     """Covers prompt positions [begin, end) with disjoint pieces of `runs`, of at least `min_span` tokens each, sorted.
 
     The piece of most weight is taken first, which is the longest one where all donors are of one generation; the free
     parts of pieces that it cuts are considered again. `preference` says what a piece weighs and decides between equal
-    ones, and `used_donors` are in use already. The order of `runs` does not matter.
+    ones, and `used_donors` are in use already. The order of `runs` does not matter. What is taken once it `is_over` is
+    the cover.
     """
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
     offered: Counter[str] = Counter()
+    waiting: defaultdict[int, list[Run]] = defaultdict(list)
     for piece in pieces:
         offered[piece.donor_id] += piece.length
-    waiting = [(-preference.weight(piece), piece) for piece in pieces]
-    heapq.heapify(waiting)
-    taken = set(used_donors)
-    chosen: list[Run] = []
-    while waiting:
-        for piece in sorted(_pop_heaviest(waiting), key=lambda piece: _tie(piece, taken, offered, preference)):
-            free = _free_parts(piece, chosen)
+        waiting[preference.weight(piece)].append(piece)
+    ranks = {
+        donor_id: (preference.generations.get(donor_id, 0), not preference.is_near(donor_id)) for donor_id in offered
+    }
+    weights = [-weight for weight in waiting]
+    heapq.heapify(weights)
+    taken, chosen = set(used_donors), _Cover()
+
+    def tie(piece: Run) -> tuple[Any, ...]:
+        # The donor id comes before positions, so that one donor's pieces are taken together.
+        donor_id, is_shifted = piece.donor_id, not preference.is_aligned(piece)
+        return (*ranks[donor_id], donor_id not in taken, is_shifted, -offered[donor_id], donor_id, *piece[2:0:-1])
+
+    while weights:
+        for piece in sorted(waiting.pop(-heapq.heappop(weights)), key=tie):
+            if is_over():
+                return chosen.runs
+            free = chosen.free_parts(piece)
             if free == [piece]:
-                insort(chosen, piece, key=lambda run: run.target_start)
+                chosen.add(piece)
                 taken.add(piece.donor_id)
                 continue
             for part in free:
                 if part.length >= min_span:
-                    heapq.heappush(waiting, (-preference.weight(part), part))
-    return chosen
+                    weight = preference.weight(part)
+                    if weight not in waiting:
+                        heapq.heappush(weights, -weight)
+                    waiting[weight].append(part)
+    return chosen.runs
 
 
 def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
@@ -457,39 +498,29 @@ def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: 
         position = furthest
 
 
-def _tie(piece: Run, taken: Collection[str], offered: Counter[str], preference: Preference) -> _Tie:
-    # The donor id comes before positions, so that one donor's pieces are taken together.
-    return (
-        preference.generations.get(piece.donor_id, 0),
-        not preference.is_near(piece.donor_id),
-        piece.donor_id not in taken,
-        not preference.is_aligned(piece),
-        -offered[piece.donor_id],
-        piece.donor_id,
-        piece.target_start,
-        piece.donor_start,
-    )
+class _Cover:
+    """Disjoint `runs` by prompt position."""
 
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
 
-def _pop_heaviest(waiting: list[tuple[int, Run]]) -> list[Run]:
-    """Takes all pieces of the greatest weight from the heap."""
-    heaviest, pieces = waiting[0][0], []
-    while waiting and waiting[0][0] == heaviest:
-        pieces.append(heapq.heappop(waiting)[1])
-    return pieces
+    def add(self, piece: Run) -> None:
+        """Adds a piece that is free."""
+        at = bisect_right(self._ends, piece.target_start)
+        for held, value in ((self._starts, piece.target_start), (self._ends, piece.target_end)):
+            held.insert(at, value)
+        self.runs.insert(at, piece)
 
-
-def _free_parts(piece: Run, chosen: list[Run]) -> list[Run]:
-    """The parts of a piece that `chosen` (sorted, disjoint) leaves free."""
-    parts: list[Run] = []
-    position = piece.target_start
-    for index in range(bisect_left(chosen, piece.target_start, key=lambda run: run.target_end), len(chosen)):
-        run = chosen[index]
-        if run.target_start >= piece.target_end:
-            break
-        if (part := piece.within(position, run.target_start)) is not None:
+    def free_parts(self, piece: Run) -> list[Run]:
+        """The parts of a piece that the runs leave free."""
+        position, end, parts = piece.target_start, piece.target_end, list[Run]()
+        at = bisect_right(self._ends, position)
+        while at < len(self.runs) and self._starts[at] < end:
+            if (part := piece.within(position, self._starts[at])) is not None:
+                parts.append(part)
+            position, at = self._ends[at], at + 1
+        if (part := piece.within(position, end)) is not None:
             parts.append(part)
-        position = max(position, run.target_end)
-    if (part := piece.within(position, piece.target_end)) is not None:
-        parts.append(part)
-    return parts
+        return parts

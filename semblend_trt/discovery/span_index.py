@@ -13,13 +13,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from semblend_trt.background import Background
 from semblend_trt.discovery.anchor_table import AnchorTable
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
+from semblend_trt.discovery.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 _ALL_BITS = (1 << 64) - 1
 # A diagonal is a donor's number << 32 plus the distance from a position in the prompt to that in the donor.
 _DONOR_SHIFT = 32
-# Tokens compared at once: at first, and at most.
-_FEWEST_COMPARED, _MOST_COMPARED = 64, 1 << 15
+# So few nominations are all compared, in any order.
+_FEW_NOMINATIONS = 64
+# Tokens compared at once: at first at least and at most, and later at most.
+_FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 512, 1 << 15
 
 
 class Run(NamedTuple):
@@ -81,16 +83,17 @@ class Run(NamedTuple):
 class ScanBounds:
     """What one lookup may cost at most.
 
-    `max_repeats`: anchors kept per hash and sequence. `max_bucket`: places tried per anchor, the newest first.
+    `max_repeats`: anchors kept per hash and donor. `max_bucket`: places tried per anchor, the newest first.
     `max_pairs`: places tried in all; the newest of every anchor come before older ones. `max_extensions`: places
-    compared by tokens; those come first whose donor holds most anchors of the prompt at the same distance.
-    `max_compared`: equal tokens after which no further place is compared.
+    compared by tokens, or one for every GUARANTEED_RUN tokens of a prompt that is longer. Those come first whose donor
+    holds most anchors of the prompt at the same distance, and of each anchor the best. `max_compared`: equal tokens
+    after which no further place is compared.
 
     Below these bounds every run of the wanted length is found, unless it is one repeated token. Above them the runs
-    found are still right, but some may be missing.
+    found are still right, but some may be missing: `ScanWork.hidden_end` tells.
 
-    So a prompt of n tokens with a anchors costs at most a x max_bucket places read, max_extensions comparisons, and
-    max_compared + n + 2 equal tokens, however many donors hold its text.
+    So a prompt of n tokens with a anchors costs at most a x max_bucket places read, max(max_extensions,
+    n / GUARANTEED_RUN) comparisons, and max_compared + n + 2 equal tokens, however many donors hold its text.
     """
 
     max_repeats: int = 8
@@ -103,12 +106,18 @@ class ScanBounds:
 @dataclass(frozen=True, slots=True)
 class ScanWork:
     """What one lookup cost: the prompt's anchors, the places read for them, the places compared by tokens, and the
-    equal tokens, with one more for each end of a comparison."""
+    equal tokens, with one more for each end of a comparison.
+
+    `hidden_end` is the end of the last anchor that stands in no run and has a place that was not compared, because of a
+    bound or the caller; 0 without one. Places that `max_bucket` or `max_pairs` leave out count where such anchors
+    follow each other for a wanted run's length: phrases that many donors hold are shorter.
+    """
 
     anchors: int = 0
     places: int = 0
     extensions: int = 0
     compared: int = 0
+    hidden_end: int = 0
 
 
 @dataclass(slots=True)
@@ -133,6 +142,10 @@ class _Donor:
     tokens: TokenArray
     number: int
     pages: Pages | None = None
+
+
+# The donor, the shift from positions in the prompt to those in the donor, and the anchors' positions in the prompt.
+_Nomination: TypeAlias = "tuple[_Donor, int, Positions]"
 
 
 class SpanIndex:
@@ -210,32 +223,26 @@ class SpanIndex:
         return self.find_counting(namespace_key, tokens, shortest)[0]
 
     def find_counting(
-        self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN
+        self,
+        namespace_key: str,
+        tokens: npt.ArrayLike,
+        shortest: int = GUARANTEED_RUN,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Run], ScanWork]:
-        """The runs that `find` returns, and the work of the lookup."""
-        prompt, shortest, bounds = as_token_array(tokens), max(shortest, GUARANTEED_RUN), self._bounds
+        """The runs that `find` returns, and the work of the lookup. Once `is_over` no further place is compared."""
+        prompt, shortest = as_token_array(tokens), max(shortest, GUARANTEED_RUN)
         if namespace_key not in self._namespaces:
             return [], ScanWork()
         self.wait()
-        anchors = fingerprint(prompt, bounds.max_repeats, shortest)
-        nominations, places = self._nominate(namespace_key, anchors)
-        runs, extensions, compared = [], 0, 0
-        for donor, shift, nominated in nominations:
-            targets, next_target = sorted(nominated.tolist()), 0
-            while next_target < len(targets):
-                if extensions == bounds.max_extensions or compared > bounds.max_compared:
-                    break
-                target = targets[next_target]
-                place = target + shift
-                ahead = _equal(donor.tokens[place:], prompt[target:], targets[-1] - target + _FEWEST_COMPARED)
-                # Without an equal token here, another gram has the anchor's key.
-                behind = _equal(donor.tokens[:place][::-1], prompt[:target][::-1], _FEWEST_COMPARED) if ahead else 0
-                extensions, compared = extensions + 1, compared + ahead + behind + 2
-                if ahead + behind >= shortest:
-                    runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))
-                next_target = bisect_left(targets, target + max(ahead, 1))
-        runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
-        return runs, ScanWork(len(anchors.positions), places, extensions, compared)
+        anchors, search = fingerprint(prompt, len(prompt), shortest), _Search(prompt, shortest, self._bounds, is_over)
+        is_surplus = anchors.surplus(self._bounds.max_repeats)
+        search.compare(self._nominate(namespace_key, anchors.only(~is_surplus), search))
+        if is_surplus.any():
+            # Text that repeats itself lies in runs by now; else a donor's text stands in the prompt many times.
+            again = is_surplus & _are_outside(anchors.positions, search.runs)
+            search.compare(self._nominate(namespace_key, anchors.only(again), search))
+        work = search.places, search.extensions, search.compared, search.hidden_end()
+        return search.runs, ScanWork(len(anchors.positions), *work)
 
     def used_bytes(self) -> int:
         """Memory of tokens and anchors in bytes, without donor ids and Python objects."""
@@ -279,48 +286,130 @@ class SpanIndex:
         keys: Keys = (hashes & self._mask) * space.factor
         return keys
 
-    def _nominate(self, namespace_key: str, anchors: Fingerprints) -> tuple[list[tuple[_Donor, int, Positions]], int]:
-        """Where the namespace's donors hold anchors of a prompt, and how many places were read.
+    def _nominate(self, namespace_key: str, anchors: Fingerprints, search: _Search) -> list[_Nomination]:
+        """Where the namespace's donors hold `anchors` of a prompt.
 
-        Each nomination is a donor, the shift from positions in the prompt to those in the donor, and the anchors'
-        positions in the prompt. Nominations with most anchors come first.
+        Nominations with most anchors come first; before all others, where there are many, the best one of each anchor,
+        and there are no more than these or the bound.
         """
         bounds = self._bounds
         with self._lock:
             space = self._namespaces.get(namespace_key)
             if space is None:
-                return [], 0
-            keys = self._keys(anchors.hashes, space)
-            which, numbers, places = self._table.find(keys, bounds.max_bucket, bounds.max_pairs)
+                return []
+            keys, limit = self._keys(anchors.hashes, space), bounds.max_pairs - search.places
+            which, numbers, places, unread = self._table.find(keys, bounds.max_bucket, limit)
+            search.places += len(which)
+            search.unread.append(anchors.positions[unread])
             if not len(which):
-                return [], 0
+                return []
             targets = anchors.positions[which]
             diagonals = (numbers << _DONOR_SHIFT) + (places - targets)
             order = np.argsort(diagonals, kind="stable")
             diagonals = diagonals[order]
             edges = np.flatnonzero(diagonals[1:] != diagonals[:-1]) + 1
             begins, ends = np.append(0, edges), np.append(edges, len(order))
-            most = np.argsort(begins - ends, kind="stable")[: bounds.max_extensions]
+            ranked = np.argsort(begins - ends, kind="stable")
+            if len(ranked) > _FEW_NOMINATIONS:
+                ranked, best = _best_first(ranked, which[order], ends - begins)
+                ranked, others = np.split(ranked, [max(best, bounds.max_extensions)])
+                is_left = np.isin(np.arange(len(begins)), others)
+                search.left.append(targets[order][np.repeat(is_left, ends - begins)])
             nominations = []
-            for begin, end in zip(begins[most].tolist(), ends[most].tolist(), strict=True):
+            for begin, end in zip(begins[ranked].tolist(), ends[ranked].tolist(), strict=True):
                 first = order[begin]
                 donor = self._by_number[numbers[first]]
                 # Another namespace's anchor may have the same key.
                 if donor is not None and donor.space is space:
                     nominations.append((donor, int(places[first] - targets[first]), targets[order[begin:end]]))
-            return nominations, len(which)
+            return nominations
+
+
+class _Search:
+    """The `runs` of one prompt that are found, and what it took. `left` are positions of anchors of which a nominated
+    place was not compared, `unread` of those that have older places."""
+
+    def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
+        self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
+        self._most = max(bounds.max_extensions, len(prompt) // GUARANTEED_RUN), bounds.max_compared
+        self.runs: list[Run] = []
+        self.left: list[Positions] = []
+        self.unread: list[Positions] = []
+        self.places = self.extensions = self.compared = 0
+
+    def compare(self, nominations: list[_Nomination]) -> None:
+        """Adds the runs that the nominated places lie in, until a bound is reached; sorts the runs."""
+        for number, (donor, shift, targets) in enumerate(nominations):
+            if not self._follow(donor, shift, sorted(targets.tolist())):
+                self.left += [targets for *_, targets in nominations[number:]]
+                break
+        self.runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
+
+    def hidden_end(self) -> int:
+        """As `ScanWork` has it."""
+        end = 0
+        for positions, shortest in ((self.left, GRAM_TOKENS), (self.unread, self._shortest)):
+            if any(map(len, positions)):
+                outside = np.unique(np.concatenate(positions))
+                outside = outside[_are_outside(outside, self.runs)]
+                if not len(outside):
+                    continue
+                parts = np.split(outside, np.flatnonzero(np.diff(outside) > self._shortest) + 1)
+                ends = [int(part[-1]) + GRAM_TOKENS for part in parts if np.ptp(part) + GRAM_TOKENS >= shortest]
+                end = max(end, *ends[-1:], 0)
+        return end
+
+    def _follow(self, donor: _Donor, shift: int, targets: list[int]) -> bool:
+        """Adds the runs of one donor and shift that hold one of `targets`; False where a bound was in the way."""
+        prompt, held, held_backwards, at = self._prompt, donor.tokens, donor.tokens[::-1], 0
+        most_extensions, most_compared = self._most
+        while at < len(targets):
+            if self.extensions == most_extensions or self.compared > most_compared or self._is_over():
+                return False
+            target = targets[at]
+            place = target + shift
+            ahead = _equal(held[place:], prompt[target:], min(targets[-1] - target + _FEWEST_COMPARED, _LIKELY_EQUAL))
+            behind = 0
+            if ahead:  # else another gram has the anchor's key
+                before = held_backwards[len(held) - place :], self._backwards[len(prompt) - target :]
+                behind = _equal(*before, _FEWEST_COMPARED)
+            self.extensions, self.compared = self.extensions + 1, self.compared + ahead + behind + 2
+            if ahead + behind >= self._shortest:
+                self.runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))
+            at = bisect_left(targets, target + max(ahead, 1))
+        return True
+
+
+def _best_first(ranked: Positions, which: Positions, sizes: Positions) -> tuple[Positions, int]:
+    """`ranked` nominations, of `sizes` places of the anchors `which`, with the first one of every anchor in front; and
+    how many these are."""
+    ranks = np.empty_like(ranked)
+    ranks[ranked] = np.arange(len(ranked))
+    best = np.full(int(which.max()) + 1, len(ranked))
+    np.minimum.at(best, which, np.repeat(ranks, sizes))
+    is_best = np.zeros(len(ranked) + 1, dtype=np.bool_)
+    is_best[best] = True
+    front = ranked[is_best[:-1]]
+    return np.concatenate([front, ranked[~is_best[:-1]]]), len(front)
+
+
+def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]:
+    """Which of the prompt's positions lie in none of the `runs` (sorted by prompt position)."""
+    starts, ends = (np.array([0, *(each[2] + part * each[3] for each in runs)]) for part in (0, 1))
+    outside: npt.NDArray[np.bool_] = (
+        positions >= np.maximum.accumulate(ends)[np.searchsorted(starts, positions, "right") - 1]
+    )
+    return outside
 
 
 def _equal(left: TokenArray, right: TokenArray, step: int) -> int:
     """Number of equal tokens at the beginning; `step` are compared first, then four times as many each time."""
     length, done = min(len(left), len(right)), 0
-    left, right = left[:length], right[:length]
     while done < length:
-        step = min(step, _MOST_COMPARED)
-        differ = left[done : done + step] != right[done : done + step]
+        end = min(done + min(step, _MOST_COMPARED), length)
+        differ = left[done:end] != right[done:end]
         first = int(differ.argmax())
         if differ[first]:
             return done + first
-        done += step
-        step *= 4
+        done, step = end, step * 4
     return length

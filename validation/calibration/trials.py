@@ -47,7 +47,7 @@ TRIES = 8
 _OF_ONE_PROMPT = {
     *("lookup_timeout", "internal_error", "invalid_tokens", "short_prompt", "prefix_covers_prompt", "no_donor_match"),
     *("donor_unavailable", "donor_on_disk", "chunk_edge", "low_reuse", "not_exact", "not_honoured", "forward_failed"),
-    *("target_blocks", "load_failed", "deviation", "witness_deviation", "resumed_with_output"),
+    *("target_blocks", "load_failed", "deviation", "witness_deviation", "resumed_with_output", "lookup_bound"),
 }
 
 

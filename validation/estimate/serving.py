@@ -120,7 +120,7 @@ class Serving:
             )
         )
         tracked.plan = planned.plan
-        return planned.plan, planned.outcome_reason
+        return planned.plan, planned.outcome_reason if planned.plan is None else None
 
     def _save(self, donor_id: str, tracked: TrackedRequest) -> None:
         """What the connector does between a request's look-up and its end, where every save succeeds."""

@@ -325,6 +325,17 @@ def test_donor_that_cannot_be_leased_is_planned_around():
     assert planned.plan.reused_tokens == 150
 
 
+def test_any_number_of_donors_that_cannot_be_leased_is_planned_around():
+    index, tokens = index_of(host_tokens=3000), text(1, 200)
+    for gone in range(6):
+        keep(index, f"gone-{gone}", np.concatenate([text(gone, 3), tokens[: 190 - gone]]))
+        index.catalog.drop(f"gone-{gone}")
+    keep(index, "held", np.concatenate([text(7, 3), tokens[:150]]))
+    planned, leases = plan(index, tokens)
+    assert [lease.donor_id for lease in leases] == ["held"]
+    assert planned.plan.reused_tokens == 150
+
+
 class Tiers:
     """An index with room for so many texts in memory, on the card and on disk, and what it told."""
 
@@ -507,6 +518,24 @@ def test_few_donors_are_fetched_at_a_time():
     assert tiers.look_up(*names)[1].fetches == names[:MAX_FETCHES]
     tiers.hear(OffloadEventKind.FETCHED, names[0])
     assert tiers.look_up(*names)[1].fetches == [names[MAX_FETCHES]]
+
+
+def test_the_donors_of_most_tokens_are_fetched_and_promoted_first():
+    names = [f"donor-{number}" for number in range(MAX_FETCHES + 2)]
+    tiers = Tiers(host=4 * len(names), device=4 * len(names))
+    tiers.find(*names, length=2 * TEXT)
+    tiers.find()
+    prompt = np.concatenate([tiers.text(name, 2 * TEXT)[: TEXT + 5 * at] for at, name in enumerate(names, 1)])
+    taken = []
+    for _ in range(2):
+        plan(tiers.index, prompt)
+        taken += tiers.index.offload.take_commands().fetches
+        for name in taken:
+            tiers.hear(OffloadEventKind.FETCHED, name)
+    assert taken[:MAX_FETCHES] == names[: -MAX_FETCHES - 1 : -1]
+    assert sorted(taken) == names
+    plan(tiers.index, prompt)
+    assert tiers.index.offload.take_commands().promotions == names[: -MAX_PROMOTIONS - 1 : -1]
 
 
 def test_near_donors_are_fetched_ahead_a_few_at_once_and_in_their_order():

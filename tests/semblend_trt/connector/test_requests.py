@@ -301,6 +301,7 @@ USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE, Outcome.BACKEND_DECLINED_RE
     ("fields", "outcome", "reason"),
     [
         ({"plan": plan()}, USED, None),
+        ({"plan": plan(), "reason": "lookup_bound"}, USED, "lookup_bound"),
         ({"plan": plan(), "load_failed": True}, DECLINED, "load_failed"),
         ({"plan": plan(check=CHECK)}, USED, None),
         ({"plan": plan(check=CHECK), "evidence": EVIDENCE}, USED, None),

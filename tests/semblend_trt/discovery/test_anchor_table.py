@@ -24,7 +24,9 @@ def test_the_newest_places_of_each_key_are_found_through_any_change(different: i
             for key in set(keys.tolist()):
                 held[key] = [place for place in held[key] if place[0] != gone]
         asked = np.unique(np.concatenate([rng.choice(pool, 20), rng.integers(0, 1 << 64, 5, dtype=np.uint64)]))
-        found = list(zip(*(each.tolist() for each in table.find(asked, most, 1 << 20)), strict=True))
+        *places, unread = (each.tolist() for each in table.find(asked, most, 1 << 20))
+        found = list(zip(*places, strict=True))
+        assert sorted(unread) == [at for at, key in enumerate(asked.tolist()) if len(held.get(key, [])) > most]
         for number, key in enumerate(asked.tolist()):
             newest = held.get(key, [])[::-1][:most]
             assert [place for which, *place in found if which == number] == [list(place) for place in newest]
@@ -34,7 +36,8 @@ def test_the_newest_of_all_keys_come_before_older_ones() -> None:
     table, keys = AnchorTable(), np.array([1 << 40, 2 << 40], dtype=np.uint64)
     for donor in range(3):
         table.add(donor, keys, np.array([7, 8]))
-    which, donors, positions = table.find(keys, most=9, limit=3)
+    which, donors, positions, unread = table.find(keys, most=9, limit=3)
+    assert set(unread.tolist()) == {0, 1}
     assert list(zip(which.tolist(), donors.tolist(), positions.tolist(), strict=True)) == [
         (0, 2, 7),
         (1, 2, 8),

@@ -135,6 +135,23 @@ def test_a_number_changed_every_forty_tokens() -> None:
     }
 
 
+def test_many_chunks_are_all_used() -> None:
+    documents = [text(100 + at, 120) for at in range(80)]
+    prompt = np.concatenate([part for each in documents for part in (changed(each, [59]), text(7, 60))])
+    donors = {f"d{at}": each for at, each in enumerate(documents)}
+    plan = plan_of(lookup(donors, prompt, fuzzy_margin_tokens=0))
+    assert plan.reused_tokens == 80 * 119
+    assert len(plan.diagnostics["fuzzy_chunks"]) == 80
+
+
+def test_a_chunk_goes_on_however_many_others_have_begun_since() -> None:
+    kept = [Run("a", 10_000 + 50 * at, 50 * at, 45) for at in range(40)]
+    others = [Run("a", 400 * at, 50 * at + 3, 33) for at in range(1, 40)]
+    chunks, alone = chunks_of(kept + others, 0, 10_000, margin=0)
+    assert [chunk.runs for chunk in chunks] == [tuple(kept)]
+    assert sorted(alone) == others
+
+
 def test_only_an_engine_that_computes_holes_is_given_chunks() -> None:
     prompt = changed(DOCUMENT, [240])
     stock, wrapper = (plan_of(lookup({"a": DOCUMENT}, prompt, mode=mode)) for mode in (STOCK, WRAPPER))

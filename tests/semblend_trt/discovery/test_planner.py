@@ -1,9 +1,11 @@
 """Every rule of the planner, its refusals by name, and plans that hold for any prompt."""
 
+import json
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import Settings
 from semblend_trt.discovery.planner import (
-    MAX_PIECES,
+    DEADLINE_TOKENS,
     Deadline,
     LookupRequest,
     Planned,
@@ -24,7 +26,7 @@ from semblend_trt.discovery.planner import (
     cut_to_block,
     exact_run,
 )
-from semblend_trt.discovery.span_index import Run, SpanIndex
+from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 from semblend_trt.policy import ReusePolicy
@@ -96,14 +98,48 @@ def test_one_prompt_token_always_stays() -> None:
         assert plan_of(planner({"a": donor}).plan(request())).prefix_end == len(PROMPT) - 1
 
 
-def test_more_runs_than_can_be_tried_leave_the_longest() -> None:
-    long = text(8, 300 * 70)
-    donors = {f"{at:03}": long[70 * at : 70 * at + 64 + at % 6] for at in range(300)}
-    plan = plan_of(planner(donors).plan(request(np.concatenate([text(9, 9), long]))))
-    assert plan.diagnostics["runs_found"] == 300
-    assert len(plan.spans) == MAX_PIECES
-    # 50 of each length; the 44 left out are of the shortest.
-    assert plan.reused_tokens == 50 * (69 + 68 + 67 + 66 + 65) + 6 * 64
+def pieced(count: int, length: int = 70, donors: int = 8) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A prompt of `count` pieces of `length` tokens, and donors that hold them in other orders among other text."""
+    pieces = [text(10 + at, length) for at in range(count)]
+    order = np.random.default_rng(count).permutation(count)
+    parts = [
+        [part for at in order[each::donors] for part in (text(1, 3 + at % 5), pieces[at])] for each in range(donors)
+    ]
+    return {f"d{each}": np.concatenate(part) for each, part in enumerate(parts)}, np.concatenate([*pieces, QUESTION])
+
+
+@pytest.mark.parametrize(("count", "length"), [(300, 70), (655, 100), (1300, 70), (1300, 200)])
+def test_every_run_of_a_long_prompt_is_reused(count: int, length: int) -> None:
+    donors, prompt = pieced(count, length)
+    planned = planner(donors).plan(request(prompt))
+    assert plan_of(planned).reused_tokens == count * length
+    assert planned.runs_found == count
+
+
+@pytest.mark.parametrize("every", [200, 500])
+def test_edited_text_is_reused_around_its_differences(every: int) -> None:
+    donor = text(3, 262_144)
+    prompt = donor.copy()
+    prompt[every - 1 :: every] += 1
+    plan = plan_of(planner({"a": donor}).plan(request(prompt)))
+    changed = len(range(every - 1, len(prompt) - 1, every))
+    assert plan.reused_tokens == len(prompt) - 1 - changed
+
+
+def test_of_interleaved_donors_all_that_they_hold_is_reused() -> None:
+    base, size = text(3, 65_536), 128
+    donors = {
+        f"d{each}": np.concatenate(
+            [
+                part
+                for at in range(0, len(base), size)
+                if (at // size) % 8 in (each, (each - 1) % 8)
+                for part in (text(each, 5), base[max(0, at - 20) : at + size])
+            ]
+        )
+        for each in range(8)
+    }
+    assert plan_of(planner(donors).plan(request(base))).reused_tokens == len(base) - 1
 
 
 def test_excluded_donors_are_planned_around() -> None:
@@ -380,26 +416,85 @@ def test_a_strict_prefix_cuts_exact_spans_too() -> None:
     assert plan.spans == (PlanSpan("a", 96, 96, 832 - 96, exact=True),)
 
 
+class Ticking:
+    """A clock that goes on by a second each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = -1.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
 def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
-    times = iter(range(100))
-    late = Deadline(0.001, clock=lambda: float(next(times)))
-    planned = planner({"a": PROMPT}).plan(request(), late)
-    assert_refused(planned, "lookup_timeout")
-    assert planned.runs_found == 1
-    in_time = Deadline(10_000, clock=lambda: float(next(times) / 100))
-    assert plan_of(planner({"a": PROMPT}).plan(request(), in_time)).matched_tokens == 839
+    for milliseconds, runs_found in ((1, 0), (1700, 1)):
+        planned = planner({"a": SHIFTED}).plan(request(), Deadline(milliseconds, clock=Ticking()))
+        assert_refused(planned, "lookup_timeout")
+        assert planned.runs_found == runs_found
 
 
-def test_a_deadline_is_over_behind_its_end_and_not_at_it() -> None:
-    times = iter([10.0, 10.0, 10.005, 10.0051])
-    deadline = Deadline(5.0, clock=lambda: next(times))
-    assert [deadline.is_over for _ in range(3)] == [False, False, True]
+def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned() -> None:
+    pieces = [text(20 + at, 70 + at) for at in range(40)]
+    donors = {f"d{at:02}": piece for at, piece in enumerate(pieces)}
+    prompt = np.concatenate([text(9, 9), *pieces[::-1], QUESTION])
+    # 40 runs are found in 40 s, which is less than 0.6 of 70 s; 30 pieces are chosen until these are over.
+    planned = planner(donors, min_reuse_ratio=0.1).plan(request(prompt), Deadline(70_000, clock=Ticking()))
+    plan = planned.plan
+    assert plan is not None
+    assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 40)
+    assert sorted(span.donor_id for span in plan.spans) == [f"d{at:02}" for at in range(10, 40)]
+    # What is found in its part of the time is chosen from.
+    planned = planner(donors, min_reuse_ratio=0.1).plan(request(prompt), Deadline(20_000, clock=Ticking()))
+    assert planned.plan is not None
+    assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 12)
+    in_time = planner(donors, min_reuse_ratio=0.1).plan(request(prompt), Deadline(90_000, clock=Ticking()))
+    assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
+
+
+def test_a_run_that_a_bound_may_hide_is_named() -> None:
+    donors, prompt = {"a": DOCUMENT, "b": OTHER}, np.concatenate([SYSTEM, OTHER, DOCUMENT, QUESTION])
+    tight = SpanIndex(ScanBounds(max_compared=100))
+    for donor_id, tokens in donors.items():
+        tight.add("space", donor_id, tokens)
+
+    def planned(ratio: float, computed: int = 0) -> Planned:
+        values = Settings(policy=ReusePolicy.POSITION_FIX, lookup_deadline_ms=10_000, min_reuse_ratio=ratio)
+        return Planner(tight, values, values.policy, NUM_LAYERS).plan(request(prompt, computed))
+
+    plan = planned(0.4).plan
+    assert plan is not None
+    assert [span.donor_id for span in plan.spans] == ["a"]
+    assert planned(0.4).outcome_reason == "lookup_bound"
+    assert_refused(planned(0.6), "lookup_bound")
+    assert planner(donors, min_reuse_ratio=0.4).plan(request(prompt)).outcome_reason is None
+    # What the engine holds itself is not hidden.
+    assert planned(0.4, computed=400).outcome_reason is None
+    assert_refused(planner({"a": DOCUMENT}, min_reuse_ratio=0.6).plan(request(prompt)), "low_reuse")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "milliseconds"), [(0, 5), (8_192, 5), (DEADLINE_TOKENS, 5), (65_536, 16), (262_144, 64)]
+)
+def test_a_deadline_grows_with_a_long_prompt(tokens: int, milliseconds: float) -> None:
+    times = iter([10.0, 10.0, 10 + milliseconds / 1000 * 0.999, 10 + milliseconds / 1000 * 1.001])
+    deadline = Deadline(5.0, tokens, clock=lambda: next(times))
+    assert [deadline.is_over() for _ in range(3)] == [False, False, True]
+    assert deadline.has_cut
+
+
+def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recorded_prefill() -> None:
+    recorded = Path(__file__).parents[3] / "benchmarks/results/h200/ttft.json"
+    rows = {row["name"]: row["value"] for row in json.loads(recorded.read_text("utf-8"))}
+    for name, tokens in (("cold_ttft_24k_ms", 24_576), ("cold_ttft_32k_ms", 32_768)):
+        times = iter([0.0, rows[name] / 1000 / 100])
+        assert Deadline(Settings().lookup_deadline_ms, tokens, clock=lambda times=times: next(times)).is_over()
 
 
 def test_work_ends_a_deadline() -> None:
     deadline = Deadline(0.001)
     sum(range(10_000))
-    assert deadline.is_over
+    assert deadline.is_over()
 
 
 def test_another_threads_work_does_not_end_a_deadline() -> None:
@@ -407,7 +502,7 @@ def test_another_threads_work_does_not_end_a_deadline() -> None:
     other = threading.Thread(target=lambda: sum(range(100_000)))
     other.start()
     other.join()
-    assert not deadline.is_over
+    assert not deadline.is_over()
 
 
 # -- what a plan is made of --------------------------------------------------------------------------------------------

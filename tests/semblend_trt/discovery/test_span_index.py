@@ -88,7 +88,7 @@ def assert_bounded(work: ScanWork, prompt: np.ndarray, bounds: ScanBounds = BOUN
     """As `ScanBounds` says."""
     assert work.anchors <= len(prompt)
     assert work.places <= min(work.anchors * bounds.max_bucket, bounds.max_pairs)
-    assert work.extensions <= bounds.max_extensions
+    assert work.extensions <= max(bounds.max_extensions, len(prompt) // 32)
     assert work.compared <= bounds.max_compared + len(prompt) + 2
 
 
@@ -114,7 +114,8 @@ def test_equals_brute_force_on_random_cases(hash_mask: int, indexes: int) -> Non
             donors = {f"{space}/{number}": part for number, part in enumerate(parts)}
             for donor_id, tokens in donors.items():
                 index.add(space, donor_id, tokens)
-            found = index.find(space, prompt, shortest)
+            found, work = index.find_counting(space, prompt, shortest)
+            assert work.hidden_end == 0
             assert_found(found, donors, prompt, shortest)
             assert index.find("elsewhere", prompt, shortest) == []
             runs += len(found)
@@ -242,6 +243,54 @@ def test_tight_bounds_hold() -> None:
     runs, work = index_of(donors, bounds).find_counting("space", text)
     assert 1 <= len(runs) <= 5
     assert_bounded(work, text, bounds)
+
+
+def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other() -> None:
+    pieces = [random_tokens(20 + at, 100) for at in range(100)]
+    order = np.random.default_rng(3)
+    donors = {f"donor-{i}": np.concatenate([pieces[at] for at in order.permutation(100)]) for i in range(8)}
+    prompt, bounds = np.concatenate(pieces), ScanBounds(max_extensions=1)
+    runs, work = index_of(donors, bounds).find_counting("space", prompt, 64)
+    assert {at for run in runs for at in range(run.target_start, run.target_end)} == {*range(len(prompt))}
+    assert len(runs) < 400
+    assert_bounded(work, prompt, bounds)
+
+
+def test_text_of_a_donor_is_found_each_time_that_the_prompt_has_it() -> None:
+    header = random_tokens(1, 80)
+    donors = {"donor": np.concatenate([random_tokens(2, 50), header, random_tokens(3, 50)])}
+    prompt = np.concatenate([part for at in range(50) for part in (header, random_tokens(10 + at, 40))])
+    runs, work = index_of(donors).find_counting("space", prompt, 64)
+    assert [(run.target_start, run.length) for run in runs] == [(120 * at, 80) for at in range(50)]
+    assert_bounded(work, prompt)
+
+
+@pytest.mark.parametrize("bounds", [ScanBounds(max_compared=100), ScanBounds(max_pairs=8)])
+def test_what_a_bound_may_hide_is_told(bounds: ScanBounds) -> None:
+    prompt = np.concatenate([random_tokens(seed, length) for seed, length in ((3, 100), (1, 400), (4, 100), (2, 300))])
+    donors = {"a": prompt[100:500], "b": prompt[600:]}
+    runs, work = index_of(donors, bounds).find_counting("space", prompt, 64)
+    assert [run.donor_id for run in runs] == ["a"]
+    assert 850 < work.hidden_end <= 900
+
+
+def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phrase() -> None:
+    document, phrase = random_tokens(1, 400), random_tokens(2, 40)
+    donors = {f"{i}": np.concatenate([random_tokens(10 + i, 30), document, phrase]) for i in range(9)}
+    prompt = np.concatenate([document, random_tokens(3, 100), phrase, random_tokens(4, 100)])
+    tight = ScanBounds(max_bucket=3)
+    runs, work = index_of(donors, tight).find_counting("space", prompt, 64)
+    assert {run.length for run in runs} == {400}
+    assert work.hidden_end == 0
+
+
+def test_a_search_that_is_over_keeps_what_it_has_found() -> None:
+    donors = {f"donor-{i}": random_tokens(i, 100 + i) for i in range(20)}
+    prompt = np.concatenate(list(donors.values()))
+    ends = iter([False] * 12 + [True])
+    runs, work = index_of(donors).find_counting("space", prompt, 64, lambda: next(ends))
+    assert len(runs) == 12
+    assert work.hidden_end > 0
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * 31, list(range(31))])
