@@ -84,6 +84,24 @@ class Corpus:
         return cut
 
 
+def many_runs(prompt: TokenArray, seed: int) -> Iterator[tuple[list[TokenArray], int]]:
+    """Donors of a prompt that hold it in many runs, and how many of its tokens: three quarters of each of 256, 655 and
+    1,300 pieces in another order; all but one token of 500, and of 200; or 655 pieces in two donors each, which hold a
+    little of the one before as well."""
+    rng = np.random.default_rng(seed)
+    for count in (256, 655, 1_300):
+        size = len(prompt) // count
+        pieces = [prompt[at * size : at * size + size * 3 // 4] for at in rng.permutation(count)]
+        yield [np.concatenate(pieces[each::8]) for each in range(8)], sum(map(len, pieces))
+    for every in (500, 200):
+        donor = prompt.copy()
+        donor[every - 1 :: every] ^= 1
+        yield [donor], int((donor == prompt).sum())
+    size = len(prompt) // 655
+    parts = [prompt[max(0, at - 20) : at + size] for at in range(0, len(prompt), size)]
+    yield [np.concatenate([*parts[each::8], *parts[(each + 1) % 8 :: 8]]) for each in range(8)], len(prompt)
+
+
 def read_corpus(path: Path | None, num_documents: int, made_tokens: int) -> Corpus:
     """Reads and tokenises a text (UTF-8, gzipped when its name ends in .gz) with the shipped model's tokenizer; without
     a `path`, makes `made_tokens` tokens from the excerpt.

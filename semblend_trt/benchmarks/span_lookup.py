@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernels.results import Results, parser_of, say, seconds
-from semblend_trt.benchmarks.span_corpus import DOCUMENT_DONOR_TOKENS, RUN_TOKENS, Corpus, read_corpus, reusable_tokens
+from semblend_trt.benchmarks.span_corpus import (
+    DOCUMENT_DONOR_TOKENS,
+    RUN_TOKENS,
+    Corpus,
+    many_runs,
+    read_corpus,
+    reusable_tokens,
+)
 from semblend_trt.config import load_settings
-from semblend_trt.discovery.planner import LookupRequest, Planner
+from semblend_trt.discovery.planner import DEADLINE_TOKENS, LookupRequest, Planner
 from semblend_trt.discovery.span_index import ScanBounds, SpanIndex
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
 
 SPACE = "benchmark"
 SMALL = 1_000
-MEBIBYTE_OF_TOKENS = (1 << 20) // 4
+MEBIBYTE_OF_TOKENS = LONG_PROMPT = (1 << 20) // 4
 FIRST_USE = """
 import time
 began = time.perf_counter()
@@ -52,7 +60,8 @@ print(time.perf_counter() - began)
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What one run measures: donors, prompts, tokens of a prompt, rounds, prompts whose recall is checked, documents,
-    changes, donors with boilerplate, and the tokens of text that are made where no file is given."""
+    changes, donors with boilerplate, look-ups of a long prompt in each set of donors, and the tokens of text that are
+    made where no file is given."""
 
     donors: int = 100_000
     prompts: int = 200
@@ -62,6 +71,7 @@ class Sizes:
     documents: int = 256
     changes: int = 50
     boilerplate_donors: int = 64
+    long_lookups: int = 40
     made_tokens: int = 16_000_000
 
 
@@ -73,6 +83,7 @@ QUICK = Sizes(
     documents=16,
     changes=10,
     boilerplate_donors=8,
+    long_lookups=2,
     made_tokens=2_000_000,
 )
 
@@ -115,6 +126,7 @@ def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
     rows.add("donor_add_worst_ms", max(adds) * 1e3, "ms", worst)
     add_growing(rows, index, corpus, sizes, prompts)
     add_boilerplate(rows, corpus, sizes)
+    add_many_runs(rows, corpus, sizes)
 
 
 def lookup_times(index: SpanIndex, prompts: list[TokenArray], rounds: int) -> npt.NDArray[np.float64]:
@@ -238,6 +250,35 @@ def add_boilerplate(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
         f"{work.extensions} of them compared of at most {bounds.max_extensions}, {work.compared} tokens found equal"
     )
     rows.add("span_lookup_boilerplate_ms", times.min() * 1e3, "ms", against)
+
+
+def add_many_runs(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
+    """Plans of a long prompt that donors hold in hundreds of runs, at the default settings but for the policy."""
+    prompt, times, shares = corpus.own[:LONG_PROMPT], list[float](), list[float]()
+    settings = load_settings(policy=ReusePolicy.POSITION_FIX)
+    request = LookupRequest(7, SPACE, prompt, 0, 32, EngineMode.WRAPPER, True)
+    for donors, held in many_runs(prompt, seed=7):
+        index = SpanIndex()
+        for number, donor in enumerate(donors):
+            index.add(SPACE, f"donor-{number}", donor)
+        index.wait()
+        planner = Planner(index, settings, settings.policy, 28)
+        for _ in range(sizes.long_lookups):
+            begun = time.thread_time()
+            plan = planner.plan(request).plan
+            times.append(time.thread_time() - begun)
+            shares.append(0.0 if plan is None else plan.reused_tokens / held)
+    against = (
+        f"of the tokens that donors hold of a prompt of {len(prompt)}; {len(times)} look-ups of 256 to 1311 runs, the "
+        f"worst {min(shares):.3f}"
+    )
+    rows.add(
+        "lookup_262k_many_runs_reused_share", statistics.mean(shares), "ratio", against, goal=0.95, better="higher"
+    )
+    p50, p99 = np.percentile(times, [50, 99]) * 1e3
+    limit = settings.lookup_deadline_ms * len(prompt) / DEADLINE_TOKENS
+    against = f"processor time of the same look-ups; median {p50:.1f} ms, the deadline is {limit:.0f} ms"
+    rows.add("lookup_262k_many_runs_p99_ms", p99, "ms", against)
 
 
 def add_first_use(rows: Results) -> None:

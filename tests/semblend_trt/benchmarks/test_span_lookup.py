@@ -21,6 +21,7 @@ TINY = Sizes(
     documents=4,
     changes=3,
     boilerplate_donors=3,
+    long_lookups=1,
     made_tokens=200_000,
 )
 ROWS = {
@@ -38,6 +39,8 @@ ROWS = {
     "span_lookup_growing_p50_ms",
     "span_lookup_growing_worst_ms",
     "span_lookup_boilerplate_ms",
+    "lookup_262k_many_runs_reused_share",
+    "lookup_262k_many_runs_p99_ms",
 }
 
 
