@@ -178,8 +178,9 @@ class DiscoverySettings(SettingsGroup):
         5.0,
         ge=0.001,
         le=60_000,
-        description="Most processor time that one lookup may take, in milliseconds; one that takes longer is refused "
-        "as lookup_timeout, and its request is served cold.",
+        description="Processor time, in milliseconds, that the lookup of a prompt of up to 20,480 tokens may take, and "
+        "in proportion that of a longer one; then what was found and chosen is reused, and the request counts as "
+        "lookup_timeout.",
     )
     embedder: EmbedderKind = Field(
         EmbedderKind.OFF,

@@ -138,7 +138,7 @@ def fingerprint(
         hashes.append(halves[found].astype(np.uint64) << _HALF | halves[found + GRAM_TOKENS // 2])
         positions.append(found + low)
     anchors = Fingerprints(np.concatenate(hashes), np.concatenate(positions))
-    return anchors.only(~anchors.surplus(max_repeats, ends))
+    return anchors if max_repeats >= len(tokens) else anchors.only(~anchors.surplus(max_repeats, ends))
 
 
 def _rank(tokens: TokenArray) -> _Ranks:

@@ -35,10 +35,12 @@ logger = logging.getLogger(__name__)
 _ALL_BITS = (1 << 64) - 1
 # A diagonal is a donor's number << 32 plus the distance from a position in the prompt to that in the donor.
 _DONOR_SHIFT = 32
+# To ask a clock takes a tenth of a comparison.
+_ASKED_EVERY = 8
 # So few nominations are all compared, in any order.
 _FEW_NOMINATIONS = 64
 # Tokens compared at once: at first at least and at most, and later at most.
-_FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 512, 1 << 15
+_FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 2048, 1 << 15
 
 
 class Run(NamedTuple):
@@ -236,8 +238,9 @@ class SpanIndex:
         self.wait()
         anchors, search = fingerprint(prompt, len(prompt), shortest), _Search(prompt, shortest, self._bounds, is_over)
         is_surplus = anchors.surplus(self._bounds.max_repeats)
-        search.compare(self._nominate(namespace_key, anchors.only(~is_surplus), search))
-        if is_surplus.any():
+        repeats = is_surplus.any()
+        search.compare(self._nominate(namespace_key, anchors.only(~is_surplus) if repeats else anchors, search))
+        if repeats:
             # Text that repeats itself lies in runs by now; else a donor's text stands in the prompt many times.
             again = is_surplus & _are_outside(anchors.positions, search.runs)
             search.compare(self._nominate(namespace_key, anchors.only(again), search))
@@ -313,8 +316,7 @@ class SpanIndex:
             if len(ranked) > _FEW_NOMINATIONS:
                 ranked, best = _best_first(ranked, which[order], ends - begins)
                 ranked, others = np.split(ranked, [max(best, bounds.max_extensions)])
-                is_left = np.isin(np.arange(len(begins)), others)
-                search.left.append(targets[order][np.repeat(is_left, ends - begins)])
+                search.left += [targets[order[begins[each] : ends[each]]] for each in others.tolist()]
             nominations = []
             for begin, end in zip(begins[ranked].tolist(), ends[ranked].tolist(), strict=True):
                 first = order[begin]
@@ -350,8 +352,8 @@ class _Search:
         end = 0
         for positions, shortest in ((self.left, GRAM_TOKENS), (self.unread, self._shortest)):
             if any(map(len, positions)):
-                outside = np.unique(np.concatenate(positions))
-                outside = outside[_are_outside(outside, self.runs)]
+                outside = np.concatenate(positions)
+                outside = np.unique(outside[_are_outside(outside, self.runs)])
                 if not len(outside):
                     continue
                 parts = np.split(outside, np.flatnonzero(np.diff(outside) > self._shortest) + 1)
@@ -364,7 +366,9 @@ class _Search:
         prompt, held, held_backwards, at = self._prompt, donor.tokens, donor.tokens[::-1], 0
         most_extensions, most_compared = self._most
         while at < len(targets):
-            if self.extensions == most_extensions or self.compared > most_compared or self._is_over():
+            if self.extensions == most_extensions or self.compared > most_compared:
+                return False
+            if self.extensions % _ASKED_EVERY == 0 and self._is_over():
                 return False
             target = targets[at]
             place = target + shift

@@ -1,5 +1,6 @@
 """Every rule of the planner, its refusals by name, and plans that hold for any prompt."""
 
+import gc
 import json
 import random
 import threading
@@ -434,21 +435,41 @@ def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
         assert planned.runs_found == runs_found
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled: bool) -> None:
+    donors, prompt = pieced(1300, 70)
+    asked, passes = planner(donors), list[str]()
+    was_enabled, count = gc.isenabled(), lambda phase, _: passes.append(phase)
+    (gc.enable if is_enabled else gc.disable)()
+    ends = Deadline(10_000, clock=lambda: float(len(passes)))
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        planned = asked.plan(request(prompt), ends)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.callbacks.remove(count)
+        (gc.enable if was_enabled else gc.disable)()
+    assert plan_of(planned).reused_tokens == 1300 * 70
+    assert len(passes) <= 2  # one, when it may again
+
+
 def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned() -> None:
     pieces = [text(20 + at, 70 + at) for at in range(40)]
     donors = {f"d{at:02}": piece for at, piece in enumerate(pieces)}
     prompt = np.concatenate([text(9, 9), *pieces[::-1], QUESTION])
-    # 40 runs are found in 40 s, which is less than 0.6 of 70 s; 30 pieces are chosen until these are over.
-    planned = planner(donors, min_reuse_ratio=0.1).plan(request(prompt), Deadline(70_000, clock=Ticking()))
+    asked = planner(donors, min_reuse_ratio=0)
+    # The clock is read five times until 40 runs are found, and once for each piece that is chosen.
+    planned = asked.plan(request(prompt), Deadline(35_000, clock=Ticking()))
     plan = planned.plan
     assert plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 40)
     assert sorted(span.donor_id for span in plan.spans) == [f"d{at:02}" for at in range(10, 40)]
     # What is found in its part of the time is chosen from.
-    planned = planner(donors, min_reuse_ratio=0.1).plan(request(prompt), Deadline(20_000, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(4_000, clock=Ticking()))
     assert planned.plan is not None
-    assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 12)
-    in_time = planner(donors, min_reuse_ratio=0.1).plan(request(prompt), Deadline(90_000, clock=Ticking()))
+    assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 16)
+    in_time = asked.plan(request(prompt), Deadline(45_000, clock=Ticking()))
     assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
 
 
