@@ -358,7 +358,7 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
     if plan is not None:
         return Outcome.BACKEND_MATERIALIZED_REUSE, tracked.reason
     found = tracked.runs_found > 0 and tracked.reason not in _NOTHING_TO_REUSE
-    if found or tracked.reason == "internal_error":
+    if found or tracked.reason in ("internal_error", "lookup_timeout", "lookup_bound"):
         return Outcome.BACKEND_DECLINED_REUSE, tracked.reason
     if tracked.num_computed_tokens:
         return Outcome.EXACT_PREFIX_ROUTE, tracked.reason

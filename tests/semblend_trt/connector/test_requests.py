@@ -317,6 +317,7 @@ USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE, Outcome.BACKEND_DECLINED_RE
         ({"reason": "prefix_covers_prompt", "computed": 96}, Outcome.EXACT_PREFIX_ROUTE, "prefix_covers_prompt"),
         ({"reason": "no_donor_match"}, Outcome.COLD_FALLBACK, "no_donor_match"),
         ({"reason": "internal_error", "computed": 96}, DECLINED, "internal_error"),
+        ({"reason": "lookup_timeout"}, DECLINED, "lookup_timeout"),
         ({"reason": "salt_invalid"}, Outcome.COLD_FALLBACK, "salt_invalid"),
     ],
 )
