@@ -12,7 +12,6 @@ import secrets
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +23,7 @@ from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, S
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -199,10 +198,15 @@ class Planner:
         Past `deadline`, by default the settings' from now on, what was found and chosen by then is planned. A `scan` of
         the same prompt is not made again.
         """
-        with _uncollected():
-            return self._plan(
-                request, deadline or Deadline(self._settings.lookup_deadline_ms, len(request.tokens)), scan
-            )
+        deadline = deadline or Deadline(self._settings.lookup_deadline_ms, len(request.tokens))
+        # A pass of Python's garbage collector over all of an engine's objects takes longer than a look-up may.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return self._plan(request, deadline, scan)
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def _plan(self, request: LookupRequest, deadline: Deadline, scan: Scan | None) -> Planned:
         runs: list[Run] = []
@@ -365,18 +369,6 @@ class Planner:
             ),
             diagnostics=_diagnostics(runs, selection, computed),
         )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python's garbage collector waits: a pass over all of an engine's objects takes longer than a look-up may."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str | None:
