@@ -30,8 +30,8 @@ _REASONS = (
     # the look-up
     "lookup_timeout lookup_bound internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable "
     "donor_on_disk chunk_edge low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile "
-    "profile_mismatch profile_unreadable profile_writable profile_evidence profile_check_layer check_needs_wrapper head_needs_wrapper "
-    "boundary_needs_wrapper no_publication_guard "
+    "profile_mismatch profile_unreadable profile_writable profile_evidence profile_check_layer check_needs_wrapper "
+    "head_needs_wrapper boundary_needs_wrapper no_publication_guard "
     # the load and the forward
     "not_honoured forward_failed target_blocks load_failed deviation witness_deviation "
     # TensorRT-LLM's model engine
