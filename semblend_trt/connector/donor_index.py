@@ -437,7 +437,7 @@ class OffloadQueue:
             # Before, the disk may hold files that the catalog has not counted yet.
             self._catalog.begin_writing()
         elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
-            dropped = self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, event.text is not None)
+            dropped = self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, event.free)
             if dropped is not None and event.text is not None:
                 self.drop(dropped)
                 self.add_text(donor_id, event.text)

@@ -146,15 +146,15 @@ class DonorCatalog:
                 self._table.make_ready(donor_id)
             return dropped
 
-    def written(self, donor_id: str, succeeded: bool, is_full: bool = False) -> tuple[str, ...] | None:
-        """The donor's file has been written, or could not be. Where that was because the disk `is_full`, returns the
-        donors on disk alone that were dropped, behind which it is to be written again; None where it is not."""
+    def written(self, donor_id: str, succeeded: bool, free: int | None = None) -> tuple[str, ...] | None:
+        """The donor's file has been written, or could not be. Where the disk had no more than `free` bytes for it,
+        returns the donors on disk alone that were dropped, behind which it is to be written again; else None."""
         with self._lock:
             entry = self._table.entries.get(donor_id)
             if entry is None or entry.file is not FileState.WRITING:
                 return None
             self._table.set_file(entry, FileState.HELD if succeeded else FileState.NONE)
-            return self._table.refuse_file(entry) if is_full else None
+            return None if free is None else self._table.refuse_file(entry, free)
 
     def fetch(self, donor_id: str, *, may_drop: bool = True) -> TierMoves | None:
         """Makes room on the host for a donor that is on disk alone; None when it is not, or there is no room.

@@ -101,6 +101,10 @@ class DiskTier:
             with suppress(OSError):  # a folder that has become read-only still serves
                 os.utime(file)
 
+    def free_bytes(self) -> int:
+        disk = os.fstatvfs(self._descriptor)
+        return disk.f_bavail * disk.f_frsize
+
     def forget(self, donor_id: str) -> None:
         """Removes the donor's file where there is one. Raises OSError."""
         self._known.pop(donor_id, None)

@@ -280,13 +280,15 @@ class DonorTable:
         self.counts["evicted"] += len(victims)
         return tuple(victims)
 
-    def refuse_file(self, entry: Entry) -> tuple[str, ...] | None:
+    def refuse_file(self, entry: Entry, free: int) -> tuple[str, ...] | None:
         """Drops donors on disk alone for a file that the disk had no room for, and returns them; None where none go.
 
-        For FULL_SECONDS all files take no more room than now. Where that did not help, something else takes the room,
-        and no file is written meanwhile.
+        For FULL_SECONDS all files take no more room than now, and what is `free`. Where that did not help, something
+        else takes the room, and no file is written meanwhile.
         """
-        self._full_at = 0 if entry.is_retried else self.used[Tier.DISK]
+        # As much as the file needs is free where a quota or the inodes are used up.
+        free = free if free < self.capacities.room(Tier.DISK, entry.history.tokens) else 0
+        self._full_at = 0 if entry.is_retried else self.used[Tier.DISK] + free
         self._full_until = time.monotonic() + FULL_SECONDS
         victims = self.make_file_room(entry.history.tokens)
         entry.is_retried = victims is not None

@@ -38,12 +38,13 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """One event; `donor_id` may be empty. FILE_FOUND has a `text`, and WRITE_FAILED where the disk had no room."""
+    """One event; `donor_id` may be empty. FILE_FOUND and WRITE_FAILED have a `text`; a full disk has `free` bytes."""
 
     kind: OffloadEventKind
     donor_id: str = ""
     error: str | None = None
     text: DonorText | None = None
+    free: int | None = None
 
 
 @dataclass(slots=True)
@@ -136,8 +137,10 @@ class DiskTransfers:
                 self._disk.write(donor_id, text, kv)
         except Exception as error:
             logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
-            left = text if isinstance(error, OSError) and error.errno in _NO_ROOM else None
-            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), left))
+            free = None
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                free = self._disk.free_bytes() if self._waiting == 1 else 0  # others that wait take of it
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), text, free))
             return
         finally:
             with self._lock:

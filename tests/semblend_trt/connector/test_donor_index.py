@@ -356,10 +356,10 @@ class Tiers:
     def hear(self, kind, *donor_ids):
         self.index.take_events(deque(OffloadEvent(kind, donor_id) for donor_id in donor_ids or [""]))
 
-    def find_no_room(self, donor_id):
+    def find_no_room(self, donor_id, free=0):
         """The disk is full when the donor is to be written; returns the commands."""
         left = DonorText("namespace", self.text(donor_id), donor_id.encode())
-        self.index.take_events(deque([OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, "full", left)]))
+        self.index.take_events(deque([OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, "full", left, free)]))
         return self.index.offload.take_commands()
 
     def keep(self, *donor_ids):
@@ -451,6 +451,16 @@ def test_on_a_full_disk_the_least_valuable_files_make_room(seconds):
     assert tiers.index.catalog.stats().disk_bytes_used == 3 * FILE_BYTES
     seconds[0] += FULL_SECONDS
     assert tiers.keep("third") == OffloadCommands(releases=["second"])
+
+
+@pytest.mark.parametrize(("free", "dropped"), [(0, ["a", "b"]), (FILE_BYTES, ["a"]), (4 * FILE_BYTES, ["a", "b"])])
+def test_what_is_free_on_a_full_disk_is_counted_where_it_is_less_than_the_file_needs(free, dropped, seconds):
+    tiers = Tiers(host=40)
+    tiers.find("a", "b", "c")
+    large = tiers.text("large", 2 * TEXT)
+    assert 1 < file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, 2 * TEXT) / FILE_BYTES <= 2
+    keep(tiers.index, "large", large)
+    assert tiers.find_no_room("large", free) == OffloadCommands(drops=dropped, writes=["large"])
 
 
 def test_where_dropping_files_does_not_help_few_are_dropped(seconds):

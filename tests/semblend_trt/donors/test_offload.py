@@ -45,10 +45,10 @@ class Kept:
         return self.told()
 
     def told(self):
-        """The events since the last call, once all that was begun has ended. Those with a text are in `again`."""
+        """The events since the last call, once all that was begun has ended. Those of a full disk are in `again`."""
         self.transfers.drain()
         told = [(each.kind, each.donor_id) for each in self.events]
-        self.again = {each.donor_id: each.text for each in self.events if each.text is not None}
+        self.again = {each.donor_id: each.text for each in self.events if each.free is not None}
         self.events.clear()
         return told
 
