@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id` in `tier`.
+    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id`; its prompt is
+    `prompt_tokens` of them. `generation` is above 0 where these tokens' KV will be built from approximate KV.
 
-    With `is_written` the donor then gets a file on disk as well. `generation` is above 0 where these tokens' KV will be
-    built from approximate KV.
+    To the workers it goes once the request has ended: then there is room for all of its tokens in `tier`, and with
+    `is_written` the donor gets a file on disk as well.
     """
 
     request_id: int
@@ -32,6 +33,7 @@ class SaveIntent:
     tier: Tier = Tier.HOST
     is_written: bool = False
     generation: int = 0
+    prompt_tokens: int = 0
 
 
 class RequestProgress(NamedTuple):
@@ -48,14 +50,14 @@ class RequestProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SemBlendConnectorMetadata:
-    """Plans to load, requests to follow, donors to keep, commands for the tiers, requests to forget.
+    """Plans to load, requests to follow since they may become donors, commands for the tiers, requests to forget.
 
-    An empty one does nothing. Room for an intent is made by commands of the same metadata or an earlier one. `grown`
-    are requests that gained one token and no block, as most do in most iterations. `version` is the sender's.
+    An empty one does nothing. `grown` are requests that gained one token and no block, as most do in most iterations.
+    `version` is the sender's.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
-    intents: tuple[SaveIntent, ...] = ()
+    followed: tuple[int, ...] = ()
     progress: tuple[RequestProgress, ...] = ()
     forgotten: tuple[int, ...] = ()
     commands: OffloadCommands = field(default_factory=OffloadCommands)

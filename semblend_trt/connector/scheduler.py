@@ -142,7 +142,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         except Exception:
             logger.exception("an iteration cannot be told in full; what was promised is loaded")
             self._runtime.faults["build_connector_meta"] += 1
-            return SemBlendConnectorMetadata(tuple(iteration.plans))
+            # What was decided at the end of requests is not told a second time.
+            return SemBlendConnectorMetadata(tuple(iteration.plans), commands=self.take_commands() or OffloadCommands())
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -170,6 +171,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return bool(self.request_finished(request, _flat(block_ids)))
 
     # -- our own ---------------------------------------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def take_commands(self) -> OffloadCommands | None:
+        """What the tiers are to do that no metadata has told yet; None before the first look-up."""
+        return None if self.donor_index is None else self.donor_index.offload.take_commands()
 
     def holds(self, request: Any) -> bool:
         """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
@@ -351,11 +357,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 self._tell(iteration, data, is_first=False)
         for request in ended:
             self._end(request)
-        commands = OffloadCommands()
         if self.donor_index is not None:
             self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
-            commands = self.donor_index.offload.take_commands()
-        metadata = iteration.metadata(self._forgotten, commands)
+        metadata = iteration.metadata(self._forgotten, self.take_commands() or OffloadCommands())
         self._forgotten = []
         for tracked in iteration.followed:
             tracked.is_followed = True
@@ -421,7 +425,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._audit.materialized(tracked.plan)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
-        """Releases the request's leases and its reservation, and has the workers forget it."""
+        """Releases the request's leases, and has the workers forget it: it does not become a donor."""
         tracked.release_leases()
         self._cancel_intent(tracked)
         self._forgotten.append(tracked.request_id)

@@ -24,10 +24,10 @@ from tests.semblend_trt.plans import plan_of
 PLAN = plan_of(PlanSpan("donor-1", 0, 4, 16), request_id=7, computed=4, blocks=(1, 2, 3))
 WHOLE = SemBlendConnectorMetadata(
     plans=(PLAN,),
-    intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
+    followed=(7,),
     progress=(RequestProgress(7, (1, 2, 3), 20, True),),
     forgotten=(5,),
-    commands=OffloadCommands(drops=["a"], promotions=["b"]),
+    commands=OffloadCommands(drops=["a"], promotions=["b"], saves=[SaveIntent(7, "donor", 100, Tier.DEVICE, True)]),
 )
 
 
@@ -49,7 +49,7 @@ def test_metadata_of_this_version_is_taken_as_it_is():
     assert (runtime.faults, runtime.refusal) == ({}, None)
 
 
-@pytest.mark.parametrize("told", [{"intents": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
+@pytest.mark.parametrize("told", [{"followed": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
 def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
     runtime = Runtime()
     assert readable_metadata(told, runtime) is None
