@@ -249,12 +249,9 @@ class DonorIndex:
         if why is None and not entry.is_sound:
             why = "the engine copied into its blocks"
         near = list(self._texts.near(entry.namespace_key, tokens))
+        is_cut = why is None and len(tokens) < len(entry.tokens)
         is_short = len(tokens) < self._settings.min_donor_tokens
-        if (
-            why is None
-            and len(tokens) < len(entry.tokens)
-            and (is_short or self._is_kept(entry.intent, near, len(tokens)))
-        ):
+        if is_cut and (is_short or self._is_kept(entry.intent, near, len(tokens))):
             why = f"only {len(tokens)} of its {len(entry.tokens)} tokens were"
         if why is not None:
             logger.warning("donor %s was not saved: %s", saved.donor_id, why)
@@ -263,7 +260,8 @@ class DonorIndex:
             return
         generation = entry.intent.generation
         tier = self.catalog.commit(saved.donor_id, len(tokens))
-        self._name(saved.donor_id, entry.namespace_key, tokens, generation)
+        if is_cut:
+            self._name(saved.donor_id, entry.namespace_key, tokens, generation)
         self._add(entry.namespace_key, saved.donor_id, tokens)
         if generation:
             self._publisher.gone(saved.donor_id)  # events cannot say that a donor is approximate
@@ -358,8 +356,7 @@ class DonorIndex:
 
     def _drop_continued(self) -> None:
         """Drops donors that others continue: when nothing reads them, and the others are held and have their files."""
-        held = {each for each in set(self._continued.values()) if each in self._index}
-        ready = {each for each in held if not self.catalog.is_writing(each)}
+        ready = {each for each in self._continued.values() if each in self._index and not self.catalog.is_writing(each)}
         self.lost({older for older, newer in self._continued.items() if newer in ready})
 
     def _name(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], generation: int) -> None:
