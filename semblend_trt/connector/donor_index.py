@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.discovery.text_order import TextOrder
 from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.donors.device_tier import arena_blocks
 from semblend_trt.donors.donor_file import DonorText
@@ -25,13 +26,14 @@ from semblend_trt.plan import gaps
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.requests import TrackedRequest
+    from semblend_trt.discovery.text_order import Near
     from semblend_trt.donors.block_kind import KindReader
     from semblend_trt.donors.donor_table import TierMoves
     from semblend_trt.fleet.announcer import DonorPublisher
@@ -45,9 +47,10 @@ logger.addFilter(OnceAMinute(by_values=False))
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 # Fetches that no look-up has asked for begin only while fewer than this are under way.
 MAX_PREFETCHES = 2
-# A donor holds so many tokens of its request's answer. Requests that name no limit may fill the engine's whole context:
-# room for that would be taken from other donors while they run.
+# A donor holds so many tokens of its request's answer at most.
 MAX_ANSWER_TOKENS = 1024
+# A text is kept beside another one that begins alike if it adds a span, or one in so many of its tokens.
+LITTLE_SHARE = 8
 # A look-up indexes at most this many donors that were found on disk: it waits for them.
 _FOUND_AT_ONCE = 4
 
@@ -59,6 +62,7 @@ class _Saving:
     `is_sound` until the engine is seen to copy into one of the blocks, or the donor is to be dropped.
     """
 
+    intent: SaveIntent
     namespace_key: str
     tokens: npt.NDArray[np.int32]
     block_ids: frozenset[int]
@@ -68,7 +72,8 @@ class _Saving:
 class DonorIndex:
     """Span index, planner and catalog, kept in step: a donor is found only while its bytes are held.
 
-    What the catalog decides about the tiers is collected in `offload`.
+    A text is kept once: what would add little to another donor is not saved, and a donor that another one
+    continues goes when that is held. What the catalog decides about the tiers is collected in `offload`.
     """
 
     def __init__(
@@ -110,8 +115,9 @@ class DonorIndex:
         self.offload = OffloadQueue(self, disk, count)
         self._saving: dict[str, _Saving] = {}
         self._doomed: set[str] = set()
-        self._donor_of_text: dict[bytes, str] = {}
-        self._text_of_donor: dict[str, bytes] = {}
+        # Of all donors, also while they are being saved; and those that others continue, which go once they can.
+        self._texts = TextOrder()
+        self._continued: dict[str, str] = {}
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
@@ -168,21 +174,25 @@ class DonorIndex:
         return HeldDonors(donors, stats.used_bytes, device_bytes, stats.disk_bytes_used, approximate)
 
     def holds(self, namespace_key: str, tokens: npt.NDArray[np.int32]) -> bool:
-        """Whether a donor that was asked to keep exactly `tokens`, int32 [n], is held in any tier, as a cold run would
+        """Whether donors hold all of `tokens`, int32 [n], that would be kept of them, in any tier, as a cold run would
         compute it."""
-        donor_id = self._donor_of_text.get(_digest(namespace_key, tokens))
-        return donor_id in self._index and donor_id not in self._generations
+        held = (near for near in self._texts.near(namespace_key, tokens) if near.donor_id in self._index)
+        return any(not near.generation and self._is_little(len(tokens) - near.common, len(tokens)) for near in held)
+
+    def __iter__(self) -> Iterator[str]:
+        """The donors that are held or being saved."""
+        return iter(self._texts)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def intend(
         self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int, generations: int = 0
     ) -> SaveIntent | None:
-        """Reserves room for what the request may leave as a donor, so that no save can exceed a budget later.
+        """What the request may leave as a donor; it takes no room before it ends.
 
         That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
         holds; else its exact part; of the answer MAX_ANSWER_TOKENS at most. Returns no intent when that is too short,
-        held already in a donor of the same or a lower generation, or does not fit.
+        or held already.
         """
         plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
@@ -193,22 +203,11 @@ class DonorIndex:
             if longest < self._settings.min_donor_tokens:
                 end, generation = plan.donor_part(0)
             limit = limit if end == plan.prompt_length else end
+        prompt = tracked.prompt[:limit]
+        intent = SaveIntent(tracked.request_id, donor_id, limit, generation=generation, prompt_tokens=len(prompt))
         if limit < self._settings.min_donor_tokens:
             return None
-        text = _digest(tracked.namespace_key, tracked.prompt[:limit])
-        held = self._donor_of_text.get(text)
-        if held is not None and self.generation(held) <= generation:
-            self.catalog.touch(held)
-            return None
-        try:
-            moves = self.catalog.reserve(donor_id, limit, text)
-        except CapacityError as error:
-            logger.info("request %d does not become a donor: %s", tracked.request_id, error)
-            return None
-        self.offload.make_room(moves)
-        self._donor_of_text.setdefault(text, donor_id)
-        self._name(donor_id, text, generation)
-        return SaveIntent(tracked.request_id, donor_id, limit, moves.tier, donor_id in moves.written, generation)
+        return None if self._is_kept(intent, self._texts.near(tracked.namespace_key, prompt), limit) else intent
 
     def begin_save(
         self,
@@ -218,15 +217,27 @@ class DonorIndex:
         block_ids: Iterable[int] = (),
         generation: int | None = 0,
     ) -> bool:
-        """Waits for the worker's answer on `tokens` (int32 [n], the donor's whole text, in the engine's blocks
-        `block_ids`). Returns False when they are too few to be saved, or no `generation` says what they are."""
-        if len(tokens) < self._settings.min_donor_tokens or generation is None:
+        """Takes room for `tokens` (int32 [n], the donor's whole text, in the engine's blocks `block_ids`), and has the
+        workers save them. Returns False when they are too few, held already or without room, or when no `generation`
+        says what they are."""
+        donor_id, text = intent.donor_id, _digest(namespace_key, tokens[: intent.prompt_tokens])
+        intent = replace(intent, max_tokens=len(tokens), generation=generation or 0)
+        near = list(self._texts.near(namespace_key, tokens))
+        is_short = generation is None or len(tokens) < self._settings.min_donor_tokens
+        if is_short or self._is_kept(intent, near, len(tokens)):
             self.cancel(intent)
             return False
-        text = self._text_of_donor[intent.donor_id]
-        self._name(intent.donor_id, text, generation)
-        self._saving[intent.donor_id] = _Saving(namespace_key, tokens, frozenset(block_ids))
-        self.offload.add_text(intent.donor_id, DonorText(namespace_key, tokens, text, generation))
+        try:
+            moves = self.catalog.reserve(donor_id, len(tokens), text, next(iter(self._continued_by(intent, near)), ""))
+        except CapacityError as error:
+            logger.info("request %d does not become a donor: %s", intent.request_id, error)
+            self.cancel(intent)
+            return False
+        self.offload.make_room(moves)
+        self._name(donor_id, namespace_key, tokens, intent.generation)
+        self._saving[donor_id] = _Saving(intent, namespace_key, tokens, frozenset(block_ids))
+        self.offload.add_text(donor_id, DonorText(namespace_key, tokens, text, intent.generation))
+        self.offload.save(replace(intent, tier=moves.tier, is_written=donor_id in moves.written))
         return True
 
     def copied_into(self, block_id: int) -> None:
@@ -243,23 +254,32 @@ class DonorIndex:
             if saved.error is not None:
                 self.lost({saved.donor_id})
             return
-        if saved.error is not None or saved.tokens < self._settings.min_donor_tokens or not entry.is_sound:
-            why = saved.error or (f"{saved.tokens} tokens" if entry.is_sound else "its KV is not to be kept any more")
+        tokens, why = entry.tokens[: saved.tokens], saved.error
+        if why is None and not entry.is_sound:
+            why = "its KV is not to be kept any more"
+        near = list(self._texts.near(entry.namespace_key, tokens))
+        is_cut = why is None and len(tokens) < len(entry.tokens)
+        is_short = len(tokens) < self._settings.min_donor_tokens
+        if is_cut and (is_short or self._is_kept(entry.intent, near, len(tokens))):
+            why = f"only {len(tokens)} of its {len(entry.tokens)} tokens were"
+        if why is not None:
             logger.warning("donor %s was not saved: %s", saved.donor_id, why)
             self.catalog.cancel(saved.donor_id)
             self.offload.drop([saved.donor_id])
             return
-        tokens = entry.tokens[: saved.tokens]
+        generation = entry.intent.generation
         tier = self.catalog.commit(saved.donor_id, len(tokens))
+        if is_cut:
+            self._name(saved.donor_id, entry.namespace_key, tokens, generation)
         self._add(entry.namespace_key, saved.donor_id, tokens)
-        if self.generation(saved.donor_id):
+        if generation:
             self._publisher.gone(saved.donor_id)  # events cannot say that a donor is approximate
         else:
             self._publisher.held(saved.donor_id, tokens, tier.value)
-        self._keep_lowest(saved.donor_id)
+        self._continue(entry.intent, near)
 
     def cancel(self, intent: SaveIntent) -> None:
-        """Gives back the reservation of a request that does not become a donor."""
+        """Gives back the room of a request that does not become a donor."""
         self._saving.pop(intent.donor_id, None)
         self.catalog.cancel(intent.donor_id)
         self.forget(intent.donor_id)
@@ -277,13 +297,13 @@ class DonorIndex:
         """Drops every donor: at once, or when its save, its transfer or its last lease ends. No look-up finds them."""
         for saving in self._saving.values():
             saving.is_sound = False
-        self._doomed |= set(self._text_of_donor)
+        self._doomed |= set(self)
         self._drop_doomed()
 
     def _drop_doomed(self) -> None:
         if self._doomed:
             self.lost(self._doomed)
-            self._doomed.intersection_update(self._text_of_donor)
+            self._doomed.intersection_update(self)
 
     # -- the tiers -------------------------------------------------------------------------------------------------
 
@@ -291,16 +311,22 @@ class DonorIndex:
         """Takes the tiers' events, and the kinds that were read of donors' texts."""
         self.offload.take_events(events)
         self._drop_doomed()
+        self._drop_continued()
         for donor_id, mix in () if self._kinds is None else self._kinds.known():
             self.catalog.describe(donor_id, mix)
 
     def remember(self, donor_id: str, text: DonorText) -> None:
         """Makes a donor whose file was found known to look-ups and to the fleet; its text is not kept a second time."""
-        self._name(donor_id, text.digest, text.generation)
+        intent = SaveIntent(0, donor_id, len(text.tokens), generation=text.generation, prompt_tokens=len(text.tokens))
+        near = list(self._texts.near(text.namespace_key, text.tokens))
+        self._name(donor_id, text.namespace_key, text.tokens, text.generation)
         self._add(text.namespace_key, donor_id, text.tokens)
+        if self._is_kept(intent, near, len(text.tokens)):
+            self.lost({donor_id})
+            return
         if not text.generation:
             self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
-        self._keep_lowest(donor_id)
+        self._continue(intent, near)
 
     def moved(self, donor_id: str, tier: Tier) -> None:
         """Tells the fleet where the donor is held now."""
@@ -312,26 +338,49 @@ class DonorIndex:
         self._index.remove(donor_id)
         self.offload.remove_text(donor_id)
         self._generations.pop(donor_id, None)
-        text = self._text_of_donor.pop(donor_id, None)
-        if text is not None and self._donor_of_text.get(text) == donor_id:
-            del self._donor_of_text[text]
+        self._continued.pop(donor_id, None)
+        self._texts.remove(donor_id)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _name(self, donor_id: str, text: bytes, generation: int) -> None:
-        self._text_of_donor[donor_id] = text
+    def _is_little(self, tokens: int, length: int) -> bool:
+        """Whether `tokens` that no other donor holds are too few to keep a text of `length` tokens for them."""
+        return tokens < min(self._settings.min_span_tokens, self._settings.min_donor_tokens, 1 + length // LITTLE_SHARE)
+
+    def _is_kept(self, intent: SaveIntent, near: Iterable[Near], most: int) -> bool:
+        """Whether a donor of the same or a lower generation holds all but few of a text of at most `most` tokens, or
+        its prompt with another answer; that counts as a use of that donor. `near` are texts near this one."""
+        for each in near:
+            if each.donor_id == intent.donor_id or each.generation > intent.generation:
+                continue
+            is_longer = not self._is_little(each.length - each.common, each.length)
+            if self._is_little(most - each.common, most) or (is_longer and each.common >= intent.prompt_tokens):
+                self.catalog.touch(each.donor_id)
+                return True
+        return False
+
+    def _continued_by(self, intent: SaveIntent, near: Iterable[Near]) -> list[str]:
+        """Donors of the same or a higher generation of which the text that these are near holds all but few."""
+        others = (each for each in near if each.donor_id != intent.donor_id and each.generation >= intent.generation)
+        return [each.donor_id for each in others if self._is_little(each.length - each.common, each.length)]
+
+    def _continue(self, intent: SaveIntent, near: Iterable[Near]) -> None:
+        """Has the donors go that this one, which is held now, continues."""
+        continued = self._continued_by(intent, near)
+        self._continued.update(dict.fromkeys(continued, intent.donor_id))
+        for older, newer in self._continued.items():
+            self._continued[older] = intent.donor_id if newer in continued else newer
+        self._drop_continued()
+
+    def _drop_continued(self) -> None:
+        """Drops donors that others continue: when nothing reads them, and the others are held and have their files."""
+        ready = {each for each in self._continued.values() if each in self._index and not self.catalog.is_writing(each)}
+        self.lost({older for older, newer in self._continued.items() if newer in ready})
+
+    def _name(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        self._texts.put(namespace_key, generation, donor_id, tokens)
         if generation:
             self._generations[donor_id] = generation
-        else:
-            self._generations.pop(donor_id, None)
-
-    def _keep_lowest(self, donor_id: str) -> None:
-        """Of a donor that is held now and another one of the same text, drops that of the higher generation."""
-        text = self._text_of_donor[donor_id]
-        best, other = sorted((self._donor_of_text.setdefault(text, donor_id), donor_id), key=self.generation)
-        self._donor_of_text[text] = best
-        if self.generation(other) > self.generation(best):
-            self.lost({other})
 
     def _add(self, namespace_key: str, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
         self._index.add(namespace_key, donor_id, tokens)
@@ -365,7 +414,7 @@ class OffloadQueue:
         self._promoting: set[str] = set()
 
     def take_commands(self) -> OffloadCommands:
-        """The commands since the last call; they must reach the workers before any later intent."""
+        """The commands since the last call; they must reach the workers before any later ones."""
         taken, self._commands = self._commands, OffloadCommands()
         return taken
 
@@ -379,6 +428,10 @@ class OffloadQueue:
             self._commands.offloads.append(donor_id)
             self._index.moved(donor_id, Tier.HOST)
         self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
+
+    def save(self, intent: SaveIntent) -> None:
+        """Has an ended request's KV saved, for which the commands so far make room."""
+        self._commands.saves.append(intent)
 
     def drop(self, donor_ids: Iterable[str]) -> None:
         """Has donors dropped that the catalog no longer holds."""

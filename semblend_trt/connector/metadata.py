@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id` in `tier`.
+    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id`; its prompt is
+    `prompt_tokens` of them. `generation` is above 0 where these tokens' KV will be built from approximate KV.
 
-    With `is_written` the donor then gets a file on disk as well. `generation` is above 0 where these tokens' KV will be
-    built from approximate KV.
+    To the workers it goes once the request has ended: then there is room for all of its tokens in `tier`, and with
+    `is_written` the donor gets a file on disk as well.
     """
 
     request_id: int
@@ -34,6 +35,7 @@ class SaveIntent:
     tier: Tier = Tier.HOST
     is_written: bool = False
     generation: int = 0
+    prompt_tokens: int = 0
 
 
 class RequestProgress(NamedTuple):
@@ -50,15 +52,14 @@ class RequestProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SemBlendConnectorMetadata:
-    """Plans to load, requests to follow, donors to keep, commands for the tiers, requests to forget.
+    """Plans to load, requests to follow since they may become donors, commands for the tiers, requests to forget.
 
-    An empty one does nothing. Room for an intent is made by commands of the same metadata or an earlier one. `grown`
-    are requests that gained one token and no block, as most do in most iterations. `version` is the sender's.
-    Plans and intents belong to the weights after `weights_changes` changes.
+    An empty one does nothing. `grown` are requests that gained one token and no block, as most do in most iterations.
+    `version` is the sender's. Plans belong to the weights after `weights_changes` changes.
     """
 
     plans: tuple[SemanticKvPlan, ...] = ()
-    intents: tuple[SaveIntent, ...] = ()
+    followed: tuple[int, ...] = ()
     progress: tuple[RequestProgress, ...] = ()
     forgotten: tuple[int, ...] = ()
     commands: OffloadCommands = field(default_factory=OffloadCommands)
@@ -94,14 +95,14 @@ def _wrong_in(metadata: object) -> str | None:
     negative."""
     if not isinstance(metadata, SemBlendConnectorMetadata) or getattr(metadata, "version", "") != __version__:
         return f"a {type(metadata).__name__} of version {getattr(metadata, 'version', 'unknown')}"
-    intents, progress, commands = metadata.intents, metadata.progress, metadata.commands
     try:
+        progress, commands, intents = metadata.progress, metadata.commands, metadata.commands.saves
         for plan in metadata.plans:
             plan.check()
-        ids = [*metadata.forgotten, *metadata.grown, *(each.request_id for each in intents)]
+        ids = [*metadata.followed, *metadata.forgotten, *metadata.grown, *(each.request_id for each in intents)]
         ids += chain.from_iterable((each.request_id, *each.new_block_ids) for each in progress)
         counts = [*(each.written_tokens for each in progress), *(each.max_tokens for each in intents)]
-        counts += [each.generation for each in intents]
+        counts += [metadata.weights_changes, *(each.generation for each in intents)]
         names = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes, *commands.fetches]
         names += [*commands.promotions, *(each.donor_id for each in intents)]
         names += [Tier(each.tier).value for each in intents]

@@ -255,7 +255,7 @@ class Iteration:
         """The iteration's metadata, with the requests to forget and the commands for the tiers."""
         return SemBlendConnectorMetadata(
             plans=tuple(self.plans),
-            intents=tuple(tracked.intent for tracked in self.followed if tracked.intent is not None),
+            followed=tuple(tracked.request_id for tracked in self.followed),
             progress=tuple(self.progress),
             forgotten=tuple(forgotten),
             commands=commands,

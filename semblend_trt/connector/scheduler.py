@@ -150,7 +150,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         except Exception:
             logger.exception("an iteration cannot be told in full; what was promised is loaded")
             self._runtime.faults["build_connector_meta"] += 1
-            return SemBlendConnectorMetadata(tuple(iteration.plans), weights_changes=self._weights_changes)
+            # What was decided at the end of requests is not told a second time.
+            return SemBlendConnectorMetadata(
+                tuple(iteration.plans),
+                commands=self.take_commands() or OffloadCommands(),
+                weights_changes=self._weights_changes,
+            )
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -178,6 +183,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return bool(self.request_finished(request, _flat(block_ids)))
 
     # -- our own ---------------------------------------------------------------------------------------------------
+
+    @never_raises(lambda: None)
+    def take_commands(self) -> OffloadCommands | None:
+        """What the tiers are to do that no metadata has told yet; None before the first look-up."""
+        return None if self.donor_index is None else self.donor_index.offload.take_commands()
 
     def holds(self, request: Any) -> bool:
         """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
@@ -390,10 +400,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 self._tell(iteration, data, is_first=False)
         for request in ended:
             self._end(request)
-        commands = OffloadCommands()
         if self.donor_index is not None:
             self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
-            commands = self.donor_index.offload.take_commands()
+        commands = self.take_commands() or OffloadCommands()
         metadata = iteration.metadata(self._forgotten, commands, self._weights_changes)
         self._forgotten = []
         for tracked in iteration.followed:
@@ -467,7 +476,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._audit.materialized(tracked.plan, report.reused_tokens)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
-        """Releases the request's leases and its reservation, and has the workers forget it."""
+        """Releases the request's leases, and has the workers forget it: it does not become a donor."""
         tracked.release_leases()
         self._cancel_intent(tracked)
         if tracked.reason != "id_in_use":  # what the workers know by the id is an earlier request

@@ -1,7 +1,8 @@
 """The connector's worker half, on every rank: places donors' KV before the forward, and keeps finished requests' KV
 after it.
 
-It decides nothing: plans, intents and commands arrive in the metadata, so that all ranks do the same.
+It decides nothing: plans and commands arrive in the metadata, so that all ranks do the same. TensorRT-LLM asks for the
+saves of ended requests before it sends the next metadata: rank 0 then hands on what the scheduler decided at their end.
 """
 
 from __future__ import annotations
@@ -60,7 +61,6 @@ class _FollowedRequest:
     `iteration` is the last one that it was part of; `is_whole`: no forward failed that was to write its tokens.
     """
 
-    intent: SaveIntent
     block_ids: list[int] = field(default_factory=list)
     written_tokens: int = 0
     iteration: int = 0
@@ -83,6 +83,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._holds_saved_blocks = bool(getattr(llm_args, "holds_saved_blocks", False))
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
+        self._to_save: dict[int, SaveIntent] = {}
         # Moves between the tiers that wait for the forward's launch, and the event behind the loads before it.
         self._waiting: list[tuple[OffloadCommands, Event | None]] = []
         self.store: DonorStore | None = None
@@ -201,13 +202,12 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         metadata = readable_metadata(bound, self._runtime)
         if metadata is None:
             return
-        if self.store is not None:
-            self._make_room(metadata.commands, self.store)
+        self._make_room(metadata.commands)
         for request_id in metadata.forgotten:
             self._followed.pop(request_id, None)
             self._runtime.active_plans.take(request_id)
-        for intent in metadata.intents:
-            self._followed[intent.request_id] = _FollowedRequest(intent)
+        for request_id in metadata.followed:
+            self._followed[request_id] = _FollowedRequest()
         for progress in metadata.progress:
             self._follow(progress)
         for request_id in metadata.grown:
@@ -218,9 +218,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             try:
                 self._load(metadata.plans, metadata.weights_changes)
             finally:
-                # Also when the loads have failed.
-                if self.saver is not None and (metadata.commands.offloads or metadata.commands.promotions):
-                    self._waiting.append((metadata.commands, record(current_stream(self.saver.device))))
+                self._await_launch(metadata.commands)  # also when the loads have failed
 
     def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None:
         """Nothing to wait for: `start_load_kv` or the engine wrapper orders every layer before the forward."""
@@ -245,6 +243,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         one back.
         """
         ended_saves = self._runtime.ended_saves
+        if any(request_id not in self._to_save for request_id in finished_gen_req_ids):
+            self._hear_of_ends()
         self._begin_moves()
         for request_id in finished_gen_req_ids:
             if not self._begin_save(request_id):
@@ -319,9 +319,23 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._runtime.disk = DiskLink()
         return DiskTransfers(disk, host, self._runtime.disk, self._runtime.offload_events)
 
-    def _make_room(self, commands: OffloadCommands, store: DonorStore) -> None:
+    def _hear_of_ends(self) -> None:
+        """Takes what rank 0's scheduler decided since the last metadata; every rank asks for the same requests."""
+        scheduler = self._runtime.scheduler
+        commands = self._runtime.ranks.broadcast(None if scheduler is None else scheduler.take_commands())
+        if commands is not None:
+            self._make_room(commands)
+            self._await_launch(commands)
+
+    def _await_launch(self, commands: OffloadCommands) -> None:
+        if self.saver is not None and (commands.offloads or commands.promotions):
+            self._waiting.append((commands, record(current_stream(self.saver.device))))
+
+    def _make_room(self, commands: OffloadCommands) -> None:
+        self._to_save.update((intent.request_id, intent) for intent in commands.saves)
         for donor_id in (*commands.drops, *commands.releases):
-            store.drop(donor_id)
+            if self.store is not None:
+                self.store.drop(donor_id)
         if self.transfers is not None:
             for donor_id in commands.drops:
                 self.transfers.drop(donor_id)
@@ -402,12 +416,13 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.active_plans.put(plan if error is None else plan.without_spans("load_failed"))
 
     def _begin_save(self, request_id: int) -> bool:
-        followed = self._followed.pop(request_id, None)
-        if followed is None or self.saver is None:
+        intent, followed = self._to_save.pop(request_id, None), self._followed.pop(request_id, None)
+        if intent is None or self.saver is None:
             return False
-        intent = followed.intent
-        tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
-        if not followed.is_whole or followed.iteration > self._completed_iteration:
+        tokens = 0
+        if followed is not None:
+            tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
+        if not followed or not followed.is_whole or followed.iteration > self._completed_iteration:
             self.saver.refuse(intent, "a forward that was to write its KV has failed")
         elif not tokens:
             self.saver.refuse(intent, "its blocks are none of the pool's")

@@ -56,18 +56,20 @@ class DonorCatalog:
 
     # -- a donor's life --------------------------------------------------------------------------------------------
 
-    def reserve(self, donor_id: str, tokens_upper_bound: int, text: bytes = b"") -> TierMoves:
-        """Makes room for a donor of at most `tokens_upper_bound` tokens, on the device where that is possible.
+    def reserve(self, donor_id: str, tokens: int, text: bytes = b"", continues: str = "") -> TierMoves:
+        """Makes room for a donor of at most `tokens` tokens, on the device where that is possible.
 
-        `text` names the donor's text for policies that know it again. Raises ValueError when the id is taken, and
-        CapacityError when no unleased donors make enough room; nothing has changed then.
+        `text` names the donor's text for policies that know it again. The donor that it `continues` leaves memory where
+        another one would have to move without that. Raises ValueError when the id is taken, and CapacityError when no
+        unleased donors make enough room; nothing has changed then.
         """
         with self._lock:
             table = self._table
             if donor_id in table.entries:
                 raise ValueError(f"donor {donor_id} is already held; use another id or drop it first")
-            moves = table.apply(table.place(donor_id, tokens_upper_bound))
-            table.enter(donor_id, Entry(moves.tier, DonorHistory(tokens_upper_bound, text=text)))
+            uses = table.entries[continues].history.uses if continues in table.entries else 0
+            moves = table.apply(table.place(donor_id, tokens, continues), continues)
+            table.enter(donor_id, Entry(moves.tier, DonorHistory(tokens, uses=uses, text=text)))
             return table.with_files(moves, (donor_id,)) if moves.tier is Tier.HOST else moves
 
     def commit(self, donor_id: str, tokens: int) -> Tier:
@@ -227,6 +229,12 @@ class DonorCatalog:
         with self._lock:
             entry = self._table.entries.get(donor_id)
             return None if entry is None else entry.tier
+
+    def is_writing(self, donor_id: str) -> bool:
+        """Whether the donor's file is still to be written."""
+        with self._lock:
+            entry = self._table.entries.get(donor_id)
+            return entry is not None and entry.file is FileState.WRITING
 
     def resting(self) -> frozenset[str]:
         """Donors that can be found but not leased, because they are on disk alone or still being read back."""

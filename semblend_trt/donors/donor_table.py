@@ -119,6 +119,11 @@ class TierMoves:
     released: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
 
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """The other donors that make room."""
+        return self.offloaded + self.dropped + self.released
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogStats:
@@ -219,13 +224,20 @@ class DonorTable:
         is_full = tier is Tier.DISK and time.monotonic() < self._full_until
         return (self._full_at if is_full else self.capacities.limit(tier)) - self.used[tier]
 
-    def movable(self, tier: Tier) -> Iterator[str]:
-        """Donors of `tier` that may go, in the order in which they should; the table must not change meanwhile."""
-        return (donor_id for donor_id in self._eviction[tier].candidates() if self.entries[donor_id].is_movable)
+    def movable(self, tier: Tier, but: str = "") -> Iterator[str]:
+        """Donors of `tier` that may go, `but` this one, in the order in which they should; the table must not change
+        meanwhile."""
+        candidates = (each for each in self._eviction[tier].candidates() if each != but)
+        return (donor_id for donor_id in candidates if self.entries[donor_id].is_movable)
 
-    def place(self, donor_id: str, tokens: int) -> TierMoves:
-        """Where a new donor would go and which donors would make room; none has moved yet. Raises CapacityError."""
-        moves = RoomSearch(self, tokens).on_device() or RoomSearch(self, tokens).on_host()
+    def place(self, donor_id: str, tokens: int, continues: str = "") -> TierMoves:
+        """Where a new donor would go and which donors would make room; none has moved yet. Raises CapacityError.
+
+        The donor that it `continues` makes room first, where it can and without it another one would have to move.
+        """
+        moves, old = self._search(tokens), self.entries.get(continues)
+        if (moves is None or moves.moved) and old is not None and old.is_movable and old.tier is not Tier.DISK:
+            moves = self._search(tokens, continues) or moves
         if moves is None:
             limits = self.capacities
             raise CapacityError(
@@ -236,15 +248,20 @@ class DonorTable:
             )
         return moves
 
-    def apply(self, moves: TierMoves) -> TierMoves:
-        """Carries `moves` out. Returns them with the donors that get a file, and those that are dropped for it."""
+    def _search(self, tokens: int, leaving: str = "") -> TierMoves | None:
+        on_device = RoomSearch(self, tokens, leaving=leaving).on_device()
+        return on_device or RoomSearch(self, tokens, leaving=leaving).on_host()
+
+    def apply(self, moves: TierMoves, continues: str = "") -> TierMoves:
+        """Carries `moves` out. Returns them with the donors that get a file, and those that are dropped for it. What
+        the new donor `continues` goes without being evicted."""
         for donor_id in moves.dropped:
-            self.remove(donor_id, evicted=True)
+            self.remove(donor_id, evicted=donor_id != continues)
         for donor_id in moves.released:
-            self.move(donor_id, Tier.DISK, evicted=True)
+            self.move(donor_id, Tier.DISK, evicted=donor_id != continues)
         for donor_id in moves.offloaded:
             self.move(donor_id, Tier.HOST, evicted=True)
-        self.counts["evicted"] += len(moves.dropped)
+        self.counts["evicted"] += len(moves.dropped) - (continues in moves.dropped)
         self.counts["released"] += len(moves.released)
         self.counts["offloaded"] += len(moves.offloaded)
         return self.with_files(moves, moves.offloaded)
@@ -335,17 +352,18 @@ class DonorTable:
 class RoomSearch:
     """Looks once for the room of one donor of `tokens` tokens. Nothing moves until its result is applied."""
 
-    def __init__(self, table: DonorTable, tokens: int, *, is_held: bool = False) -> None:
-        """`is_held`: the donor has a place in the table already."""
-        self._table, self._tokens = table, tokens
+    def __init__(self, table: DonorTable, tokens: int, *, is_held: bool = False, leaving: str = "") -> None:
+        """`is_held`: the donor has a place in the table already. `leaving`: a donor that leaves memory in any case."""
+        self._table, self._tokens, self._leaving = table, tokens, leaving
         self._places = 1 if is_held else table.capacities.max_donors - len(table.entries)
-        self._device, self._host, self._disk = (table.movable(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+        tiers = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+        self._device, self._host, self._disk = (table.movable(tier, leaving) for tier in tiers)
 
     def on_host(self) -> TierMoves | None:
         """What makes room for the donor in host memory; None when nothing does."""
         if self._tokens > self._table.capacities.limit(Tier.HOST):
             return None
-        leaving = self._from_host(self._tokens - self._table.free(Tier.HOST))
+        leaving = self._from_host(self._tokens - self._free(Tier.HOST))
         return None if leaving is None else self._moves(Tier.HOST, [], leaving)
 
     def on_device(self) -> TierMoves | None:
@@ -354,7 +372,7 @@ class RoomSearch:
         Of the displaced, the one used last has the first claim on host memory. Those that do not fit there leave.
         """
         limits = self._table.capacities
-        missing = limits.room(Tier.DEVICE, self._tokens) - self._table.free(Tier.DEVICE)
+        missing = limits.room(Tier.DEVICE, self._tokens) - self._free(Tier.DEVICE)
         if limits.room(Tier.DEVICE, self._tokens) > limits.device_blocks:
             return None
         displaced: list[str] = []
@@ -364,7 +382,7 @@ class RoomSearch:
                 return None
             displaced.append(donor_id)
             missing -= limits.room(Tier.DEVICE, self._tokens_of(donor_id))
-        offloaded, leaving, free = list[str](), list[str](), self._table.free(Tier.HOST)
+        offloaded, leaving, free = list[str](), list[str](), self._free(Tier.HOST)
         for donor_id in reversed(displaced):
             taken = self._from_host(self._tokens_of(donor_id) - free)
             if taken is None:
@@ -390,6 +408,7 @@ class RoomSearch:
 
     def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
         """The moves, with more donors that go where the table has no place left; None when there are too few."""
+        leaving = [self._leaving, *leaving] if self._leaving else leaving
         released = [each for each in leaving if self._table.entries[each].file is FileState.HELD]
         dropped = [each for each in leaving if each not in released]
         # Donors on disk go first, then those that leave memory anyway, the host's, those on their way there, and the
@@ -400,6 +419,11 @@ class RoomSearch:
             return None
         kept, let_go = ([each for each in ids if each not in dropped] for ids in (offloaded, released))
         return TierMoves(tier, tuple(kept), tuple(dropped), tuple(let_go))
+
+    def _free(self, tier: Tier) -> int:
+        free, old = self._table.free(tier), self._table.entries.get(self._leaving)
+        is_here = old is not None and old.tier is tier
+        return free + (self._table.capacities.room(tier, self._tokens_of(self._leaving)) if is_here else 0)
 
     def _tokens_of(self, donor_id: str) -> int:
         return self._table.entries[donor_id].history.tokens

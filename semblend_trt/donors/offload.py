@@ -16,6 +16,7 @@ from semblend_trt.donors.donor_file import DonorFileError, DonorText
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
+    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.disk_tier import DiskTier
     from semblend_trt.donors.host_tier import HostTier
 
@@ -60,7 +61,8 @@ class DiskLink:
 class OffloadCommands:
     """Before a forward `drops` go from every tier, `releases` leave memory and keep their files, and `fetches` are read
     back from their files to the host. Behind its launch `offloads` move from the device to the host, and get a file if
-    they are among `writes`, as donors of the host do; `promotions` are copied to the device and then leave the host."""
+    they are among `writes`, as donors of the host do; `promotions` are copied to the device and then leave the host.
+    Then `saves` begin, for which all of that makes room."""
 
     drops: list[str] = field(default_factory=list)
     offloads: list[str] = field(default_factory=list)
@@ -68,6 +70,7 @@ class OffloadCommands:
     writes: list[str] = field(default_factory=list)
     fetches: list[str] = field(default_factory=list)
     promotions: list[str] = field(default_factory=list)
+    saves: list[SaveIntent] = field(default_factory=list)
 
 
 logger = logging.getLogger(__name__)

@@ -178,7 +178,7 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     assert (donors.catalog.stats().released, donors.catalog.stats().resting) == (1, 1)
     assert serve(llm, second(1)).reused_tokens == 0
     outputs = [serve(llm, second(number)) for number in (2, 0)]
-    assert any(output.reused_tokens == expected.reused_tokens for output in outputs)
+    assert min(output.reused_tokens for output in outputs) >= expected.reused_tokens
     assert donors.catalog.stats().fetched >= 1
     assert llm.connector_worker.store.host.used_bytes <= 1100 * token_bytes
 

@@ -92,8 +92,7 @@ def measure(bench: Bench, rows: Results, size: int, steps: int, contract: str = 
     turns = WARM_UPS + bench.repeats
     decoding = DECODING * (DECODING_PROMPT + (turns + 1) * (steps + 4))
     room = 3 + -(-decoding // bench.longest)
-    # Running requests reserve room for their donors.
-    saving = bench.donors_in("HOST", room + DONORS)
+    saving = bench.donors_in("HOST", DONORS)
     without = saving | {"MIN_DONOR_TOKENS": str(2 * bench.longest)}
     batch = DECODING + 1
     with (

@@ -95,8 +95,8 @@ class Serving:
         self._alone.end(held)
         tracked = TrackedRequest(self._served, namespace, tokens, prefix)
         plan, reason = self._look_up(tracked)
-        self._save(donor_name(line, self._served), tracked)
         tracked.release_leases()
+        self._save(donor_name(line, self._served), tracked)
         self._prefixes.end(held if plan is None else held[: plan.exact_token_count])
         self._answer_tiers()
         spans = () if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY else plan.spans

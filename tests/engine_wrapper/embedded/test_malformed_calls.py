@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 from semblend_trt.connector.contract import RequestData, SchedulerOutput
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, teach
 
@@ -108,7 +109,9 @@ def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     runtime.scheduler = reader
     worker.bind_connector_meta(
         SemBlendConnectorMetadata(
-            intents=(SaveIntent(9, "donor", 100),), progress=(RequestProgress(9, blocks, 8 * len(blocks), True),)
+            followed=(9,),
+            progress=(RequestProgress(9, blocks, 8 * len(blocks), True),),
+            commands=OffloadCommands(saves=[SaveIntent(9, "donor", 100)]),
         )
     )
     worker.start_load_kv(None)
@@ -247,7 +250,7 @@ def test_what_was_promised_is_loaded_beside_malformed_requests(llm, other):
     output = SchedulerOutput([other, RequestData(1002, PROMPT, BLOCKS, 0, 1), other], [other])
     metadata = engine.scheduler.build_connector_meta(output)
     assert [plan.request_id for plan in metadata.plans] == [1002]
-    assert [intent.request_id for intent in metadata.intents] == []  # its text is held already
+    assert metadata.followed == ()  # its text is held already
     assert runtime.faults["request_data"] == 3
 
 

@@ -26,6 +26,7 @@ from tests.engine_wrapper.embedded.conftest import (
     teach,
 )
 from tests.engine_wrapper.embedded.test_contract_versions import FIELDS, FORMS, cut_short
+from tests.semblend_trt.held_donors import held_in
 
 POOLED = FORMS[:-1]  # those in which one tensor describes the pool
 MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
@@ -188,7 +189,10 @@ def test_a_failed_forward_makes_no_donor(make_ours, cold, contract, module, over
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("contract", FIELDS)
-def test_donors_hold_their_own_kv_when_others_got_their_blocks_meanwhile(make_ours, cold, contract, module):
+def test_donors_hold_their_own_kv_when_others_got_their_blocks_meanwhile(
+    make_ours, cold, contract, module, monkeypatch
+):
+    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")  # what a text adds to another one is worth keeping then
     llm = make_ours(contract, None, module, cache={"max_tokens": 48 * BLOCK}, max_num_tokens=512)
     with saves_wait(llm):
         # Both run in one forward: of what they share each has blocks of its own, and the tree keeps the first's.
@@ -238,7 +242,25 @@ def test_a_disaggregated_set_up_is_refused_by_name(make_ours, cold, contract):
 
 
 @pytest.mark.parametrize("contract", FIELDS)
-def test_an_offer_that_the_engine_does_not_apply_is_no_fault(make_ours, cold, contract):
+def test_room_is_made_at_the_end_of_a_request_for_what_it_has_written(make_ours, cold, runner, contract, monkeypatch):
+    token_bytes = 8 * LAYERS * runner.facts.kv_heads * runner.facts.head_dim
+    monkeypatch.setenv("SEMBLEND_HOST_BYTES", str(400 * token_bytes))
+    llm = make_ours(contract, None)
+    many = SamplingParams(max_tokens=100, stop_token_ids=tuple(range(runner.config.vocab_size)))
+    for seed in range(3):
+        # Each of two donors fits beside the other, and would not with the answer that it might have had.
+        llm.generate([prompt(180, seed)], many)
+        llm.settle()
+        donors = llm.connector_scheduler.donor_index
+        assert held_in(llm.connector_worker.store) == set(donors)
+        assert donors.catalog.stats().evicted == max(0, seed - 1)
+    assert donors.catalog.stats().used_bytes == 2 * 180 * token_bytes
+    check_answers(llm, cold, prompt(180, 2)[:150], reused=150)
+
+
+@pytest.mark.parametrize("contract", FIELDS)
+def test_an_offer_that_the_engine_does_not_apply_is_no_fault(make_ours, cold, contract, monkeypatch):
+    monkeypatch.setenv("SEMBLEND_MIN_DONOR_TOKENS", "16")
     llm = make_ours(contract, None, cache={"enable_block_reuse": False})
     many = SamplingParams(max_tokens=12, ignore_eos=True)
     for seed in (1, 2):

@@ -54,6 +54,23 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(engine: Callable[.
     assert near(answer.logprobs, cold(MOVED).logprobs)
 
 
+def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine: Callable[..., Served]) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import BeamSearchParams
+
+    served = engine("position_fix")
+    served.llm.beam_search([{"prompt_token_ids": DONOR}], BeamSearchParams(beam_width=4, max_tokens=8))
+    served.settle()
+    donors = served.scheduler.donor_index
+    assert len(list(donors)) == 1
+    several = SamplingParams(n=3, max_tokens=64, temperature=1.0, seed=1, ignore_eos=True, detokenize=False)
+    served.llm.generate([{"prompt_token_ids": NEW}], several, use_tqdm=False)
+    served.settle()
+    assert len(list(donors)) == 2
+    assert donors.catalog.stats().saving == 0
+    assert not served.runtime.faults
+
+
 def test_nothing_that_was_computed_before_a_reset_is_reused(engine: Callable[..., Served], cold: Cold) -> None:
     served = taught(engine("position_fix"))
     assert served.llm.reset_prefix_cache(reset_connector=True)

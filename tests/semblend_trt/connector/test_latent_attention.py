@@ -21,6 +21,7 @@ from semblend_trt.connector.latent_attention import PUBLISHED_CODE
 from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.pool_geometry import geometry_of
+from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.plan import EngineMode, PlanSpan
 from tests.semblend_trt.plans import plan_of
@@ -186,7 +187,7 @@ def test_the_worker_saves_and_moves_rows_of_tensorrt_llms_pool(tmp_path: Path, m
         worker.wait_for_save(None)
 
     written = RequestProgress(1, (3, 5), 16, True)
-    step(intents=(SaveIntent(1, "donor-1", 100),), progress=(written,))
+    step(followed=(1,), progress=(written,), commands=OffloadCommands(saves=[SaveIntent(1, "donor-1", 100)]))
     done, _ = worker.get_finished([1], [])
     while 1 not in done:
         done, _ = worker.get_finished([], [])

@@ -26,10 +26,10 @@ PLAN = plan_of(
 )
 WHOLE = SemBlendConnectorMetadata(
     plans=(PLAN,),
-    intents=(SaveIntent(7, "donor", 100, Tier.DEVICE, True),),
+    followed=(7,),
     progress=(RequestProgress(7, (1, 2, 3), 20, True),),
     forgotten=(5,),
-    commands=OffloadCommands(drops=["a"], promotions=["b"]),
+    commands=OffloadCommands(drops=["a"], promotions=["b"], saves=[SaveIntent(7, "donor", 100, Tier.DEVICE, True)]),
 )
 
 
@@ -51,7 +51,7 @@ def test_metadata_of_this_version_is_taken_as_it_is():
     assert (runtime.faults, runtime.refusal) == ({}, None)
 
 
-@pytest.mark.parametrize("told", [{"intents": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
+@pytest.mark.parametrize("told", [{"followed": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
 def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
     runtime = Runtime()
     assert readable_metadata(told, runtime) is None
@@ -85,7 +85,7 @@ COUNTS = [
     *(("plans", 0, name) for name in ("num_computed_tokens", "matched_tokens", "block_size")),
     *(("plans", 0, "execution", name) for name in ("num_layers", "recompute_boundary_layer", "head_tokens")),
     *((*RULE, name) for name in ("layer", "window_tokens", "sample_every", "witness_every")),
-    *(("intents", 0, name) for name in ("max_tokens", "generation")),
+    *(("commands", "saves", 0, name) for name in ("max_tokens", "generation")),
 ]
 
 
@@ -109,8 +109,8 @@ def test_a_forged_number_is_refused(path, value):
         (None, ("plans", 0, "prompt_token_ids")),
         (None, ("plans", 0, "execution")),
         (7, ("plans", 0, "spans")),
-        ("nowhere", ("intents", 0, "tier")),
-        (7, ("intents", 0, "donor_id")),
+        ("nowhere", ("commands", "saves", 0, "tier")),
+        (7, ("commands", "saves", 0, "donor_id")),
         (("x",), ("forgotten",)),
         ((None,), ("grown",)),
         ((RequestProgress(7, ("x",), 20, True),), ("progress",)),

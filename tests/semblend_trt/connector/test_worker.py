@@ -64,7 +64,8 @@ def saved(worker, request_id):
 def follow(worker, request_id, blocks, written, max_tokens=100):
     step(
         worker,
-        intents=(SaveIntent(request_id, f"donor-{request_id}", max_tokens),),
+        followed=(request_id,),
+        commands=OffloadCommands(saves=[SaveIntent(request_id, f"donor-{request_id}", max_tokens)]),
         progress=(RequestProgress(request_id, blocks, written, True),),
     )
 
@@ -257,8 +258,8 @@ def test_what_a_failed_forward_was_to_write_is_not_kept(worker, args):
 
 
 def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, args):
-    begin(worker, intents=(SaveIntent(1, "donor-1", 100),), progress=(RequestProgress(1, (3, 4), 12, True),))
-    step(worker, grown=(1,))
+    begin(worker, followed=(1,), progress=(RequestProgress(1, (3, 4), 12, True),))
+    step(worker, grown=(1,), commands=OffloadCommands(saves=[SaveIntent(1, "donor-1", 100)]))
     assert not runtime_for(args).is_forward_open
     saved(worker, 1)
     assert "has failed" in runtime_for(args).saved[0].error
@@ -283,7 +284,7 @@ def test_what_the_forward_did_not_wait_for_is_placed_behind_it(worker, args):
 
 
 def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
-    follow(worker, 1, (3,), 8)
+    step(worker, followed=(1,), progress=(RequestProgress(1, (3,), 8, True),))
     step(worker, forgotten=(1,))
     assert worker.get_finished([1, 99], [5]) == ([1, 99], [5])
     assert not held_in(worker.store)
@@ -377,11 +378,16 @@ def two_tiers(args, monkeypatch):
 
 def keep_on_device(worker, request_id, blocks, written):
     intent = SaveIntent(request_id, f"donor-{request_id}", 100, Tier.DEVICE)
-    step(worker, intents=(intent,), progress=(RequestProgress(request_id, blocks, written, True),))
+    step(
+        worker,
+        followed=(request_id,),
+        progress=(RequestProgress(request_id, blocks, written, True),),
+        commands=OffloadCommands(saves=[intent]),
+    )
     saved(worker, request_id)
 
 
-def test_intents_name_the_tier(two_tiers, args):
+def test_saves_name_the_tier(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 12)
     follow(two_tiers, 2, (6,), 8)
     saved(two_tiers, 2)
@@ -394,8 +400,10 @@ def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(
         two_tiers,
-        commands=OffloadCommands(offloads=["donor-1", "donor-unknown"]),
-        intents=(SaveIntent(2, "donor-2", 100, Tier.DEVICE),),
+        commands=OffloadCommands(
+            offloads=["donor-1", "donor-unknown"], saves=[SaveIntent(2, "donor-2", 100, Tier.DEVICE)]
+        ),
+        followed=(2,),
         progress=(RequestProgress(2, (6, 7, 8), 24, True),),
     )
     saved(two_tiers, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.donors.donor_table import CatalogStats, Tier, TierMoves
+from semblend_trt.donors.eviction import Eviction, eviction_factory
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
@@ -249,3 +251,33 @@ def test_places_are_made_from_the_bottom():
         catalog.lease(donor_id)
     keep(catalog, "e", 5)
     assert keep(catalog, "f", 5) == TierMoves(Tier.HOST, dropped=("e",))
+
+
+def test_what_a_donor_continues_makes_room_before_others_and_counts_as_no_eviction():
+    catalog = catalog_of(host_tokens=100)
+    for donor_id, tokens in (("turn-1", 30), ("other", 40)):
+        keep(catalog, donor_id, tokens)
+    catalog.touch("turn-1")
+    assert catalog.reserve("turn-2", 30, continues="turn-1") == TierMoves(Tier.HOST)
+    catalog.cancel("turn-2")
+    assert catalog.reserve("turn-2", 50, continues="turn-1") == TierMoves(Tier.HOST, dropped=("turn-1",))
+    assert catalog.stats().evicted == 0
+    catalog.commit("turn-2", 50)
+    lease = catalog.lease("turn-2")
+    assert catalog.reserve("turn-3", 50, continues="turn-2").dropped == ("other",)
+    assert catalog.stats().evicted == 1
+    lease.release()
+    with pytest.raises(CapacityError):
+        catalog.reserve("turn-4", 51, continues="turn-2")
+    assert catalog.tier("turn-2") is Tier.HOST
+
+
+def test_a_donor_is_as_often_used_as_the_one_that_it_continues():
+    catalog = catalog_of(host_tokens=100, eviction=eviction_factory(Eviction.LFU, time.monotonic))
+    for donor_id in ("turn-1", "other"):
+        keep(catalog, donor_id, 30)
+    catalog.touch("turn-1")
+    catalog.reserve("turn-2", 40, continues="turn-1")
+    catalog.commit("turn-2", 40)
+    catalog.drop("turn-1")
+    assert catalog.reserve("new", 40).dropped == ("other",)
