@@ -264,8 +264,9 @@ class VllmWorker:
         except Exception as error:
             logger.warning("KV is not reused: plans cannot be executed in this model: %s", error)
             self._runtime.faults["hook"] += 1
-            if found is not None:
-                found.remove()
+            for change in (found, self._calls):
+                if change is not None:
+                    change.remove()
             reason = error.reason if isinstance(error, LayoutError) else "model_runner"
             self._runtime.refusal = self._runtime.refusal or reason
 

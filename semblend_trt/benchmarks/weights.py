@@ -27,7 +27,7 @@ BUFFERS = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
 def model_of(layers: int, elements: int, device: torch.device) -> nn.Module:
-    """A module that holds the tensors of so many layers, `elements` in each parameter."""
+    """A module that holds the tensors of `layers` layers, `elements` in each parameter."""
     model = nn.ModuleList()
     for _ in range(layers):
         layer = nn.Module()

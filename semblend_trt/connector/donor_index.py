@@ -47,7 +47,7 @@ logger.addFilter(OnceAMinute(by_values=False))
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 # Fetches that no look-up has asked for begin only while fewer than this are under way.
 MAX_PREFETCHES = 2
-# A donor holds so many tokens of its request's answer at most.
+# Most tokens of a request's answer that its donor holds.
 MAX_ANSWER_TOKENS = 1024
 # A text is kept beside another one that begins alike if it adds a span, or one in so many of its tokens.
 LITTLE_SHARE = 8
