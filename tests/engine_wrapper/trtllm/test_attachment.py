@@ -10,6 +10,7 @@ import pytest
 
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from engine_wrapper.trtllm.attachment import ExecutorParts, execution_refusal
+from engine_wrapper.watched_call import WatchedCall
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
@@ -62,7 +63,14 @@ class Site:
         for layer in getattr(decoder, "layers", ()):
             owners += [layer, layer.self_attn, getattr(layer.self_attn, "attn", None)]
         kept = [dict(vars(owner)) for owner in owners if hasattr(owner, "__dict__")]
+        # Weights are watched until the end, whatever else is attached.
+        self.watched = [name for each in kept for name, value in each.items() if _is_watched(value)]
+        kept = [{name: value for name, value in each.items() if not _is_watched(value)} for each in kept]
         return [{**each, "_forward_pre_hooks": dict(each.get("_forward_pre_hooks") or {})} for each in kept]
+
+
+def _is_watched(value: object) -> bool:
+    return isinstance(getattr(value, "__self__", None), WatchedCall)
 
 
 @pytest.fixture
@@ -84,8 +92,10 @@ def test_both_known_layouts_are_attached_to_and_left_as_they_were(
     assert site.runtime.publication_guard
     assert site.runtime.mode is EngineMode.STOCK, "no plan before the self-check has passed"
     assert site.attributes() != site.before
+    assert sorted(site.watched) == ["load_weights", "reset_reuse_state"]
     site.worker.close()
     assert site.attributes() == site.before
+    assert not site.watched
     assert not site.runtime.publication_guard
 
 
