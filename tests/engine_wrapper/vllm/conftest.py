@@ -119,6 +119,12 @@ class Served:
         """Our number of the request that was asked last."""
         return next(copy(self.core.scheduler.connector._scheduler._next_number)) - 1
 
+    @property
+    def offered(self) -> int:
+        """Tokens that the plan of the last request offered; those that were computed after all are among them."""
+        offered: int = self.scheduler.outcomes.of(self.last).offered_tokens
+        return offered
+
     def forget(self) -> None:
         """vLLM's own prefix cache is empty from now on; donors stay."""
         for _ in range(20):

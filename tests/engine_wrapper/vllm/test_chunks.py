@@ -80,7 +80,7 @@ def cold(models: Models) -> Callable[..., Answered]:
 def asked(served: Served, prompt: list[int] = MOVED) -> Answered:
     """The answer to a prompt, most of which is not computed by vLLM."""
     answer: Answered = served.ask(prompt, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT) - CHUNK
+    assert served.offered >= len(DOCUMENT) - CHUNK
     assert not served.runtime.faults
     return answer
 

@@ -296,6 +296,8 @@ def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(
     """With scales that are no powers of 2, by which keys that are kept are rounded as well."""
     with on_card({"dtype": "bfloat16"}):
         served = engine("exact", donors, dtype=dtype, **FP8)
+        if served.runtime.refusal == "pool_layout":
+            pytest.skip(f"skipped: vLLM stores {dtype} in e4m3 in a form of this processor's own")
         served.ask(DONOR, max_tokens=1)
         parts, places = served.worker._forward._parts, range(len(DONOR) - 1)
         stored, kept = held(served, blocks, places), kept_keys(served, blocks, places) if donors else None

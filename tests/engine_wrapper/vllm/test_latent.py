@@ -248,7 +248,7 @@ def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(
     ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(tmp_path / "profile.json")
     settings = {"policy": "verified", "profile": str(tmp_path / "profile.json")}
     served = taught(engine("boundary", settings, model=models()))
-    assert_cold(served.ask(MOVED, max_tokens=16), expected)
+    assert_cold(served.ask(MOVED, max_tokens=16), expected, 0)
     found = served.scheduler.outcomes.of(served.last)
     assert (found.checked_tokens, found.reused_tokens) == (len(DOCUMENT), 0)
     assert not served.runtime.faults

@@ -124,13 +124,13 @@ def test_a_plan_that_fails_is_computed_in_either_scheduling(
     served = taught(engine("position_fix"))
     worker = served.worker._worker
 
-    def fails(plans: Any) -> None:
+    def fails(plans: Any, _: int) -> None:
         if plans:
             raise RuntimeError("injected")
 
-    def lost(plans: Any, load: Any = worker._load) -> None:
+    def lost(plans: Any, changes: int, load: Any = worker._load) -> None:
         worker.store.clear()
-        load(plans)
+        load(plans, changes)
 
     if fault == "forward":
         fail_planned(monkeypatch, served, once=True)

@@ -103,7 +103,7 @@ def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(
     deviate(monkeypatch, 17)
     runs.clear()
     answer = served.ask(MOVED, max_tokens=16)
-    assert (answer.tokens, answer.cached > 500) == (cold, True)
+    assert (answer.tokens, served.offered > 400) == (cold, True)
     assert set(runs) == {1}
     found = evidence_of(served)
     assert (found["reused_tokens"], found["recomputed_tokens"]) == (0, found["offered_tokens"])

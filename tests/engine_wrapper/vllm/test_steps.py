@@ -112,9 +112,9 @@ def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(
     worker = served.worker._worker
     load = worker._load
 
-    def lost(plans: Any) -> None:
+    def lost(plans: Any, changes: int) -> None:
         worker.store.clear()
-        load(plans)
+        load(plans, changes)
 
     monkeypatch.setattr(worker, "_load", lost)
     assert_cold(served, cold, MOVED[0], NEW)
@@ -126,7 +126,7 @@ def test_a_load_that_raises_is_reported_and_computed(
 ) -> None:
     served = taught(engine("position_fix"), *DONORS)
 
-    def broken(plans: Any) -> None:
+    def broken(plans: Any, _: int) -> None:
         if plans:
             raise OSError("the tier is gone")
 

@@ -23,7 +23,7 @@ def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """The donors are gone when they are to be placed: our rows compute what was promised."""
     worker = served.worker._worker
     load = worker._load
-    monkeypatch.setattr(worker, "_load", lambda plans: (worker.store.clear(), load(plans)))
+    monkeypatch.setattr(worker, "_load", lambda *told: (worker.store.clear(), load(*told)))
 
 
 def forward_fails_once(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:

@@ -57,7 +57,7 @@ def cold(models: Models) -> Cold:
 def asked(served: Served) -> Answered:
     """The answer to a moved document, most of which is not computed by vLLM."""
     answer: Answered = served.ask(MOVED, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert not served.runtime.faults
     return answer
 
@@ -112,7 +112,7 @@ def test_holes_in_a_window_are_computed(engine: Engine, models: Models) -> None:
     answer = cold_answers(prompt, model=models(2))(prompt)
     served = taught(engine("epic", {"epic_tokens": WINDOW - 1}, model=models(2)), first, second)
     found = served.ask(prompt, max_tokens=16)
-    assert found.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert is_cold(found, answer)
     assert not served.runtime.faults
 
