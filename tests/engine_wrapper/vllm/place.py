@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from torch.cuda import is_available
 
 if TYPE_CHECKING:
@@ -25,10 +26,20 @@ LATENT = {"dtype": "float16", "attention_backend": "FLASH_ATTN_MLA"}
 LATENT_IN_FP8 = LATENT | {"attention_backend": "TRITON_MLA"}
 
 
+def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
+    """For latent attention from vLLM 0.32 on, where the processor has AMX: its backend there takes no float32."""
+    is_latent = "MLA" in options.get("attention_backend", "")
+    if not is_latent or not torch.cpu._is_amx_tile_supported():
+        return {}
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return {"attention_backend": "CPU_MLA"} if hasattr(AttentionBackendEnum, "AMX_MLA") else {}
+
+
 @contextmanager
 def on_card(options: dict[str, Any]) -> Iterator[None]:
     """Engines on a card get these options as well."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items() if is_available() else ():
+        for name, value in (options if is_available() else _on_cpu(options)).items():
             patch.setitem(PLACE, name, value)
         yield

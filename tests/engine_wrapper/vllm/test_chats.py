@@ -37,7 +37,8 @@ IS_NEWER = Version(version("vllm")) >= Version("0.32")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
-    process = ServeProcess(*OPTIONS.split(), "--served-model-name", "m")
+    # The newer one keeps the path that renders a chat closed otherwise.
+    process = ServeProcess(*OPTIONS.split(), *["--enable-scale-out"] * IS_NEWER, "--served-model-name", "m")
     try:
         process.address()
         wait_for(lambda: is_up(process))
