@@ -192,7 +192,7 @@ class DonorIndex:
 
         That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
         holds; else its exact part; of the answer MAX_ANSWER_TOKENS at most. Returns no intent when that is too short,
-        or held already by donors that it does not read.
+        or held already.
         """
         plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
@@ -207,10 +207,7 @@ class DonorIndex:
         intent = SaveIntent(tracked.request_id, donor_id, limit, generation=generation, prompt_tokens=len(prompt))
         if limit < self._settings.min_donor_tokens:
             return None
-        # Donors that the plan reads may turn out to be lost: the end of the request shows whether they are held.
-        read = set() if plan is None else {span.donor_id for span in plan.spans}
-        near = (each for each in self._texts.near(tracked.namespace_key, prompt) if each.donor_id not in read)
-        return None if self._is_kept(intent, near, limit) else intent
+        return None if self._is_kept(intent, self._texts.near(tracked.namespace_key, prompt), limit) else intent
 
     def begin_save(
         self,

@@ -230,7 +230,8 @@ def donor_lost(trial: Trial) -> None:
         llm.connector_worker.store.clear()
         with trial.counts("refusals", reason="load_failed"):
             trial.ask(llm, trial.others[0])
-        trial.ask(llm, trial.others[1])
+        trial.ask(llm, trial.others[1])  # it becomes a donor: the one before found its text held at its look-up
+        trial.ask(llm, trial.others[0])
 
 
 def forward_fails(trial: Trial) -> None:
