@@ -326,8 +326,12 @@ class ReuseProfile(_Part):
         )
 
     def evidence_refusal(self) -> str | None:
-        """Why the figures do not justify what these terms leave unchecked; None where they do, or nothing is left."""
-        if not leaves_unchecked(self.policy, self.check):
+        """Return what the figures lack to justify these terms; None if they do, or if only exact text is reused.
+
+        Every other profile needs a digest, a rule and the confirmation of its very terms. If its terms leave text
+        unchecked, every family of EVIDENCE_FAMILIES has to be within the rule's margin too.
+        """
+        if self.policy == ReusePolicy.EXACT.value:
             return None
         figures = list[_Figure]()
         for figure in self.figures:
@@ -343,11 +347,11 @@ class ReuseProfile(_Part):
             "a digest": self.digest is not None,
             f"a rule with a margin of at most {EVIDENCE_MARGIN:g}": 0.0 < margin <= EVIDENCE_MARGIN,
             "a confirmation": any(f.startswith(f"{name} ") and all(p in f for p in parts) for f in confirmed),
-            **{family: family in shown for family in EVIDENCE_FAMILIES},
         }
+        if leaves_unchecked(self.policy, check):
+            found |= {family: family in shown for family in EVIDENCE_FAMILIES}
         lacking = ", ".join(each for each, is_found in found.items() if not is_found)
-        told = f"The profile's terms ({name}) leave text unchecked, and its evidence for them lacks {lacking}"
-        return f"{told}; {_MAKE_AGAIN}." if lacking else None
+        return f"The profile's evidence for its terms ({name}) lacks {lacking}; {_MAKE_AGAIN}." if lacking else None
 
     @property
     def terms(self) -> ReuseTerms | None:
@@ -473,8 +477,6 @@ class ProfileMatcher:
                 logger.warning("SEMBLEND_PROFILE_TRIAL is on: the reuse profile is used without its evidence")
             elif (lacking := profile.evidence_refusal()) is not None:
                 raise ProfileError(lacking, "profile_evidence")
-            elif profile.digest is None:
-                logger.warning("reuse profile %s has no digest, and the next release refuses it", self._path)
             self._profile = profile
         except ProfileError as error:
             self._without = ProfileMatch(None, error.reason, (str(error),))

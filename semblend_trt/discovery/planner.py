@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from semblend_trt.reuse_profile import ReuseProfile
 
 
-# A longer prompt's look-up may take longer in proportion. The fastest recorded prefill (benchmarks/results/h200,
-# cold_ttft_24k_ms) needs 0.030 ms for a token, and longer prompts need more: 5 ms for so many tokens are less than 1 %.
-DEADLINE_TOKENS = 20_480
+# The default of 5 ms for these is under 1 % of every recorded prefill (benchmarks/results/h200, cold_ttft_*).
+DEADLINE_TOKENS = 24_576
+# A look-up has a fixed cost: a prompt with fewer tokens has the deadline of one with these.
+DEADLINE_SHORTEST = 4_096
 # The part of a look-up's time that may go by before no further run is looked for. The rest is for choosing.
 _FINDING_SHARE = 0.6
 # Refusals that a run could have averted which a bound has hidden.
@@ -45,7 +46,7 @@ Scan: TypeAlias = "tuple[list[Run], ScanWork]"
 
 
 class Deadline:
-    """Ends after `milliseconds` of this thread's processor time, or later for more than DEADLINE_TOKENS `tokens`.
+    """Ends after `milliseconds` of this thread's processor time for DEADLINE_TOKENS `tokens`, in proportion for others.
 
     Time in which the thread waits for a processor or for the interpreter's lock does not count: to give the lookup up
     would not bring that time back. It is asked before each piece of work. `has_cut` says that it refused one.
@@ -53,10 +54,11 @@ class Deadline:
 
     __slots__ = ("_begin", "_clock", "_seconds", "has_cut")
 
-    def __init__(self, milliseconds: float, tokens: int = 0, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, milliseconds: float, tokens: int, clock: Callable[[], float] = time.thread_time) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._begin, self._seconds = clock(), milliseconds / 1000 * max(1.0, tokens / DEADLINE_TOKENS)
+        self._begin = clock()
+        self._seconds = milliseconds / 1000 * max(tokens, DEADLINE_SHORTEST) / DEADLINE_TOKENS
         self.has_cut = False
 
     def is_over(self, share: float = 1.0) -> bool:

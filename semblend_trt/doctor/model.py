@@ -114,9 +114,8 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
     except ProfileError as error:
         yield _profile.refused(error.reason, str(error))
         return
-    if settings.profile_trial or held.digest is None:
-        told = "SEMBLEND_PROFILE_TRIAL is on: it is used without its evidence"
-        yield _profile.note(told if settings.profile_trial else "it has no digest, and the next release refuses it")
+    if settings.profile_trial:
+        yield _profile.note("SEMBLEND_PROFILE_TRIAL is on: it is used without its evidence")
     yield _profile.ok(_allowed(held), policy=held.policy, boundary=held.boundary, date=held.date)
     if known is None:
         yield _profile.note(f"made for model {held.namespace['model']}; --model compares it with one")

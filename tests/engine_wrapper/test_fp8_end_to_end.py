@@ -147,7 +147,7 @@ def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engi
     llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
     assert llm.executor.pool.tensor.dtype == cold.executor.pool.tensor.dtype == FP8
     outputs, expected = ([serve(each, prompt) for prompt in (DONOR, SHIFTED)] for each in (llm, cold))
-    assert outputs[1].reused_tokens > 100
+    assert llm.connector_scheduler.reuse_of(outputs[1].request_id).offered_tokens > 100
     for output, wanted in zip(outputs, expected, strict=True):
         assert_same(output, wanted, tolerance=0.0)
     check_keys(llm)

@@ -53,7 +53,8 @@ def test_boundary_at_the_top_equals_cold(engine):
     llm = engine(**BOUNDARY)
     teach(llm, DONOR)
     output = serve(llm, SHIFTED)
-    assert output.reused_tokens == len(DOCUMENT)
+    report = llm.connector_scheduler.reuse_of(output.request_id)
+    assert (report.reused_tokens, report.recomputed_tokens) == (0, len(DOCUMENT))
     assert_same(output, serve(engine.cold(), SHIFTED))
 
 

@@ -485,7 +485,8 @@ def test_a_check_below_all_layers_with_full_attention_is_refused(
 ) -> None:
     made = tmp_path / "reuse-profile.json"
     check = ProfileCheck(layer=2, threshold=0.1)
-    ReuseProfile.made_for(namespace(), GEOMETRY, policy="verified", check=check).write(made)
+    figures = evidence("verified layer 2 threshold 0.1")
+    ReuseProfile.made_for(namespace(), GEOMETRY, policy="verified", check=check, figures=figures).write(made)
     asked = ProfileMatcher(load_settings(policy="verified", profile_path=made), lowest)
     with caplog.at_level(logging.ERROR):
         found = match(asked, namespace())
@@ -566,6 +567,8 @@ def refusal(path: Path, **settings: Any) -> str | None:
 SAMPLED = ProfileCheck(layer=2, threshold=0.2, sample_every=16, sample_threshold=0.1)
 SAMPLED_NAME = "verified layer 2 threshold 0.2 head 8 sample of one in 16 in windows of 32 under 0.1"
 LOOSE = ProfileCheck(layer=2, threshold=1.0)
+DENSE = ProfileCheck(layer=2, threshold=0.99)
+DENSE_NAME = "verified layer 2 threshold 0.99"
 
 
 @pytest.mark.parametrize(
@@ -575,10 +578,11 @@ LOOSE = ProfileCheck(layer=2, threshold=1.0)
         ({"policy": "boundary", "boundary": 3}, "boundary 3"),
         ({"policy": "verified", "check": SAMPLED}, SAMPLED_NAME),
         ({"policy": "verified", "check": LOOSE}, "verified layer 2 threshold 1"),
+        ({"policy": "verified", "check": DENSE}, DENSE_NAME),
     ],
     ids=lambda each: str(each)[:30],
 )
-def test_what_leaves_text_unchecked_needs_evidence_for_these_very_terms(
+def test_what_is_not_exact_needs_evidence_for_these_very_terms(
     tmp_path: Path, fields: dict[str, Any], candidate: str
 ) -> None:
     path = tmp_path / "profile.json"
@@ -587,7 +591,7 @@ def test_what_leaves_text_unchecked_needs_evidence_for_these_very_terms(
     other = "verified layer 2 threshold 0.2" if candidate != "verified layer 2 threshold 0.2" else "position_fix"
     for figures in ([], evidence(other), evidence(f"{candidate}1"), evidence(candidate, holds=False)):
         unchecked(figures, **fields).write(path)
-        assert str(refusal(path)).startswith("profile_evidence: The profile's terms (")
+        assert str(refusal(path)).startswith("profile_evidence: The profile's evidence for its terms (")
         assert refusal(path, profile_trial=True) is None
     unedited = unchecked(evidence(candidate), **fields).model_dump(mode="json")
     path.write_text(json.dumps(unedited))
@@ -621,7 +625,9 @@ def test_evidence_is_of_groups_enough_for_its_margin(tmp_path: Path, changes: di
 
 
 @pytest.mark.parametrize("name", sorted(set(ReuseProfile.model_fields) - {"schema_version", "digest"}))
-@pytest.mark.parametrize("made", [profile(), unchecked()], ids=["checked", "unchecked"])
+@pytest.mark.parametrize(
+    "made", [profile(figures=evidence("verified layer 2 threshold 0.2")), unchecked()], ids=["checked", "unchecked"]
+)
 def test_an_edited_field_is_noticed(tmp_path: Path, made: ReuseProfile, name: str) -> None:
     path = tmp_path / "profile.json"
     made.write(path)
@@ -637,14 +643,13 @@ def test_an_edited_field_is_noticed(tmp_path: Path, made: ReuseProfile, name: st
         assert str(refusal(path)).partition(":")[0] in ("profile_evidence", "profile_unreadable")
 
 
-def test_a_profile_without_a_digest_that_checks_everything_works_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        asked = matcher(stored(tmp_path / "profile.json"))
-        assert all(match(asked, namespace()).profile is not None for _ in range(3))
-    (record,) = caplog.records
-    assert "has no digest, and the next release refuses it" in record.getMessage()
+def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    rule, *_, tried = evidence(DENSE_NAME)
+    unchecked([rule, tried], policy="verified", check=DENSE).write(path)
+    assert refusal(path) is None
+    unchecked([], policy="exact").write(path)
+    assert refusal(path) is None
 
 
 # -- who can write it ---------------------------------------------------------------------------------------------
@@ -722,7 +727,7 @@ def test_what_the_own_group_of_a_user_can_write_is_not_open_to_others(
 def test_the_layers_to_prepare_checks_for_are_known_before_any_request(tmp_path: Path, path: Path) -> None:
     check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5, min_saved_share=0.1)
     checked = tmp_path / "checked.json"
-    ReuseProfile.made_for(namespace(), GEOMETRY, policy="verified", check=check).write(checked)
+    profile(check=check, figures=evidence("verified layer 2 threshold 0.1")).write(checked)
     assert matcher(checked).check_layers == (2,)
     assert matcher(checked, "position_fix").check_layers == ()
     assert matcher(path).check_layers == ()

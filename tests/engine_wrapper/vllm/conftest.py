@@ -122,8 +122,11 @@ class Served:
     @property
     def offered(self) -> int:
         """Tokens that the plan of the last request offered; those that were computed after all are among them."""
-        offered: int = self.scheduler.outcomes.of(self.last).offered_tokens
-        return offered
+        return self.offered_of(1)[0]
+
+    def offered_of(self, count: int) -> list[int]:
+        """Tokens that the plans of the last requests offered, the oldest first."""
+        return [self.scheduler.outcomes.of(self.last - back).offered_tokens for back in reversed(range(count))]
 
     def forget(self) -> None:
         """vLLM's own prefix cache is empty from now on; donors stay."""

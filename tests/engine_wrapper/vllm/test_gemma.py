@@ -80,7 +80,7 @@ def test_answers_behind_a_moved_run_are_cold_ones(
     wanted = cold(layers)
     served = taught(engine(policy, settings, model=models(layers), **options))
     answer = served.ask(MOVED, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT) - WINDOW
+    assert served.offered >= len(DOCUMENT) - WINDOW
     assert answer.tokens == wanted.tokens
     assert near(answer.logprobs, wanted.logprobs)
     assert served.worker._forward._sparse
@@ -95,7 +95,7 @@ def test_a_model_that_takes_images_is_served_for_text_alone(
     settings = {"recompute_boundary_layer": LAYERS}
     served = taught(engine("boundary", settings, model=with_images, language_model_only=True))
     answer = served.ask(MOVED, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert answer.tokens == wanted.tokens
     assert near(answer.logprobs, wanted.logprobs)
     assert not served.runtime.faults

@@ -148,8 +148,9 @@ def test_neighbours_of_a_plan_are_answered_as_alone(
     expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
     served = taught(engine(*WHOLE, model=models()))
     found = served.ask(NEW, MOVED, LONG, max_tokens=16)
-    for answer, alone, cached in zip(found, expected, (0, len(DOCUMENT), 0), strict=True):
-        assert_cold(answer, alone, cached)
+    assert served.offered_of(3)[1] >= len(DOCUMENT)
+    for answer, alone in zip(found, expected, strict=True):
+        assert_cold(answer, alone)
     # And while another one decodes.
     served.forget()
     built.clear()

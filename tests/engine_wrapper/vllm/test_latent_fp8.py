@@ -78,8 +78,7 @@ def cold(model: Path) -> Cold:
     return cold_answers(DONOR, MOVED, NEW, LONG, model=model, **FP8)
 
 
-def assert_cold(answer: Answered, expected: Answered, cached: int = 0) -> None:
-    assert answer.cached >= cached
+def assert_cold(answer: Answered, expected: Answered) -> None:
     assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
     assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS], NEAR)
 
@@ -101,7 +100,8 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
     parts = served.worker._forward._parts
     assert (parts.pool.dtype, parts.geometry.bytes_per_token(parts.pool.dtype)) == (torch.float8_e4m3fn, LAYERS * 576)
     assert_cold(served.ask(NEW, max_tokens=16), expected["new"])
-    assert_cold(served.ask(MOVED, max_tokens=16), expected["moved"], len(DOCUMENT))
+    assert_cold(served.ask(MOVED, max_tokens=16), expected["moved"])
+    assert served.offered >= len(DOCUMENT)
     assert not served.runtime.faults
 
 
@@ -148,8 +148,9 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine: Engine, model: Path,
     expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
     served = taught(engine(*WHOLE, model=model, **FP8))
     found = served.ask(NEW, MOVED, LONG, max_tokens=16)
-    for answer, alone, cached in zip(found, expected, (0, len(DOCUMENT), 0), strict=True):
-        assert_cold(answer, alone, cached)
+    assert served.offered_of(3)[1] >= len(DOCUMENT)
+    for answer, alone in zip(found, expected, strict=True):
+        assert_cold(answer, alone)
     assert not served.runtime.faults
 
 

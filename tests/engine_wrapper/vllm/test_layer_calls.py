@@ -67,7 +67,7 @@ def test_answers_behind_a_moved_run_are_cold_ones(
     own = {"recompute_boundary_layer": LAYERS} if policy == "boundary" else {}
     served = taught(engine(policy, own, model=models[family, layers], **options))
     answer = served.ask(MOVED, max_tokens=16)
-    assert answer.cached >= len(DOCUMENT)
+    assert served.offered >= len(DOCUMENT)
     assert answer.tokens == wanted.tokens
     assert near(answer.logprobs, wanted.logprobs)
     assert served.worker._forward._sparse

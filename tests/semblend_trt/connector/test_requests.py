@@ -331,7 +331,10 @@ def test_outcomes(fields, outcome, reason):
     [
         ({"reason": "low_reuse", "runs_found": 1}, (0, 0, 0, 0, 0, 0.0)),
         ({"plan": plan()}, (50, 10, 50, 0, 0, 0.0)),
-        ({"plan": plan(recompute_boundary_layer=3)}, (50, 10, 50, 0, 0, 0.0)),
+        ({"plan": plan(recompute_boundary_layer=2)}, (50, 10, 50, 0, 0, 0.0)),
+        ({"plan": plan(recompute_boundary_layer=3)}, (0, 60, 50, 0, 50, 0.0)),
+        ({"plan": plan(spans=WITH_EXACT, recompute_boundary_layer=3)}, (15, 45, 55, 0, 40, 0.0)),
+        ({"plan": plan(check=CHECK, recompute_boundary_layer=3), "evidence": EVIDENCE}, (0, 60, 50, 50, 50, 0.11)),
         ({"plan": plan(head_tokens=8)}, (42, 18, 50, 0, 8, 0.0)),
         ({"plan": plan(spans=WITH_EXACT, head_tokens=8)}, (47, 13, 55, 0, 8, 0.0)),
         ({"plan": plan(), "load_failed": True}, (0, 60, 0, 0, 0, 0.0)),

@@ -430,7 +430,7 @@ class Ticking:
 
 def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
     for milliseconds, runs_found in ((1, 0), (1700, 1)):
-        planned = planner({"a": SHIFTED}).plan(request(), Deadline(milliseconds, clock=Ticking()))
+        planned = planner({"a": SHIFTED}).plan(request(), Deadline(milliseconds, DEADLINE_TOKENS, clock=Ticking()))
         assert_refused(planned, "lookup_timeout")
         assert planned.runs_found == runs_found
 
@@ -441,7 +441,7 @@ def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled: bool) 
     asked, passes = planner(donors), list[str]()
     was_enabled, count = gc.isenabled(), lambda phase, _: passes.append(phase)
     (gc.enable if is_enabled else gc.disable)()
-    ends = Deadline(10_000, clock=lambda: float(len(passes)))
+    ends = Deadline(10_000, DEADLINE_TOKENS, clock=lambda: float(len(passes)))
     gc.collect()
     gc.callbacks.append(count)
     try:
@@ -460,16 +460,16 @@ def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned() -> None:
     prompt = np.concatenate([text(9, 9), *pieces[::-1], QUESTION])
     asked = planner(donors, min_reuse_ratio=0)
     # The clock is read five times until 40 runs are found, and once for each piece that is chosen.
-    planned = asked.plan(request(prompt), Deadline(35_000, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(35_000, DEADLINE_TOKENS, clock=Ticking()))
     plan = planned.plan
     assert plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 40)
     assert sorted(span.donor_id for span in plan.spans) == [f"d{at:02}" for at in range(10, 40)]
     # What is found in its part of the time is chosen from.
-    planned = asked.plan(request(prompt), Deadline(4_000, clock=Ticking()))
+    planned = asked.plan(request(prompt), Deadline(4_000, DEADLINE_TOKENS, clock=Ticking()))
     assert planned.plan is not None
     assert (planned.outcome_reason, planned.runs_found) == ("lookup_timeout", 16)
-    in_time = asked.plan(request(prompt), Deadline(45_000, clock=Ticking()))
+    in_time = asked.plan(request(prompt), Deadline(45_000, DEADLINE_TOKENS, clock=Ticking()))
     assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
 
 
@@ -495,31 +495,32 @@ def test_a_run_that_a_bound_may_hide_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "milliseconds"), [(0, 5), (8_192, 5), (DEADLINE_TOKENS, 5), (65_536, 16), (262_144, 64)]
+    ("tokens", "milliseconds"), [(0, 5 / 6), (4_096, 5 / 6), (8_192, 5 / 3), (DEADLINE_TOKENS, 5), (262_144, 160 / 3)]
 )
-def test_a_deadline_grows_with_a_long_prompt(tokens: int, milliseconds: float) -> None:
+def test_a_deadline_grows_with_the_prompt(tokens: int, milliseconds: float) -> None:
     times = iter([10.0, 10.0, 10 + milliseconds / 1000 * 0.999, 10 + milliseconds / 1000 * 1.001])
     deadline = Deadline(5.0, tokens, clock=lambda: next(times))
     assert [deadline.is_over() for _ in range(3)] == [False, False, True]
     assert deadline.has_cut
 
 
-def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recorded_prefill() -> None:
+def test_the_default_deadline_is_below_a_hundredth_of_every_recorded_prefill() -> None:
     recorded = Path(__file__).parents[3] / "benchmarks/results/h200/ttft.json"
     rows = {row["name"]: row["value"] for row in json.loads(recorded.read_text("utf-8"))}
-    for name, tokens in (("cold_ttft_24k_ms", 24_576), ("cold_ttft_32k_ms", 32_768)):
-        times = iter([0.0, rows[name] / 1000 / 100])
-        assert Deadline(Settings().lookup_deadline_ms, tokens, clock=lambda times=times: next(times)).is_over()
+    default = Settings.model_fields["lookup_deadline_ms"].default
+    for thousands in (4, 8, 16, 24, 32):
+        times = iter([0.0, rows[f"cold_ttft_{thousands}k_ms"] / 1000 / 100])
+        assert Deadline(default, thousands * 1_024, clock=lambda times=times: next(times)).is_over()
 
 
 def test_work_ends_a_deadline() -> None:
-    deadline = Deadline(0.001)
+    deadline = Deadline(0.001, 0)
     sum(range(10_000))
     assert deadline.is_over()
 
 
 def test_another_threads_work_does_not_end_a_deadline() -> None:
-    deadline = Deadline(10_000)
+    deadline = Deadline(10_000, 0)
     other = threading.Thread(target=lambda: sum(range(100_000)))
     other.start()
     other.join()

@@ -15,6 +15,7 @@ from semblend_trt.doctor.finding import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
+from tests.semblend_trt.test_reuse_profile import evidence
 from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
@@ -195,9 +196,8 @@ def made(tiny_qwen2_path: Path, tmp_path: Path) -> str:
         pipeline_parallel_size=1,
         context_parallel_size=1,
     )
-    made_for = ReuseProfile.made_for(
-        namespace, known.geometry(2), policy="verified", check=ProfileCheck(layer=1, threshold=0.05)
-    )
+    check, figures = ProfileCheck(layer=1, threshold=0.05), evidence("verified layer 1 threshold 0.05")
+    made_for = ReuseProfile.made_for(namespace, known.geometry(2), policy="verified", check=check, figures=figures)
     made_for.write(tmp_path / "profile.json")
     return str(tmp_path / "profile.json")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def test_every_variable_is_read_or_told(monkeypatch) -> None:
+    monkeypatch.delenv("SEMBLEND_LOOKUP_DEADLINE_MS")
     monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
     monkeypatch.setenv("SEMBLEND_MAX_DONORS", "7")

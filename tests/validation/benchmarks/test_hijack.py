@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import ReuseProfile, terms_name
+from tests.semblend_trt.test_reuse_profile import evidence
 from tests.validation.benchmarks.dry_runs import dry_rows
 from validation.benchmarks import hijack
 from validation.benchmarks.hijack import attack
@@ -32,7 +33,9 @@ def test_rows_tell_every_policys_wrong_answers(tmp_path) -> None:
 
 def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path) -> None:
     profile = ReuseProfile.read(shipped.profile)
-    blind = profile.model_copy(update={"check": profile.check.model_copy(update={"layer": 1, "threshold": 0.99})})
+    check = profile.check.model_copy(update={"layer": 1, "threshold": 0.99})
+    forged = evidence(terms_name("verified", 0, check))
+    blind = profile.model_copy(update={"check": check, "figures": forged})
     blind.write(tmp_path / "profile.json")
     found = attack(replace(shipped, profile=tmp_path / "profile.json"), tries=3, victims=2)
     assert found.hijacked["verified"] >= 3

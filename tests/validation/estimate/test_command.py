@@ -20,6 +20,7 @@ from tests.pages import ROOT
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.discovery.planning import profile
 from tests.semblend_trt.held_donors import at_once
+from tests.semblend_trt.test_reuse_profile import evidence
 from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_pat
     latent.save(folder)
     assert estimated(log, "--model", str(folder))["memory"]["kv_bytes_a_token"] == 61 * 576 * 2
     path = tmp_path / "profile.json"
-    profile("verified", check=ProfileCheck(layer=1, threshold=0.1)).write(path)
+    figures = evidence("verified layer 1 threshold 0.1")
+    profile("verified", check=ProfileCheck(layer=1, threshold=0.1), figures=figures).write(path)
     sizes = ReuseProfile.read(path).geometry
     expected = KvGeometry(sizes.num_layers, sizes.kv_heads, sizes.head_dim, 32)
     found = estimated(log, "--profile", str(path))
