@@ -167,7 +167,7 @@ def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
     made = ProfileCheck(**{"layer": 2, "threshold": 0.0, "max_span_share": 1.0, **check})
     namespace, geometry = served.scheduler.namespace, served.runtime.pool.geometry
     ReuseProfile.made_for(namespace, geometry, policy="verified", check=made).write(tmp_path / "profile.json")
-    settings = {"policy": "verified", "profile": str(tmp_path / "profile.json")}
+    settings = {"policy": "verified", "profile": str(tmp_path / "profile.json"), "profile_trial": True}
     served = taught(engine("exact", settings, model=models(MIXED)))
     assert is_cold(asked(served), wanted)
     report = served.scheduler.outcomes.of(served.last)

@@ -201,7 +201,7 @@ def test_moved_rows_are_the_donors_bytes_and_those_that_turn_are_rounded_once_mo
     namespace, geometry = served.scheduler.namespace, served.worker._forward._parts.geometry
     check = ProfileCheck(layer=1, threshold=float(deviations.median()))
     ReuseProfile.made_for(namespace, geometry, policy="verified", check=check).write(model / "profile.json")
-    settings = {"policy": "verified", "profile": str(model / "profile.json"), **donors}
+    settings = {"policy": "verified", "profile": str(model / "profile.json"), "profile_trial": True, **donors}
     served = taught(engine("boundary", settings, model=model, **FP8))
     served.ask(MOVED, max_tokens=1)
     found, kept = served.scheduler.outcomes.of(served.last), deviations[deviations <= check.threshold]

@@ -124,7 +124,7 @@ def checked_at(served: Served, layer: int, folder: Path, **changes: Any) -> dict
         served.scheduler.namespace, served.runtime.pool.geometry, policy="verified", check=check
     )
     made.write(folder / "profile.json")
-    return {"policy": "verified", "profile": str(folder / "profile.json")}
+    return {"policy": "verified", "profile": str(folder / "profile.json"), "profile_trial": True}
 
 
 @pytest.mark.usefixtures("trial")
