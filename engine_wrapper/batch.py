@@ -23,7 +23,6 @@ import torch
 
 from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
-from engine_wrapper.witnesses import Witnesses
 from kernels.sparse_prefill.rows import to_device
 from semblend_trt.streams import HostCopy
 
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kernels.layout import KvGeometry, Pool
+    from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.ranks import Ranks
 
 # Runs all rows of a work up to K and V of a layer, as `lowest_schedule` has it. Returns the deviations of its checked
 # tokens, float32 [tokens].
@@ -101,7 +99,6 @@ def run_works(
     num_layers: int,
     max_rows: int | None,
     lowest: RunLowest,
-    witnesses: Witnesses,
     evidence_sink: EvidenceSink | None,
     run: Callable[[Sequence[SequenceWork]], Output],
     *,
@@ -131,10 +128,8 @@ def run_works(
         left[index], known = works[index].behind_sample(found, deviations[index].read())
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
-    if speculative is not None:
-        if all(work.pending is None for work in left):
-            return speculative
-        witnesses.restore()
+    if speculative is not None and all(work.pending is None for work in left):
+        return speculative
     return run_left(left)
 
 
@@ -176,15 +171,13 @@ def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLow
 
 @dataclass(frozen=True, slots=True)
 class EngineForward:
-    """How one engine runs a schedule on its device. KV of this `geometry` is written into `pool`; all `ranks` do it.
+    """How one engine runs a schedule on its device. KV that it writes has this `geometry`.
 
     `run` returns the output rows, [rows, hidden], and tells a sink what the checks found. `lowest` runs a schedule up
     to its check and returns the deviations. No forward has more than `max_rows` rows; `keys_per_row` as for `works_of`.
     """
 
-    pool: Pool
     geometry: KvGeometry
-    ranks: Ranks
     run: Callable[[LayerSchedule, EvidenceSink | None], torch.Tensor]
     lowest: Callable[[LayerSchedule], torch.Tensor]
     max_rows: int | None = None
@@ -214,9 +207,8 @@ class Batch:
         """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden], in its
         order.
 
-        `plans` by request id; `blocks`: every request's block ids. A request against whose plan its witnesses speak is
-        run again, without moved KV. Raises PlanError when a plan does not fit its request, ValueError when a block is
-        missing.
+        `plans` by request id; `blocks`: every request's block ids. Raises PlanError when a plan does not fit its
+        request, ValueError when a block is missing.
         """
         geometry, max_rows, device = forward.geometry, forward.max_rows, self.input_ids.device
         num_layers = geometry.num_layers
@@ -229,16 +221,8 @@ class Batch:
             for index, request_id in enumerate(self.request_ids)
         ]
         works = works_of(slices, num_layers, forward.keys_per_row)
-        witnesses = Witnesses(works, forward.pool, geometry, forward.ranks)
-        witnesses.take(num_layers)
-        sink = witnesses.note if witnesses else evidence_sink
-        run = partial(self._run, forward=forward, sink=sink)
-        found = run_works(works, num_layers, max_rows, below, witnesses, sink, run)
-        for index, plan in witnesses.refused(evidence_sink):
-            rows = self._rows_of(index)
-            again = self._alone(index).run({plan.request_id: plan}, [blocks[index]], forward)
-            found = torch.cat([found[: rows.start], again, found[rows.stop :]])
-        return found
+        run = partial(self._run, forward=forward, sink=evidence_sink)
+        return run_works(works, num_layers, max_rows, below, evidence_sink, run)
 
     def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
         """Runs works that can be divided, one forward behind the other; returns as `run` does."""
@@ -253,15 +237,6 @@ class Batch:
             hidden.append(own)
             done = end
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
-
-    def _rows_of(self, index: int) -> slice:
-        first = sum(self.lengths[:index])
-        return slice(first, first + self.lengths[index])
-
-    def _alone(self, index: int) -> Batch:
-        """The sequence as a batch of its own."""
-        ids, begins, lengths = (each[index : index + 1] for each in (self.request_ids, self.begins, self.lengths))
-        return Batch(ids, begins, lengths, 1, self.input_ids[self._rows_of(index)])
 
     def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
         """One sequence; its tokens are 0 if no plan knows them."""

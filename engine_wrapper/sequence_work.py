@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from semblend_trt.plan import SpanCheck
 
-# Of a short span more than a share of its tokens.
-LEAST_WITNESSES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
@@ -122,20 +119,6 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
     return np.concatenate(found)
 
 
-def witnesses_of(lengths: Sequence[int], every: int, seed: int) -> npt.NDArray[np.int64]:
-    """Which of the checked tokens are witnesses where the check keeps them, int64, ascending: see `SpanCheck`. At least
-    LEAST_WITNESSES of each span, or all of a shorter one."""
-    # Other numbers than the sample's, whose tokens tell of the lowest layers already.
-    rng = np.random.default_rng([seed, 1])
-    firsts = np.cumsum(lengths) - lengths
-    return np.concatenate(
-        [
-            first + _one_of_each(0, length, min(every, max(1, length // LEAST_WITNESSES)), rng)
-            for first, length in zip(firsts, lengths, strict=True)
-        ]
-    )
-
-
 def _one_of_each(begin: int, end: int, every: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """One number at random of each stratum of `every` from `begin` on; the last stratum may be shorter."""
     strata = np.arange(begin, end, every)
@@ -233,14 +216,12 @@ class PendingCheck:
     """A plan whose check has not decided yet.
 
     `rows`: the request's rows that are compared, one range for each checked span; all are computed until the check has
-    decided. `witnesses`: positions of the tokens that stay computed even if the check keeps them, int64.
-    `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared, int64, and
-    `rows` is empty. Behind it, `sample` is what it found.
+    decided. `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared,
+    int64, and `rows` is empty. Behind it, `sample` is what it found.
     """
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
-    witnesses: npt.NDArray[np.int64]
     keys_per_row: int = 0
     sampled: npt.NDArray[np.int64] | None = None
     sample: SampleFound | None = None
@@ -282,12 +263,10 @@ class PendingCheck:
             deviations = np.maximum(deviations, self.sample.of_rows)
         return choose(self.check, deviations, lengths, self.saved_tokens, self.plan.matched_tokens, wider)
 
-    def evidence(self, choice: SpanChoice, computed: npt.NDArray[np.int64]) -> CheckEvidence:
-        """`choice`: of an empty check where the sample left nothing to check; `computed`: positions of the tokens that
-        it has computed, int64."""
-        witnesses = np.setdiff1d(self.witnesses, computed, assume_unique=True)
+    def evidence(self, choice: SpanChoice) -> CheckEvidence:
+        """`choice`: of an empty check where the sample left nothing to check."""
         offered, sample = self.plan.reused_tokens, self.sample
-        reused = self.saved_tokens + choice.kept_tokens - len(witnesses)
+        reused = self.saved_tokens + choice.kept_tokens
         return CheckEvidence(
             request_id=self.plan.request_id,
             offered_tokens=offered,
@@ -297,7 +276,6 @@ class PendingCheck:
             largest_kept=max(choice.largest_kept, 0.0 if sample is None else sample.largest_kept),
             is_dropped=choice.is_dropped,
             sampled_tokens=0 if sample is None else sample.tokens,
-            witnesses=tuple(witnesses.tolist()),
         )
 
     @property
@@ -352,15 +330,12 @@ class SequenceWork:
         return self._of(self.active(min(layer + 1, num_layers - 1)))
 
     def first_compared(self) -> npt.NDArray[np.int64]:
-        """Which of the checked tokens the check's sample compares; none without one, or where all are witnesses."""
+        """Which of the checked tokens the check's sample compares; none without one."""
         pending = self.pending
         if pending is None or not pending.check.sample_every:
             return np.empty(0, dtype=np.int64)
         check, lengths = pending.check, [len(rows) for rows in pending.rows]
-        found = sample_of(lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
-        if len(pending.witnesses):
-            found = found[~np.isin(self.positions[pending.checked[found]], pending.witnesses)]
-        return found
+        return sample_of(lengths, check.sample_every, check.window_tokens, pending.plan.execution.sample_seed)
 
     def unchecked(self) -> SequenceWork:
         """The work that is left if the check keeps every token; its rows enter layer 0."""
@@ -385,8 +360,7 @@ class SequenceWork:
     ) -> tuple[SequenceWork, CheckEvidence | None]:
         """The work that is left once the sample found these deviations; its rows enter layer 0 again.
 
-        Windows that the sample let pass have no rows any more but their witnesses'. Where nothing is left to check, the
-        evidence is known.
+        Windows that the sample let pass have no rows any more. Where nothing is left to check, the evidence is known.
         """
         pending = self.pending
         assert pending is not None
@@ -410,14 +384,12 @@ class SequenceWork:
         left = replace(pending, rows=rows, sample=sample)
         work = replace(self._of(stays), pending=left if rows else None)
         nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
-        return work, None if rows else left.evidence(nothing, np.empty(0, dtype=np.int64))
+        return work, None if rows else left.evidence(nothing)
 
     def _stays(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which rows are left without the rows `kept`, but for witnesses among them, bool [rows]."""
-        assert self.pending is not None
+        """Which rows are left without the rows `kept`, bool [rows]."""
         stays = np.ones(len(self.positions), dtype=bool)
         stays[kept] = False
-        stays[np.searchsorted(self.positions, self.pending.witnesses)] = True
         return stays
 
     def _of(self, rows: npt.NDArray[np.bool_]) -> SequenceWork:
@@ -433,10 +405,8 @@ class SequenceWork:
         choice = pending.choose(deviations, self.positions)
         drops_at = self.drops_at.copy()
         kept = pending.checked[~choice.computed]
-        kept = kept[~np.isin(self.positions[kept], pending.witnesses)]
         drops_at[kept] = max(pending.check.layer, pending.plan.execution.recompute_boundary_layer)
-        computed = self.positions[pending.checked[choice.computed]]
-        return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice, computed)
+        return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
@@ -505,11 +475,7 @@ def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row
     checked = [positions for positions in checked if positions]
     starts = [int(first_rows[positions.start - plan.num_computed_tokens]) for positions in checked]
     rows = tuple(range(start, start + len(positions)) for start, positions in zip(starts, checked, strict=True))
-    witnesses = np.empty(0, dtype=np.int64)
-    if check.witness_every:
-        chosen = witnesses_of([*map(len, checked)], check.witness_every, plan.execution.sample_seed)
-        witnesses = np.concatenate([np.arange(positions.start, positions.stop) for positions in checked])[chosen]
-    return PendingCheck(plan, rows, witnesses, keys_per_row)
+    return PendingCheck(plan, rows, keys_per_row)
 
 
 def _check_plan(plan: SemanticKvPlan, sequence: SequenceSlice) -> None:

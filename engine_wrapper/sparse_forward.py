@@ -24,7 +24,6 @@ from engine_wrapper.latent_cache import LatentCache, latent_attention
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
-from engine_wrapper.witnesses import Witnesses
 from kernels.dispatch import triton_serves
 from kernels.layer_ops import slots_of
 from kernels.layout import PoolLayer
@@ -32,11 +31,10 @@ from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, writ
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
-    from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
@@ -290,11 +288,6 @@ class SparseForward:
         assert deviations is not None
         after(schedule.check.layer)
         return deviations
-
-    def witnesses(self, works: Sequence[SequenceWork]) -> Witnesses:
-        """The witnesses of works that have not run yet."""
-        keys = None if self._keys is None else self._keys.tensor
-        return Witnesses(works, self._pool, self._geometry, self._ranks, keys)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class EngineCounts:
 
 
 COLD_RUN_RESULTS = ("equal", "differs", "not_comparable", "failed", "skipped")
-TOKEN_KINDS = ("offered", "sampled", "checked", "witness", "reused", "recomputed", "exact_prefix")
+TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -192,13 +192,6 @@ class Series:
             buckets=_DEVIATION_BUCKETS,
             registry=registry,
         )
-        self._witness_deviation = Histogram(
-            "semblend_witness_deviation",
-            "Largest deviation of a witness in a group of layers, 0 the lowest, of each request with witnesses.",
-            ["layer_group"],
-            buckets=_DEVIATION_BUCKETS,
-            registry=registry,
-        )
         self.texts = Counter(
             "semblend_neighbour_texts", "Texts embedded beside serving, or not.", ["event"], registry=registry
         )
@@ -247,9 +240,6 @@ class Series:
                 self._tokens.labels(kind).inc(tokens)
         if (report.sampled_tokens or report.checked_tokens) and report.largest_kept is not None:
             self._kept_deviation.observe(report.largest_kept)
-        if report.witness_tokens:
-            for group, largest in enumerate(report.largest_witness or ()):
-                self._witness_deviation.labels(str(group)).observe(largest)
 
 
 class DonorGauges:

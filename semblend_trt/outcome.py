@@ -33,7 +33,7 @@ _REASONS = (
     "profile_mismatch profile_unreadable profile_writable profile_evidence profile_check_layer check_needs_wrapper "
     "head_needs_wrapper boundary_needs_wrapper no_publication_guard "
     # the load and the forward
-    "not_honoured forward_failed target_blocks load_failed deviation witness_deviation "
+    "not_honoured forward_failed target_blocks load_failed deviation "
     # TensorRT-LLM's model engine
     "caches_refused executor_unknown probe_failed cache_manager_unknown cache_manager_v2 publication_unknown "
     "conversation_manager engine_layout model_layout model_patched layer_offsets quantized_attention attention_chunks "
@@ -61,7 +61,7 @@ MAX_REPORTS = 4096
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
 _RECEIPT = (
     *("outcome", "reason", "policy", "profile", "generation", "exact_prefix_tokens", "offered_tokens"),
-    *("sampled_tokens", "checked_tokens", "witness_tokens", "reused_tokens", "recomputed_tokens", "largest_kept"),
+    *("sampled_tokens", "checked_tokens", "reused_tokens", "recomputed_tokens", "largest_kept"),
 )
 
 
@@ -82,15 +82,13 @@ class ReuseReport:
 
     `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
     compared with their donor's KV, and `sampled_tokens` before them; `largest_kept` is the largest deviation among
-    those that are reused all the same, 0.0 without one. `witness_tokens` were kept by the check and recomputed all the
-    same; `largest_witness` is the largest deviation among them in each group of layers. `computed_holes` are tokens
-    promised to the engine that the wrapper computed, recomputed ones among them. `exact_prefix_tokens` are the
-    engine's own. `generation` is the highest of the donors that were placed from. `policy` is the engine's, and
-    `profile` the SHA-256 of the reuse profile that held for the request, in hex.
+    those that are reused, 0.0 without one. `computed_holes` are tokens promised to the engine that the wrapper
+    computed, recomputed ones among them. `exact_prefix_tokens` are the engine's own. `generation` is the highest of the
+    donors that were placed from. `policy` is the engine's, and `profile` the SHA-256 of the reuse profile that held for
+    the request, in hex.
 
     While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
-    `sampled_tokens`, `recomputed_tokens`, `largest_kept`, `witness_tokens` and `largest_witness` are None, and only
-    what needs no check counts as reused.
+    `sampled_tokens`, `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
 
     `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
     found beside serving and have no part in what was reused.
@@ -106,8 +104,6 @@ class ReuseReport:
     largest_kept: float | None = 0.0
     exact_prefix_tokens: int = 0
     sampled_tokens: int | None = 0
-    witness_tokens: int | None = 0
-    largest_witness: tuple[float, ...] | None = ()
     generation: int = 0
     policy: str | None = None
     profile: str | None = None

@@ -38,16 +38,11 @@ class SpanCheck:
     `min_saved_share` of its promised tokens is dropped: everything is computed.
 
     With `sample_every`, a sample comes first: all tokens of the first window of every span, and one, at random, of
-    every `sample_every` behind them, but no witness. Only these run in the layers below `layer`, over the KV that lies
-    there of the others. A window whose sample deviates by more than `sample_threshold` in the mean, or by more than
-    `threshold` in one token, is checked as above, and so are its neighbours; the other windows keep the donor's KV in
-    all layers. Where more than `max_span_share` of the tokens would be checked so, all are: the text in front of
-    them has changed what they mean, and a sample over the donor's KV sees too little of it.
-
-    With `witness_every`, one kept token in so many, at random, and at least a few of every span, is computed in all
-    layers all the same: a witness. `witness_bounds` are of groups of neighbouring layers, as many each, the lowest
-    first. A plan with a witness that deviates by more in one of them is not used: everything is computed before the
-    first token.
+    every `sample_every` after them. Only these run in the layers below `layer`, over the donor's KV of the others. A
+    window whose sample deviates by more than `sample_threshold` in the mean, or by more than `threshold` in one token,
+    is checked as above, and so are its neighbours; the other windows keep the donor's KV in all layers. If
+    more than `max_span_share` of the tokens would be checked so, all are: the text before them has changed what they
+    mean, and a sample over the donor's KV sees too little of it.
     """
 
     layer: int
@@ -59,8 +54,6 @@ class SpanCheck:
     window_tokens: int = WINDOW_TOKENS
     sample_every: int = 0
     sample_threshold: float = 0.0
-    witness_every: int = 0
-    witness_bounds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +63,7 @@ class CheckEvidence:
     `checked_tokens` were compared with their donor's KV, all of a window; before them `sampled_tokens` of all windows
     were. `reused_tokens` keep the donor's KV above the check layer; exact spans, which need no check, are among them.
     `largest_kept` is the largest deviation of a token that was compared and is reused, 0.0 without one. `is_dropped`
-    says that the plan would have saved too little, or that a witness spoke against it, and everything was computed.
-
-    `witnesses` are the positions of kept tokens that all layers computed, which are among the recomputed ones.
-    `largest_witness` is the largest deviation among them in each group of layers.
+    says that the plan would have saved too little, and everything was computed.
     """
 
     request_id: int
@@ -84,8 +74,6 @@ class CheckEvidence:
     largest_kept: float
     is_dropped: bool
     sampled_tokens: int = 0
-    witnesses: tuple[int, ...] = ()
-    largest_witness: tuple[float, ...] = ()
 
 
 class EngineMode(str, Enum):
@@ -147,8 +135,8 @@ class EngineExecution:
     Layers below `recompute_boundary_layer` are computed for every prompt token. From there on only holes, the suffix
     and the first `head_tokens` tokens of every approximate span are computed (EPIC, arXiv 2410.15332). With a `check`,
     the layers below its own are computed for every token too, and it decides which of the spans' tokens the others
-    compute. Exact spans are computed in no layer. `sample_seed` chooses the tokens of the check's sample and its
-    witnesses, on every rank the same ones.
+    compute. Exact spans are computed in no layer. `sample_seed` chooses the tokens of the check's sample, on
+    every rank the same ones.
     """
 
     mode: EngineMode
@@ -206,7 +194,7 @@ class SemanticKvPlan:
         numbers += [*(self.target_block_ids or ()), execution.num_layers, execution.recompute_boundary_layer]
         numbers += [execution.head_tokens, execution.sample_seed]
         if (rule := execution.check) is not None:
-            numbers += [rule.layer, rule.window_tokens - 1, rule.sample_every, rule.witness_every]
+            numbers += [rule.layer, rule.window_tokens - 1, rule.sample_every]
         for span in self.spans:
             numbers += [span.donor_start, span.target_start, span.length, span.generation]
         if not are_counts(numbers) or tokens.ndim != 1 or tokens.dtype.kind != "i":
@@ -266,10 +254,6 @@ class SemanticKvPlan:
 
     def with_target_blocks(self, block_ids: tuple[int, ...]) -> SemanticKvPlan:
         return replace(self, target_block_ids=block_ids)
-
-    def only_exact(self) -> SemanticKvPlan:
-        """The plan with its exact spans alone: everything else that was promised is computed."""
-        return replace(self, spans=tuple(span for span in self.spans if span.exact))
 
     def without_spans(self, reason: str) -> SemanticKvPlan:
         """The plan without spans: everything that was promised is computed, as when a donor cannot be read any more.

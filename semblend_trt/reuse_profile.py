@@ -43,8 +43,9 @@ MAX_THRESHOLD = 1.0
 _MAX_LAYERS = 4096
 _MAX_HEAD_TOKENS = 1 << 20
 _MAX_GENERATIONS = 64
-_MAX_WITNESS_EVERY = 1 << 20
 _MAX_WINDOW_TOKENS = 1 << 10
+# Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
+_OF_WITNESSES = ("witness_every", "witness_bounds")
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
 # What a profile that leaves text unchecked has to have shown, each within the margin.
 EVIDENCE_FAMILIES = (
@@ -91,8 +92,17 @@ class ProfileCheck(_Part):
     window_tokens: Annotated[int, Field(ge=1, le=_MAX_WINDOW_TOKENS)] = WINDOW_TOKENS
     sample_every: Annotated[int, Field(ge=0, le=_MAX_WINDOW_TOKENS)] = 0
     sample_threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)] = 0.0
-    witness_every: Annotated[int, Field(ge=0, le=_MAX_WITNESS_EVERY)] = 0
-    witness_bounds: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(max_length=_MAX_LAYERS)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_witnesses(cls, value: Any) -> Any:
+        """Drop the fields of witnesses. A check that asks for some was found safe with them alone, and is refused."""
+        if not isinstance(value, dict):
+            return value
+        every = value.get("witness_every", 0)
+        if type(every) is not int or every != 0:
+            raise ValueError(f"witness_every is {every!r:.80}, and only 0 is allowed: this version has no witnesses")
+        return {name: each for name, each in value.items() if name not in _OF_WITNESSES}
 
 
 class ProfileGeometry(_Part):
@@ -183,18 +193,11 @@ class ReuseProfile(_Part):
             raise ValueError(f"boundary {self.boundary} is outside 0..{layers}, the layers of the model")
         if self.check is not None and self.check.layer >= layers:
             raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
-        if self.check is not None:
-            if self.check.sample_every > self.check.window_tokens:
-                raise ValueError(
-                    f"sample_every is {self.check.sample_every}; it may be at most window_tokens, "
-                    f"{self.check.window_tokens}, so that each window has a token of the sample"
-                )
-            every, groups = self.check.witness_every, len(self.check.witness_bounds)
-            if bool(every) != bool(groups) or groups > layers:
-                raise ValueError(
-                    f"witness_every {every} and {groups} witness_bounds do not fit; without witnesses there are none, "
-                    f"with witnesses 1..{layers}, one for each group of layers"
-                )
+        if self.check is not None and self.check.sample_every > self.check.window_tokens:
+            raise ValueError(
+                f"sample_every is {self.check.sample_every}; it may be at most window_tokens, "
+                f"{self.check.window_tokens}, so that each window has a token of the sample"
+            )
         if (self.policy == "verified") != (self.check is not None):
             raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
         if self.boundary and self.check is not None and self.check.sample_every:
@@ -273,12 +276,15 @@ class ReuseProfile(_Part):
             raise ProfileError(f"reuse profile {path} cannot be read: {error.strerror or error}") from error
         try:
             profile = cls.model_validate_json(content)
-            found = _digest_of(profile.model_dump(mode="json", exclude_unset=True))
+            values = json.loads(content)
+            found = _digest_of(values)
         except ValueError as error:
             told = _sentence(error) if isinstance(error, ValidationError) else error
             raise ProfileError(f"reuse profile {path}: {told}; {_MAKE_AGAIN}") from error
         if profile.digest not in (None, found):
             raise ProfileError(f"reuse profile {path} was edited after it was made; {_MAKE_AGAIN}", "profile_evidence")
+        if profile.check is not None and "witness_bounds" in values["check"]:
+            logger.warning("reuse profile %s: witness_bounds is ignored; this version has no witnesses", path)
         return profile, hashlib.sha256(content).hexdigest()
 
     def confirmed_in(self, engine: str, figures: list[JsonValue] | None = None) -> ReuseProfile:

@@ -89,7 +89,6 @@ class Sample:
     judge_score: float | None = None
     judge_error: str | None = None
     likelihood: float | None = None
-    largest_witness: tuple[float, ...] = ()
     generation: int = 0
     spans: tuple[tuple[int, int], ...] = ()
 
@@ -149,7 +148,6 @@ def sample_of(
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
         likelihood=ours.likelihood,
-        largest_witness=reuse.largest_witness,
         generation=reuse.generation,
         spans=reuse.spans,
     )

@@ -27,9 +27,8 @@ class Reuse:
 
     `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` behind it: compared
     with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
-    largest deviation of a token that was compared and is reused. `largest_witness`: that of a witness, by group of
-    layers. `generation`: the highest of the plan's donors. `spans`: where its runs begin in the prompt, and
-    their lengths.
+    largest deviation of a token that was compared and is reused. `generation`: the highest of the plan's donors.
+    `spans`: where its runs begin in the prompt, and their lengths.
     """
 
     cached: int = 0
@@ -39,7 +38,6 @@ class Reuse:
     recomputed: int = 0
     largest_kept: float = 0.0
     sampled: int = 0
-    largest_witness: tuple[float, ...] = ()
     outcome: str | None = None
     reason: str | None = None
     generation: int = 0
@@ -57,7 +55,6 @@ class Reuse:
             recomputed=event["offered_tokens"] - event["reused_tokens"],
             largest_kept=event["largest_kept"] or 0.0,
             sampled=event["sampled_tokens"] or 0,
-            largest_witness=tuple(event["largest_witness"] or ()) if event["witness_tokens"] else (),
             outcome=event["outcome"],
             reason=event["reason"],
             generation=0 if plan is None else plan["generation"],

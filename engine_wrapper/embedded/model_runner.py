@@ -111,7 +111,7 @@ class ModelRunner:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward. Plans
         that add more rows run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
-        self._graphs, self._max_rows, self._witnesses = None, max_rows, self._forward.witnesses(())
+        self._graphs, self._max_rows = None, max_rows
         if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
             from engine_wrapper.graph_forward import GraphForward
 
@@ -151,35 +151,20 @@ class ModelRunner:
         """
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
-        planned = [self._with_plan(each) for each in slices]
-        works = works_of(planned, self.facts.num_layers)
+        num_layers, max_rows, sink = self.facts.num_layers, self._max_rows, self.evidence_sink
+        works = works_of([self._with_plan(each) for each in slices], num_layers)
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
-        witnesses = self._witnesses = self._forward.witnesses(works)
-        if not witnesses:
-            return self._logits(works, self.evidence_sink, all_rows)
-        found = [*self._logits(works, witnesses.note, all_rows)]
-        for index, plan in witnesses.refused(self.evidence_sink):
-            (found[index],) = self.forward([replace(planned[index], plan=plan)], all_rows)  # type: ignore[call-overload]
-        return found if all_rows else torch.stack(found)
-
-    def _logits(
-        self, works: Sequence[SequenceWork], sink: EvidenceSink | None, all_rows: bool
-    ) -> torch.Tensor | list[torch.Tensor]:
-        """Logits as `forward` returns them; `sink` gets what the checks found."""
-        num_layers, max_rows, lowest = self.facts.num_layers, self._max_rows, self._run_lowest
-        run = partial(self._run_divided, sink=sink, all_rows=all_rows)
+        run = partial(self._run_divided, all_rows=all_rows)
         arriving = self.readiness is not None and self.readiness.is_arriving
-        return run_works(works, num_layers, max_rows, lowest, self._witnesses, sink, run, is_arriving=arriving)
+        return run_works(works, num_layers, max_rows, self._run_lowest, sink, run, is_arriving=arriving)
 
-    def _run_divided(
-        self, works: Sequence[SequenceWork], sink: EvidenceSink | None, all_rows: bool
-    ) -> torch.Tensor | list[torch.Tensor]:
+    def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:
         """Runs works that can be divided, one forward behind the other; returns logits as `forward` does."""
         found: list[list[torch.Tensor]] = [[] for _ in works]
         batches = micro_batches(works, self.facts.num_layers, self._max_rows)
         for parts in batches:
-            logits, lengths = self._run([part.work for part in parts], sink), [part.work.outputs for part in parts]
+            logits, lengths = self._run([part.work for part in parts]), [part.work.outputs for part in parts]
             if len(batches) == 1:
                 return list(logits.split(lengths)) if all_rows else logits
             for part, rows in zip(parts, logits.split(lengths), strict=True):
@@ -188,8 +173,8 @@ class ModelRunner:
         logits_of = [torch.cat(rows) for rows in found]
         return logits_of if all_rows else torch.cat(logits_of)
 
-    def _run(self, works: Sequence[SequenceWork], sink: EvidenceSink | None) -> torch.Tensor:
-        """Runs one forward; returns logits of its output rows. `sink` gets what its checks found."""
+    def _run(self, works: Sequence[SequenceWork]) -> torch.Tensor:
+        """Runs one forward; returns logits of its output rows. The evidence sink gets what its checks found."""
         assert self._forward is not None
         schedule = schedule_of(works, self.facts.num_layers)
         before_layer = self._before_layer()
@@ -200,9 +185,9 @@ class ModelRunner:
         found: list[CheckEvidence] = []
         hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
         logits = self._forward.logits(hidden)
-        if sink is not None:
+        if self.evidence_sink is not None:
             for evidence in found:
-                sink(evidence)
+                self.evidence_sink(evidence)
         return logits
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
@@ -212,17 +197,14 @@ class ModelRunner:
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
     def _before_layer(self) -> LayerHook | None:
-        """The hook of this forward before each layer: waits for the layer's KV, which witnesses need as well, then
-        calls `before_layer`."""
-        readiness, witnesses, hook = self.readiness, self._witnesses, self.before_layer
+        """The hook of this forward before each layer: waits for the layer's KV, then calls `before_layer`."""
+        readiness, hook = self.readiness, self.before_layer
         if readiness is None or not readiness.is_arriving:
-            witnesses.take(self.facts.num_layers)
             return hook
         stream = current_stream(self.device)
 
         def wait_and_call(layer: int) -> None:
             readiness.wait(layer, stream)
-            witnesses.take(layer + 1)
             if hook is not None:
                 hook(layer)
 

@@ -208,7 +208,7 @@ class PlannedForward:
     ) -> torch.Tensor:
         ranks, geometry = self._runtime.ranks, self._parts.geometry
         if not self._sparse:
-            plans = {number: _without_single_rows(plan) for number, plan in plans.items()}
+            plans = {number: _without_sample(plan) for number, plan in plans.items()}
 
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
@@ -222,7 +222,7 @@ class PlannedForward:
             assert found is not None
             return found
 
-        forward = EngineForward(self._parts.pool, geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW)
+        forward = EngineForward(geometry, run, lowest, max_rows, KEYS_PER_ROW)
         return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> Batch:
@@ -301,9 +301,7 @@ class PlannedForward:
         if problem is not None:
             self._sparse = False
             raised = problem if isinstance(problem, Exception) else None
-            logger.warning(
-                "checks compare every token on this engine, without sample and witnesses: %s", problem, exc_info=raised
-            )
+            logger.warning("checks compare every token on this engine, without sample: %s", problem, exc_info=raised)
 
 
 def _check_keys(kv: PagedKv, tokens: int) -> None:
@@ -318,10 +316,10 @@ def _check_keys(kv: PagedKv, tokens: int) -> None:
         raise LayoutError("donor_dtype", f"{float(differs.float().mean()):.2%} of the keys kept round to others")
 
 
-def _without_single_rows(plan: SemanticKvPlan) -> SemanticKvPlan:
-    """The plan whose check has neither a sample nor witnesses."""
+def _without_sample(plan: SemanticKvPlan) -> SemanticKvPlan:
+    """The plan whose check has no sample."""
     check = plan.execution.check
-    if check is None or not (check.sample_every or check.witness_every):
+    if check is None or not check.sample_every:
         return plan
-    check = replace(check, sample_every=0, witness_every=0, witness_bounds=())
+    check = replace(check, sample_every=0)
     return replace(plan, execution=replace(plan.execution, check=check))

@@ -4,7 +4,7 @@ Every run of neighbouring positions is a sequence of its own to the attention ba
 rows as queries, and as many keys as its last position. So no kernel of ours is needed, and every model whose layers
 vLLM runs can be planned.
 
-Where most rows stand apart, as those of a sample and witnesses do, each would read all keys before it. There our own
+Where most rows stand apart, as those of a sample do, each would read all keys before it. There our own
 kernel takes the backend's place and reads the keys once for a tile of rows, in vLLM's cache as it lies.
 
 Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py` (which rows of a step are

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.deviation import eager
-from kernels.deviation.eager import put_token_rows, relative, row_squares, token_rows, token_squares
+from kernels.deviation.eager import relative, row_squares, token_rows
 from kernels.deviation.spans import Fresh, FreshRows, check_spans
 from kernels.dispatch import triton_serves
 from kernels.kv_move.move import Move, lie_alike, tensor_of
@@ -22,12 +22,10 @@ __all__ = [
     "FreshRows",
     "Move",
     "deviation",
-    "put_token_rows",
     "relative",
     "row_squares",
     "squares",
     "token_rows",
-    "token_squares",
 ]
 
 

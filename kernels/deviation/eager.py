@@ -59,7 +59,8 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     own = [indexable(each).index_select(0, rows) for each in (fresh.k, fresh.v) if each is not None]
     held = [indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(len(own))]
     donor = [each[blocks, :, slots] for each in held]
-    return token_squares(torch.stack(own).view(fresh.k.dtype), torch.stack(donor).view(kv.pool.dtype))
+    ours, theirs = torch.stack(own).view(fresh.k.dtype).float(), torch.stack(donor).view(kv.pool.dtype).float()
+    return torch.stack([each.square().sum(dim=(-2, -1)) for each in (ours - theirs, theirs)])
 
 
 def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
@@ -72,25 +73,6 @@ def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
         return torch.stack(taken).view(kv.pool.dtype)
     rows = indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots]
     return rows.view(kv.pool.dtype).permute(1, 2, 0, 3, 4)
-
-
-def put_token_rows(kv: PagedKv, positions: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes what `token_rows` took of the same positions back, to the byte; the host does not wait."""
-    blocks, slots = all_to_device(_places(kv, positions), kv.pool.device)
-    rows = indexable(rows)
-    if isinstance(kv.pool, LayeredPool):
-        for kinds, own in zip(kv.pool.kinds, rows.unbind(1), strict=True):
-            for layer, each in zip(kinds, own, strict=True):
-                indexable(layer)[blocks, :, slots] = each
-    else:
-        indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots] = rows.permute(2, 0, 1, 3, 4)
-
-
-def token_squares(fresh: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
-    """The sums of `squares` for rows that lie beside each other: both [..., kv_heads, head_dim]; returns float32
-    [2, ...]."""
-    donor = donor.float()
-    return torch.stack([each.square().sum(dim=(-2, -1)) for each in (fresh.float() - donor, donor)])
 
 
 def _places(kv: PagedKv, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

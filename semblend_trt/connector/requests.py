@@ -353,8 +353,7 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
     if plan is not None and evidence is not None and evidence.is_dropped:
         # Exact spans in front of dropped ones stay in use.
         used = evidence.reused_tokens > 0
-        reason = "witness_deviation" if evidence.witnesses else "deviation"
-        return Outcome.BACKEND_MATERIALIZED_REUSE if used else Outcome.BACKEND_DECLINED_REUSE, reason
+        return Outcome.BACKEND_MATERIALIZED_REUSE if used else Outcome.BACKEND_DECLINED_REUSE, "deviation"
     if plan is not None:
         return Outcome.BACKEND_MATERIALIZED_REUSE, tracked.reason
     found = tracked.runs_found > 0 and tracked.reason not in _NOTHING_TO_REUSE
@@ -377,9 +376,7 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
     sampled: int | None
     recomputed: int | None
     largest: float | None
-    witness: int | None
-    largest_witness: tuple[float, ...] | None
-    offered, checked, sampled, largest, witness, largest_witness = plan.reused_tokens, 0, 0, 0.0, 0, ()
+    offered, checked, sampled, largest = plan.reused_tokens, 0, 0, 0.0
     if tracked.load_failed:
         reused = offered = recomputed = 0
     elif not plan.is_checked:
@@ -387,11 +384,10 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         recomputed = offered - reused
     elif evidence is None:
         reused = _exact_tokens(plan)
-        checked = sampled = recomputed = largest = witness = largest_witness = None
+        checked = sampled = recomputed = largest = None
     else:
         reused, recomputed = evidence.reused_tokens, evidence.recomputed_tokens
         checked, sampled, largest = evidence.checked_tokens, evidence.sampled_tokens, evidence.largest_kept
-        witness, largest_witness = len(evidence.witnesses), evidence.largest_witness
     if offered and plan.execution.recompute_boundary_layer == plan.execution.num_layers:
         # Every layer computes what is not exact.
         reused = _exact_tokens(plan)
@@ -408,8 +404,6 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         largest,
         exact_prefix,
         sampled,
-        witness,
-        largest_witness,
         max((span.generation for span in plan.spans), default=0),
         policy,
         tracked.profile,

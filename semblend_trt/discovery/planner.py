@@ -365,9 +365,7 @@ class Planner:
                 recompute_boundary_layer=terms.boundary,
                 check=check,
                 head_tokens=terms.head_tokens,
-                sample_seed=secrets.randbits(32)
-                if check is not None and (check.sample_every or check.witness_every)
-                else 0,
+                sample_seed=secrets.randbits(32) if check is not None and check.sample_every else 0,
             ),
             diagnostics=_diagnostics(runs, selection, computed),
         )

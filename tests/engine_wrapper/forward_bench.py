@@ -86,15 +86,13 @@ class Bench:
         self.evidence, self.lowest = [], []
         sink = self.evidence.append
         works = works_of(slices, NUM_LAYERS, keys_per_row)
-        witnesses = self.forward.witnesses(works)
-        witnesses.take(NUM_LAYERS)
         self.forwards = 0
 
         def run(works: Sequence[SequenceWork]) -> torch.Tensor:
             self.forwards += 1
             return self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
 
-        hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, witnesses, sink, run)
+        hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, sink, run)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:

@@ -24,7 +24,6 @@ BLOCK = 16
 # A random model's KV deviates by about 1 when its context changes: the highest threshold keeps some of the tokens.
 SOME_KEPT, NONE_KEPT = ProfileCheck(layer=1, threshold=1.0), ProfileCheck(layer=1, threshold=0.0)
 NONE_SAMPLED = ProfileCheck(layer=1, threshold=0.0, sample_every=8)
-WATCHED = SOME_KEPT.model_copy(update={"witness_every": 2, "witness_bounds": (100.0, 100.0)})
 
 
 def text(seed: int, length: int) -> list[int]:

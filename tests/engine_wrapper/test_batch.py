@@ -119,7 +119,7 @@ def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan
 def test_what_runs_before_a_sample_has_decided_changes_nothing(
     bench: Bench, make_plan: PlanMaker, monkeypatch: pytest.MonkeyPatch, deviates: bool
 ) -> None:
-    check = replace(SAMPLED, sample_every=1, witness_every=5, witness_bounds=(9.0,))
+    check = replace(SAMPLED, sample_every=1)
     tokens, found = tokens_of(LENGTH), []
     plan, bystander = make_plan(tokens, SPANS, **SIZES, check=check), bench.slice(2, tokens_of(25, seed=8))
     wanted, kv = bench.cold(tokens, 1)
@@ -139,15 +139,6 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(
     assert all(close(each, other) for each, other in zip(speculative, waited, strict=True))
     assert told == evidence
     assert (evidence[0].checked_tokens > 0) == deviates
-
-
-@pytest.mark.parametrize("witness_every", [5, 1], ids=["some", "all"])
-def test_no_witness_is_sampled(bench: Bench, make_plan: PlanMaker, witness_every: int) -> None:
-    check = replace(SAMPLED, sample_every=1, witness_every=witness_every, witness_bounds=(9.0,))
-    evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=check))
-    assert evidence.sampled_tokens == evidence.offered_tokens - len(evidence.witnesses)
-    assert (evidence.sampled_tokens == 0) == (witness_every == 1)
-    assert evidence.checked_tokens == (0 if evidence.sampled_tokens else evidence.offered_tokens)
 
 
 @pytest.mark.parametrize("keys_per_row", [0, 1])

@@ -72,9 +72,7 @@ class Serving:
 
 def figures_of(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     report = llm.connector_scheduler.reuse_of(output.request_id)
-    figures = {**report.figures, "outcome": report.outcome, "reason": report.reason}
-    groups = enumerate(figures.pop("largest_witness"))
-    return {**figures, **{f"largest_witness_{group}": largest for group, largest in groups}}
+    return {**report.figures, "outcome": report.outcome, "reason": report.reason}
 
 
 def compare(served: Serving, rows: list[int], max_num_tokens: int, *prompts: list[int]) -> list[dict[str, Any]]:

@@ -39,11 +39,7 @@ CHECKS = {
     "dense": DENSE,
     "lowest": replace(DENSE, layer=0),
     "highest": replace(DENSE, layer=NUM_LAYERS - 1),
-    "with witnesses": replace(DENSE, witness_every=5, witness_bounds=(1.0,)),
     "sampled": replace(DENSE, sample_every=2, sample_threshold=0.1),
-    "sampled with witnesses": replace(
-        DENSE, sample_every=2, sample_threshold=0.1, witness_every=5, witness_bounds=(1.0,)
-    ),
 }
 FP8_NAN = 0x7F
 # What a donor's keys have that no row has computed.
@@ -147,7 +143,7 @@ def test_a_checked_plan_leaves_the_keys_of_a_cold_run(
     plan = make_plan(tokens_of(LENGTH), SPANS, check=check, **SIZES)
     found = bench.run(bench.planned(plan, end=50), max_rows=max_rows)
     (evidence,) = bench.evidence
-    assert evidence.recomputed_tokens == len({*PLANTED, *evidence.witnesses})
+    assert evidence.recomputed_tokens == len(PLANTED)
     found += bench.run_steps(tokens_of(LENGTH), 50, 55)
     assert error_of(torch.cat(found), logits[45:]) < NEAR
     bench.check(keys)
@@ -156,13 +152,12 @@ def test_a_checked_plan_leaves_the_keys_of_a_cold_run(
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_keys_are_the_donors_where_its_kv_is_kept(bench: KeepingBench, make_plan: PlanMaker, layer: int) -> None:
     """In the check's layer and below, all rows were computed."""
-    check = SpanCheck(layer, 0.6, witness_every=5, witness_bounds=(1.0,))
+    check = SpanCheck(layer, 0.6)
     _, keys = planted(bench, check, MARK)
     bench.run(bench.planned(make_plan(tokens_of(LENGTH), SPANS, check=check, **SIZES)))
-    (evidence,) = bench.evidence
     marked = torch.zeros(NUM_LAYERS, LENGTH, dtype=torch.bool, device=DEVICE)
     marked[layer + 1 :, SPANS[0][0] : SPANS[-1][1]] = True
-    marked[:, [*PLANTED, *evidence.witnesses]] = False
+    marked[:, PLANTED] = False
     expected = keys[:, :, :LENGTH] + MARK * marked[:, None, :, None]
     assert close(bench.kept(end=LENGTH), expected)
 
@@ -183,7 +178,7 @@ def test_the_kernels_keep_the_same_keys(
 ) -> None:
     """The fused layers through Triton's interpreter, which truncates to e4m3, against the model's own in torch."""
     plain, fused = (KeepingBench(tiny_qwen3_path, each) for each in (False, True))
-    plan = make_plan(tokens_of(LENGTH), SPANS, check=CHECKS["with witnesses"], **SIZES)
+    plan = make_plan(tokens_of(LENGTH), SPANS, check=DENSE, **SIZES)
     for each in (plain, fused):
         planted(each, DENSE, MARK)
     plain.run(plain.planned(plan))

@@ -38,7 +38,6 @@ from tests.engine_wrapper.serving import (
     QUESTION,
     SHIFTED,
     SOME_KEPT,
-    WATCHED,
     Engines,
     assert_same,
     logits_of,
@@ -268,8 +267,7 @@ def by_place(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
-NONE_WATCHED = WATCHED.model_copy(update={"witness_bounds": (0.0, 0.0)})
-SAMPLED = WATCHED.model_copy(update={"sample_every": 4, "sample_threshold": 1.0})
+SAMPLED = SOME_KEPT.model_copy(update={"sample_every": 4, "sample_threshold": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -285,17 +283,17 @@ def test_a_token_that_is_the_same_deviates_by_nothing(
     tokens = tokens_of(60)
     logits, kv = bench.cold(tokens)
     bench.place(1, kv, 5, 45)
-    check = SpanCheck(layer, 0.0, sample_every=every, witness_every=5, witness_bounds=(0.0,))
+    check = SpanCheck(layer, 0.0, sample_every=every)
     output = bench.run(bench.planned(make_plan(tokens, [(5, 20), (20, 45)], check=check, **SIZES)))[0]
     (evidence,) = bench.evidence
     assert (evidence.largest_kept, evidence.is_dropped) == (0.0, False)
-    assert evidence.recomputed_tokens == len(evidence.witnesses)
+    assert evidence.recomputed_tokens == 0
     assert error_of(output, logits[45:]) < 1e-5
     assert torch.equal(bench.kv(1, 60).view(torch.uint8), kv[:, :, :, :60].contiguous().view(torch.uint8))
 
 
 @of_both
-@pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED, NONE_WATCHED], ids=["dense", "sampled", "with witnesses"])
+@pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED], ids=["dense", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64, "max_batch_size": 4}], ids=["whole", "chunked"])
 def test_what_deviates_is_computed_and_the_answer_is_cold(
     engine: Engines, profile: Callable[..., Path], check: ProfileCheck, options: dict[str, Any]
@@ -304,14 +302,13 @@ def test_what_deviates_is_computed_and_the_answer_is_cold(
     teach(llm, DONOR)
     output, expected = serve(llm, SHIFTED), serve(engine.cold(), SHIFTED)
     assert output.reused_tokens == 0
-    report = llm.connector_scheduler.reuse_of(output.request_id)
-    assert (report.recomputed_tokens, report.witness_tokens > 0) == (len(DOCUMENT), check is NONE_WATCHED)
+    assert llm.connector_scheduler.reuse_of(output.request_id).recomputed_tokens == len(DOCUMENT)
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
     check_keys(llm)
 
 
 @of_both
-@pytest.mark.parametrize("check", [SOME_KEPT, WATCHED, SAMPLED], ids=["dense", "with witnesses", "sampled"])
+@pytest.mark.parametrize("check", [SOME_KEPT, SAMPLED], ids=["dense", "sampled"])
 def test_some_tokens_are_kept_and_the_others_computed(
     engine: Engines, profile: Callable[..., Path], check: ProfileCheck
 ) -> None:
@@ -321,7 +318,6 @@ def test_some_tokens_are_kept_and_the_others_computed(
     report = llm.connector_scheduler.reuse_of(output.request_id)
     assert 0 < output.reused_tokens < len(DOCUMENT)
     assert report.recomputed_tokens == len(DOCUMENT) - output.reused_tokens
-    assert bool(report.witness_tokens) == (check is not SOME_KEPT)
     assert torch.isfinite(logits_of(output)).all()
     check_keys(llm)
 
@@ -376,7 +372,7 @@ def rebound(shipped: Engines, tmp_path: Path, trial: None) -> Callable[..., Path
     return write
 
 
-SAMPLE = {"sample_every": 4, "sample_threshold": 0.1, "witness_every": 16, "witness_bounds": (1e3, 1e3)}
+SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 
 
 @of_both

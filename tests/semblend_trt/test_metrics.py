@@ -21,12 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
-CHECKED = ReuseReport(
-    USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90, witness_tokens=8, largest_witness=(0.02, 0.4)
-)
-UNKNOWN = ReuseReport(
-    USED, None, 64, 736, 800, None, None, None, sampled_tokens=None, witness_tokens=None, largest_witness=None
-)
+CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
+UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None, sampled_tokens=None)
 
 
 class Index:
@@ -70,14 +66,12 @@ def test_a_checked_request(registry: CollectorRegistry) -> None:
         "offered": 800,
         "sampled": 90,
         "checked": 800,
-        "witness": 8,
         "reused": 700,
         "recomputed": 100,
         "exact_prefix": 64,
     }
     assert value(registry, "kept_deviation_count") == 1
     assert value(registry, "kept_deviation_sum") == 0.04
-    assert [value(registry, "witness_deviation_sum", layer_group=group) for group in "01"] == [0.02, 0.4]
 
 
 def test_a_check_that_no_rank_reports_counts_what_is_known(registry: CollectorRegistry) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,6 @@ def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
         "they show little",
     )
     parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
-    told = "have witnesses in every layer even where they catch no trap answer that the check alone loses"
-    parser.add_argument("--always-witnesses", action="store_true", help=told)
     told = "samples in front of the check that are tried on new prompts, once the check alone is confirmed; 0: none"
     parser.add_argument("--sample-tries", type=int, choices=range(9), metavar="0..8", default=2, help=told)
     told = (
@@ -277,7 +275,6 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             sample_tries=options.sample_tries,
             generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
-            always_witnesses=options.always_witnesses,
             lowest_check=prepared.engines.facts.lowest_check_layer,
             evidence=EVIDENCE_FAMILIES,
         ).run()
@@ -388,8 +385,6 @@ def figures_of(found: Found, prompts: Mapping[str, int], margin: float) -> list[
     if found.winner is not None and found.winner.check is not None:
         figures += _deviations(found.deviations, found.winner.check.layer)
         figures += _sample(found.winner, found.deviations)
-    if found.witnesses is not None:
-        figures.append({"what": "witnesses", **asdict(found.witnesses)})
     return figures + [_tried(each) for each in found.tried]
 
 

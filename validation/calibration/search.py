@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from validation.calibration.deviations import PromptDeviations
     from validation.calibration.trials import Comparison, Rule, Trials, Verdict
-    from validation.samples import Sample
 
 # Where half of a span deviates, its meaning has changed, and none of it is kept.
 MAX_SPAN_SHARE = 0.5
@@ -38,12 +37,6 @@ _SAMPLE_WINDOWS = (WINDOW_TOKENS, WINDOW_TOKENS // 2)
 _SAMPLE_QUANTILES = (0.8, 0.9, 0.97)
 # A deeper layer's check that computes at most so much more is preferred: deeper layers see more.
 _ABOUT_THE_SAME = 1.1
-# One kept token of so many is computed in all layers, which have so many groups with a bound each.
-WITNESS_EVERY, WITNESS_GROUPS = 128, 4
-# Above every deviation, and finite as a bound must be.
-_UNBOUNDED = 1e30
-# What rounding alone makes a witness deviate by is no bound.
-_LEAST_BOUND = 1e-3
 # Thresholds are powers of it: closer ones decide alike, and other prompts of the same families nominate the same ones.
 _STEP = 1.2
 # Low layers hardly show that a token depends on the one before it, as the second digit of a number does. So a check is
@@ -76,8 +69,6 @@ class Candidate:
             every, bound = self.check.sample_every, self.check.sample_threshold
             where = f"in windows of {self.check.window_tokens}"
             sample = f" sample of one in {every} {where} under {bound:.4g}" if every else ""
-            witnesses = ", ".join(f"{each:.4g}" for each in self.check.witness_bounds)
-            sample += f" witnesses under {witnesses}" if witnesses else ""
             built = f" generations {self.generations}" if self.generations else ""
             return f"{terms_name(self.policy, self.boundary, self.check)}{window}{head}{sample}{built}"
         return terms_name(self.policy, self.boundary, self.check)
@@ -161,22 +152,6 @@ def sampled_checks(check: ProfileCheck, harmless: Sequence[PromptDeviations]) ->
     return found
 
 
-def witnessed(candidate: Candidate, bounds: Sequence[float]) -> Candidate:
-    """The candidate with witnesses, one of WITNESS_EVERY kept tokens; `bounds` are those of the groups of layers."""
-    assert candidate.check is not None
-    fields = {"witness_every": WITNESS_EVERY, "witness_bounds": tuple(bounds)}
-    share = candidate.computed_share + (1.0 - candidate.computed_share) / WITNESS_EVERY
-    return replace(candidate, computed_share=share, check=candidate.check.model_copy(update=fields))
-
-
-def witness_bounds(samples: Iterable[Sample]) -> list[float]:
-    """Bounds of each group of layers: one to two steps of a threshold above all deviations of harmless samples'
-    witnesses. Empty where these had no witnesses."""
-    found = [sample.largest_witness for sample in samples if sample.largest_witness]
-    largest = np.max(found, axis=0).tolist() if found else []
-    return [float(_STEP ** (math.floor(math.log(max(each, _LEAST_BOUND), _STEP)) + 2)) for each in largest]
-
-
 def _pooled(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.float64]:
     """All finite values."""
     values: npt.NDArray[np.float64] = np.concatenate([np.empty(0), *arrays])
@@ -224,15 +199,13 @@ class Tried:
 @dataclass(slots=True)
 class Found:
     """The `winner` and its confirmed `comparisons`, if any; otherwise the `problem`, unless all candidates failed.
-    `tried` in order; `deviations` of the screening prompts; `witnesses` says what became of them; `refuted`: where
-    candidates were not confirmed."""
+    `tried` in order; `deviations` of the screening prompts; `refuted`: where candidates were not confirmed."""
 
     winner: Candidate | None = None
     comparisons: tuple[Comparison, ...] = ()
     problem: str | None = None
     tried: list[Tried] = field(default_factory=list)
     deviations: list[PromptDeviations] = field(default_factory=list)
-    witnesses: Witnessing | None = None
     refuted: list[Refuted] = field(default_factory=list)
 
 
@@ -248,17 +221,6 @@ class Refuted:
 
 
 @dataclass(frozen=True, slots=True)
-class Witnessing:
-    """Whether the winner has witnesses, and why. `lost`: trap answers, which cold knows, that the check alone lost when
-    it was confirmed; `caught`: those of them that the witnesses refused."""
-
-    is_on: bool
-    reason: str
-    lost: int = 0
-    caught: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Search:
     """Tries candidates by the answers of an engine; deviations under Transformers only nominate them.
 
@@ -266,9 +228,8 @@ class Search:
     `fresh(n, generations)` gives new prompts for the n-th confirmation, with donors of so many generations, and its
     rule. `written` writes a candidate's profile where an
     engine reads it. At most `max_tries` candidates are screened. With the check that is confirmed up to `sample_tries`
-    samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. The winner has
-    witnesses where they catch a trap answer that it loses without, or `always`. No check lies below `lowest_check`.
-    What leaves text unchecked is tried where the model knows all families of `evidence`.
+    samples are tried, of those that hold on the screening prompts, and then `generations`, ascending. No check lies
+    below `lowest_check`. What leaves text unchecked is tried where the model knows all families of `evidence`.
     """
 
     num_layers: int
@@ -281,7 +242,6 @@ class Search:
     sample_tries: int
     generations: Sequence[int]
     tell: Callable[[str], None]
-    always_witnesses: bool = False
     lowest_check: int = 1
     evidence: Sequence[str] = ()
 
@@ -314,13 +274,6 @@ class Search:
             for rival in (*self._deeper(candidate, ordered[index + 1 :], holds), candidate):
                 if holds(rival) and self._is_confirmed(found, rival, families):
                     return self._extended(found, families)
-        # What none of them has seen, witnesses behind those that let least pass may see.
-        for strict in (each for each in strictest.values() if self._is_lost_to_traps(found, each)):
-            watched = self._bounded(strict, families)
-            if watched is None or not self._is_screened(found, watched, families):
-                continue
-            if self._is_confirmed(found, watched, families):
-                return self._extended(found, families)
         return found
 
     def _extended(self, found: Found, families: list[str]) -> Found:
@@ -365,55 +318,7 @@ class Search:
         # Those with donors of a later generation are told among what was tried.
         if not candidate.generations:
             found.comparisons = verdict.comparisons
-        if candidate.check is not None and not candidate.generations:
-            found.witnesses = self._witnesses(found, candidate, verdict, trials, rule, families)
-            self.tell(f"witnesses {'on' if found.witnesses.is_on else 'off'}: {found.witnesses.reason}")
         return True
-
-    def _witnesses(
-        self, found: Found, alone: Candidate, verdict: Verdict, trials: Trials, rule: Rule, families: list[str]
-    ) -> Witnessing:
-        """Tries the winner with witnesses on the prompts that have confirmed it, first on those that it has lost, and
-        keeps them where they help."""
-        assert alone.check is not None
-        if alone.check.witness_every:
-            return found.witnesses or Witnessing(True, "without them nothing was non-inferior")
-        lost = trials.lost(each for each in verdict.samples if self._is_trap(each.workload))
-        if not lost and not self.always_witnesses:
-            return Witnessing(False, "the check alone has lost no trap answer")
-        watched = self._bounded(alone, families)
-        if watched is None:
-            return Witnessing(False, "no harmless prompt had any", len(lost))
-        none = Witnessing(False, "they have caught none of the trap answers that the check alone has lost", len(lost))
-        path = self.written(watched)
-        if not self.always_witnesses and not _caught(trials.served_again(path, lost, f"watch {watched.name}"), lost):
-            return none
-        again = trials.judge(path, families, rule, f"confirm {watched.name}")
-        caught = _caught(again.samples, lost)
-        told = len(lost), len(caught)
-        if not self._told(found, watched, "confirm", again, families):
-            return Witnessing(False, "the winner does not hold with them", *told)
-        if not caught and not self.always_witnesses:
-            return none
-        found.winner, found.comparisons = watched, again.comparisons
-        why = "they have caught trap answers that the check alone has lost" if caught else "they were asked for"
-        return Witnessing(True, why, *told)
-
-    def _bounded(self, candidate: Candidate, families: Iterable[str]) -> Candidate | None:
-        """The candidate with witnesses, bounded by those of harmless screening prompts; None if these had none."""
-        unbounded = witnessed(candidate, [_UNBOUNDED] * min(WITNESS_GROUPS, self.num_layers))
-        harmless = [name for name in families if not self._is_trap(name)]
-        # Whatever they lose, they are served.
-        measure = replace(self.screen, looks=self.screen.looks[:1], margin=1.0)
-        verdict = self.screening.judge(self.written(unbounded), harmless, measure, f"measure {unbounded.name}")
-        bounds = witness_bounds(verdict.samples)
-        return witnessed(candidate, bounds) if bounds else None
-
-    def _is_lost_to_traps(self, found: Found, candidate: Candidate) -> bool:
-        """Whether the candidate was tried, and failed or stayed undecided at traps alone."""
-        verdicts = [each.verdict for each in found.tried if each.candidate == candidate]
-        failed = [name for each in verdicts for name in (each.inferior, *each.undecided) if name is not None]
-        return bool(failed) and all(map(self._is_trap, failed))
 
     def _sampled(self, found: Found, candidate: Candidate, families: list[str]) -> Iterator[Candidate]:
         """The candidate behind each sample with which it holds on the screening prompts, the cheapest first. A sample
@@ -468,7 +373,7 @@ class Search:
         """Records and tells a verdict; True when it holds. Otherwise the next candidate is likely to fail at the same
         families, which come first from then on."""
         families.sort(key=lambda name: name not in (verdict.inferior, *verdict.undecided))
-        found.tried.append(Tried(candidate, stage, replace(verdict, samples=())))  # of all tries they would be many
+        found.tried.append(Tried(candidate, stage, verdict))
         share = f"computes {candidate.computed_share:.1%} of what harmless plans offer"
         self.tell(f"{stage} {candidate.name}, {share}: {verdict.outcome()}")
         return verdict.holds
@@ -486,11 +391,6 @@ def _most_doubtful_first(found: Found, candidate: Candidate, families: Sequence[
             compared = each.verdict.comparisons
             differences |= {own.line.family: own.likelihood.difference for own in compared}
     return sorted(families, key=lambda name: (-stopped.get(name, 0), differences.get(name, 0.0)))
-
-
-def _caught(samples: Iterable[Sample], lost: set[str]) -> set[str]:
-    """The lost cases whose answers the witnesses have refused."""
-    return {each.case_id for each in samples if each.reason == "witness_deviation"} & lost
 
 
 def problem_of(families: Sequence[str], kinds: Mapping[str, str]) -> str | None:

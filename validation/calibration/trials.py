@@ -26,7 +26,7 @@ from validation.output import progress
 from validation.samples import is_known, line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from validation.arms import Arm
@@ -47,7 +47,7 @@ TRIES = 8
 _OF_ONE_PROMPT = {
     *("lookup_timeout", "internal_error", "invalid_tokens", "short_prompt", "prefix_covers_prompt", "no_donor_match"),
     *("donor_unavailable", "donor_on_disk", "chunk_edge", "low_reuse", "not_exact", "not_honoured", "forward_failed"),
-    *("target_blocks", "load_failed", "deviation", "witness_deviation", "resumed_with_output", "lookup_bound"),
+    *("target_blocks", "load_failed", "deviation", "resumed_with_output", "lookup_bound"),
 }
 
 
@@ -118,13 +118,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`comparisons`: of the families that were served, and the candidate's `samples` there. `inferior`: the family at
-    which the candidate failed; `undecided`: those that the budget left open."""
+    """`comparisons`: of the families that were served. `inferior`: the family at which the candidate failed;
+    `undecided`: those that the budget left open."""
 
     comparisons: tuple[Comparison, ...]
     inferior: str | None = None
     undecided: tuple[str, ...] = ()
-    samples: tuple[Sample, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -232,8 +231,7 @@ class Trials:
                 inferior, undecided = self._decided(trial, names, rule, advance)
                 if inferior is not None or (one_by_one and undecided):
                     break
-        samples = tuple(itertools.chain(*trial.samples.values()))
-        return Verdict(tuple(trial.found.values()), inferior, tuple(undecided), samples)
+        return Verdict(tuple(trial.found.values()), inferior, tuple(undecided))
 
     def _decided(
         self, trial: _Trial, families: Sequence[str], rule: Rule, advance: Advance
@@ -256,18 +254,6 @@ class Trials:
             if not waiting:
                 break
         return None, [*undecided, *waiting]
-
-    def served_again(self, path: Path, case_ids: Collection[str], title: str) -> list[Sample]:
-        """Samples of these cases, which were judged before, under policy verified with the profile of `path`."""
-        _, arm = self._read(path)
-        written = itertools.chain(*itertools.chain(*self._groups.values()))
-        cases = [case for case in written if case.id in case_ids]
-        with self._server.keeping(arm), progress(title, len(cases)) as on_step:
-            return self._served(arm, cases, on_step)
-
-    def lost(self, samples: Iterable[Sample]) -> set[str]:
-        """The cases that cold answers right, and these samples, which were judged before, do not."""
-        return {each.case_id for each in samples if each.exact_match is False and self._cold[each.case_id].exact_match}
 
     def _read(self, path: Path) -> tuple[ReuseProfile, Arm]:
         """The profile, and policy verified with it."""

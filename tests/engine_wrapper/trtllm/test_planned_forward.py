@@ -181,35 +181,6 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(
     assert len(bench.runtime.evidence) == (1 if plan.is_checked else 0)
 
 
-@pytest.mark.parametrize("max_rows", [None, 16])
-def test_a_request_that_its_witnesses_speak_against_is_computed_anew_within_its_batch(
-    bench: Bench, make_plan: Any, max_rows: int | None
-) -> None:
-    bench.prove()
-    slices, cold = [], []
-    for number in range(3):
-        request = bench.request(number + 1, 70)
-        cold.append(bench.ours(bench.slice(request))[-1])
-        bench.scatter(request, SPANS)
-        # Of the last one the check keeps nothing.
-        check = SpanCheck(
-            1, 0.0 if number == 2 else 1e9, witness_every=5, witness_bounds=(1e9 if number == 0 else 0.1,)
-        )
-        plan = make_plan(request.tokens, SPANS, request_id=number + 1, prefix_end=60, shift=3, check=check, **SIZES)
-        slices.append(bench.slice(request, 60, plan))
-    bench.forward._max_rows = max_rows
-    logits = bench.run(*slices)
-    assert [float((each - wanted).abs().max()) > 1e-2 for each, wanted in zip(logits, cold, strict=True)] == [
-        True,
-        False,
-        False,
-    ]
-    used, refused, dropped = sorted(bench.runtime.evidence, key=lambda each: each.request_id)
-    assert [each.is_dropped for each in (used, refused, dropped)] == [False, True, True]
-    assert [len(each.witnesses) > 0 for each in (used, refused, dropped)] == [True, True, False]
-    assert refused.largest_witness[0] > 0.1
-
-
 @pytest.mark.known_defect(11)
 def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> None:
     bench.prove()

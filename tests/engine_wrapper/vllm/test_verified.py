@@ -79,23 +79,19 @@ def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> N
 
 
 @pytest.fixture
-def sampled(
-    request: pytest.FixtureRequest, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: None
-) -> dict[str, Any]:
-    """Settings of a profile with a sample and witnesses, with a bound on these; all requests have the same ones."""
+def sampled(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: None) -> dict[str, Any]:
+    """Settings of a profile with a sample, which is the same one for all requests."""
     monkeypatch.setattr("semblend_trt.discovery.planner.secrets.randbits", lambda _: 7)
     found = ReuseProfile.read(profile)
     assert found.check is not None
-    witnesses = {"witness_every": 16, "witness_bounds": (getattr(request, "param", 1e3),) * 2}
-    check = found.check.model_copy(update={"sample_every": 4, "sample_threshold": 0.1, **witnesses})
+    check = found.check.model_copy(update={"sample_every": 4, "sample_threshold": 0.1})
     found.model_copy(update={"check": check}).write(tmp_path / "sampled.json")
     return {"policy": "verified", "profile": str(tmp_path / "sampled.json")}
 
 
 def told(report: Any) -> tuple[int | None, ...]:
     """What became of a request's tokens."""
-    found = report.offered_tokens, report.sampled_tokens, report.checked_tokens, report.recomputed_tokens
-    return *found, report.witness_tokens
+    return report.offered_tokens, report.sampled_tokens, report.checked_tokens, report.recomputed_tokens
 
 
 FAMILIES = "reordered", "header_trap"
@@ -124,16 +120,15 @@ def expected(sampled: dict[str, Any], tmp_path: Path) -> list[tuple[int | None, 
 
 
 @pytest.mark.parametrize(
-    ("sampled", "options"),
+    "options",
     [
-        (1e3, {"enforce_eager": False}),
-        (1e3, {"max_num_batched_tokens": 128, "max_num_seqs": 4}),
-        pytest.param(0.0, {}, marks=pytest.mark.every_version),
+        {"enforce_eager": False},
+        {"max_num_batched_tokens": 128, "max_num_seqs": 4},
+        pytest.param({}, marks=pytest.mark.every_version),
     ],
-    indirect=["sampled"],
     ids=str,
 )
-def test_samples_and_witnesses_find_what_they_do_in_the_embedded_engine(
+def test_samples_find_what_they_do_in_the_embedded_engine(
     engine: Callable[..., Served],
     sampled: dict[str, Any],
     expected: list[tuple[int | None, ...]],
@@ -157,8 +152,7 @@ def test_samples_and_witnesses_find_what_they_do_in_the_embedded_engine(
     assert found == expected
     # Of harmless text some is served by the sample alone, and all that was checked of a trap is computed.
     assert any(checked == 0 < sample < offered / 2 for offered, sample, checked, *_ in found[:GROUPS])
-    assert all(0 < sample < checked < recomputed for _, sample, checked, recomputed, _ in found[GROUPS:])
-    assert all(witnesses for *_, witnesses in found[:GROUPS])
+    assert all(0 < sample < checked < recomputed for _, sample, checked, recomputed in found[GROUPS:])
     assert max(most) <= served.core.scheduler.max_num_scheduled_tokens
     assert not served.runtime.faults
 
@@ -184,10 +178,10 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
     cases = cases_of(served.llm.get_tokenizer(), "header_trap")
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
     found = [told(served.scheduler.outcomes.of(served.last - i)) for i in range(GROUPS)]
-    assert all(sample == witnesses == 0 < checked <= offered for offered, sample, checked, _, witnesses in found)
+    assert all(sample == 0 < checked <= offered for offered, sample, checked, _ in found)
     warned = [each for each in caplog.records if each.name == "vllm.semblend" and each.levelno >= logging.WARNING]
     assert {each.getMessage() for each in warned} == {
-        f"checks compare every token on this engine, without sample and witnesses: {problem}"
+        f"checks compare every token on this engine, without sample: {problem}"
     }
     assert not served.runtime.faults
 

@@ -84,7 +84,7 @@ COUNTS = [
     *((*SPAN, name) for name in ("donor_start", "target_start", "length", "generation")),
     *(("plans", 0, name) for name in ("num_computed_tokens", "matched_tokens", "block_size")),
     *(("plans", 0, "execution", name) for name in ("num_layers", "recompute_boundary_layer", "head_tokens")),
-    *((*RULE, name) for name in ("layer", "window_tokens", "sample_every", "witness_every")),
+    *((*RULE, name) for name in ("layer", "window_tokens", "sample_every")),
     *(("commands", "saves", 0, name) for name in ("max_tokens", "generation")),
 ]
 

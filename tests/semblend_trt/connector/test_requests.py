@@ -358,14 +358,6 @@ def test_figures(fields, figures):
     ) == figures
 
 
-@pytest.mark.parametrize("witnesses", [(), (11, 40)])
-def test_a_dropped_plan_says_whether_its_check_or_its_witnesses_spoke_against_it(witnesses):
-    evidence = replace(DROPPED, witnesses=witnesses, largest_witness=(0.1, 0.9))
-    report = report_of(planned(computed=10, plan=plan(check=CHECK), evidence=evidence))
-    assert report.reason == ("witness_deviation" if witnesses else "deviation")
-    assert (report.witness_tokens, report.largest_witness) == (len(witnesses), (0.1, 0.9))
-
-
 @given(
     checked=st.booleans(),
     told=st.booleans(),

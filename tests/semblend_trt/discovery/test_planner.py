@@ -237,15 +237,6 @@ def test_runs_of_a_generation_are_checked_without_a_sample() -> None:
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
 
 
-@pytest.mark.parametrize("witnesses", [{}, {"witness_every": 100, "witness_bounds": (0.5,)}])
-def test_witnesses_are_others_in_each_request(witnesses: dict[str, Any]) -> None:
-    made = profile("verified", check=CHECK.model_copy(update=witnesses), generations=2)
-    plans = [plan_of(planner({"a": SHIFTED}, "verified", {"a": 1}).plan(request(profile=made))) for _ in range(2)]
-    first, second = (plan.execution.sample_seed for plan in plans)
-    assert (first != second) == bool(witnesses)
-    assert witnesses or first == 0
-
-
 def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
     longer = np.concatenate([DOCUMENT, OTHER[:40]])
     prompt = np.concatenate([text(7, 50), longer, text(8, 50)])

@@ -45,7 +45,6 @@ def test_verified_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert DeviationCheck.decide is decide
     assert rows["verified_over_cold_768"].value > 0
     assert rows["verified_sampled_over_cold_768"].value > 0
-    assert "witness_extra_over_cold_768" in rows
     assert "8 documents of 80 tokens out of 24" in rows["verified_over_cold_640_rag"].baseline
     assert "check layer 2 of 4" in rows["verified_over_cold_768"].baseline
     assert "128 computed" in rows["verified_ttft_768_ms"].baseline

@@ -66,14 +66,10 @@ def test_the_header_trap_rules_cheap_policies_out_and_a_check_passes(
         monkeypatch.setattr(module, "EVIDENCE_FAMILIES", tuple(FAMILIES.split(",")))
     for module in (reuse_profile, search):
         monkeypatch.setattr(module, "EVIDENCE_MARGIN", 0.3)
-    assert calibrate(path, "--generations", "1", "--always-witnesses") == 0
+    assert calibrate(path, "--generations", "1") == 0
     profile = ReuseProfile.read(path)
     assert (profile.policy, profile.generations) == ("verified", 1)
     assert profile.check.layer >= 2
-    [witnesses] = told(profile, "witnesses")
-    assert witnesses["is_on"]
-    assert profile.check.witness_every
-    assert all(0.0 < bound < 10.0 for bound in profile.check.witness_bounds)
     tried = told(profile, "tried")
     assert (tried[0]["candidate"], tried[0]["inferior_family"]) == ("position_fix", "header_trap")
     screened = [figure for figure in tried if figure["stage"] == "screen"]

@@ -15,7 +15,6 @@ from semblend_trt.reuse_profile import ProfileCheck, leaves_unchecked
 from validation.calibration.deviations import PromptDeviations
 from validation.calibration.search import (
     SAMPLE_EVERY,
-    WITNESS_EVERY,
     Candidate,
     Found,
     Search,
@@ -27,8 +26,6 @@ from validation.calibration.search import (
     thresholds,
     unseen_share,
     window_thresholds,
-    witness_bounds,
-    witnessed,
 )
 from validation.calibration.trials import Comparison, Rule, Verdict
 from validation.families.catalog import Kind
@@ -192,19 +189,6 @@ def test_means_are_of_each_span_and_of_its_windows() -> None:
     assert prompt.window_means(0).tolist() == [2.0, 5.0, 7.0]
 
 
-def test_bounds_of_witnesses_lie_above_all_that_harmless_prompts_showed(make_sample: Callable[..., Sample]) -> None:
-    shown = [(), (0.0, 0.02), (0.0, 0.3)]
-    low, high = witness_bounds(make_sample(largest_witness=each) for each in shown)
-    assert 0.0 < low < 2e-3
-    assert 0.3 * 1.2 < high <= 0.3 * 1.2**2
-    assert witness_bounds([make_sample(largest_witness=())]) == []
-    alone = Candidate("verified", 0.2, check=ProfileCheck(layer=1, threshold=0.5))
-    found = witnessed(alone, (low, high))
-    assert alone.computed_share < found.computed_share < alone.computed_share + 0.01
-    assert (found.check.witness_every, found.check.witness_bounds) == (WITNESS_EVERY, (low, high))
-    assert found.name.startswith(alone.name)
-
-
 DEEP_LAYERS = 12
 DEEP, DEEP_TRAPS = prompts((0.04, 0.05), 1, DEEP_LAYERS), prompts((0.05, 0.26), 2, DEEP_LAYERS)
 
@@ -225,9 +209,6 @@ class Answers:
 
     def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
         return Verdict(self.told, inferior=None if self.asked[-1] in self.holding else "trap")
-
-    def lost(self, samples: Iterable[Sample]) -> set[str]:
-        return {each.case_id for each in samples if not each.exact_match}
 
 
 def searched(
@@ -382,62 +363,3 @@ def test_a_profile_allows_the_generations_that_hold_and_that_prompts_were_served
 
 def share_of(candidate: Candidate) -> float:
     return candidate.computed_share
-
-
-class Watching(Answers):
-    """Of four trap answers, which cold knows, a candidate without witnesses loses `lost`; it holds if `holds_alone`.
-    With witnesses, which deviate by 0.1 in harmless prompts, it refuses `caught` of these and loses nothing."""
-
-    def __init__(
-        self, make_sample: Callable[..., Sample], asked: list[Candidate], holds_alone: bool, lost: int, caught: int
-    ) -> None:
-        super().__init__((), asked)
-        self.make_sample, self.holds_alone, self.counts = make_sample, holds_alone, (lost, caught)
-
-    def judge(self, path: object, families: Iterable[str], rule: object, title: str) -> Verdict:
-        check, (lost, caught) = self.asked[-1].check, self.counts
-        is_watched = check is not None and check.witness_every > 0
-        holds = is_watched or (self.holds_alone and check is not None)
-        traps = [
-            self.make_sample(
-                case_id=str(number),
-                workload="trap",
-                exact_match=is_watched or number >= lost,
-                reason="witness_deviation" if is_watched and number < caught else None,
-            )
-            for number in range(4)
-        ]
-        harmless = self.make_sample(workload="harmless", largest_witness=(0.1, 0.1) if is_watched else ())
-        return Verdict((), inferior=None if holds else "trap", samples=(harmless, *traps))
-
-    def served_again(self, path: object, case_ids: Collection[str], title: str) -> list[Sample]:
-        return [each for each in self.judge(path, (), None, title).samples if each.case_id in case_ids]
-
-
-@pytest.mark.parametrize(
-    ("holds_alone", "lost", "caught", "always", "is_on"),
-    [
-        (True, 0, 0, False, False),
-        (True, 2, 1, False, True),
-        (True, 2, 0, False, False),
-        (True, 0, 0, True, True),
-        (False, 2, 2, False, True),
-    ],
-    ids=["nothing is lost", "what is lost is caught", "what is lost is not caught", "asked for", "needed"],
-)
-def test_the_winner_has_witnesses_where_they_catch_what_it_loses_without(
-    make_sample: Callable[..., Sample], holds_alone: bool, lost: int, caught: int, always: bool, is_on: bool
-) -> None:
-    asked: list[Candidate] = []
-    trials: Any = Watching(make_sample, asked, holds_alone, lost, caught)
-    found = search_of(trials, asked, always_witnesses=always).run()
-    check = found.winner.check
-    assert found.witnesses.is_on == is_on == bool(check.witness_every)
-    if is_on:
-        assert check.witness_every == WITNESS_EVERY
-        assert all(0.1 * 1.2 < bound <= 0.1 * 1.2**2 for bound in check.witness_bounds)
-    if holds_alone:
-        assert (found.witnesses.lost, found.witnesses.caught) == (lost, caught)
-    else:
-        strictest = [each.candidate for each in found.tried if each.stage == "screen" and each.candidate.check]
-        assert check.layer == strictest[0].check.layer == 1
