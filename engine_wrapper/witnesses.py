@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Watched:
-    """The work of this `index`: `positions` of its witnesses, int64, and the donors' KV there, some layers each, with
-    the keys beside the pool."""
+    """The work of this `index`: `positions` of its witnesses, int64, and the donors' KV there, some layers each."""
 
     index: int
     plan: SemanticKvPlan
     positions: torch.Tensor
     kv: PagedKv
     donor: list[torch.Tensor]
-    keys: list[torch.Tensor]
 
 
 class Witnesses:
@@ -45,15 +43,7 @@ class Witnesses:
     decide alike.
     """
 
-    def __init__(
-        self,
-        works: Sequence[SequenceWork],
-        pool: Pool,
-        geometry: KvGeometry,
-        ranks: Ranks,
-        keys: Pool | None = None,
-    ) -> None:
-        """`keys` lie beside the pool."""
+    def __init__(self, works: Sequence[SequenceWork], pool: Pool, geometry: KvGeometry, ranks: Ranks) -> None:
         self._ranks = ranks
         self._evidence: dict[int, CheckEvidence] = {}
         self._taken = 0
@@ -62,8 +52,7 @@ class Witnesses:
                 index,
                 work.pending.plan,
                 torch.from_numpy(work.pending.witnesses),
-                PagedKv(pool, work.block_ids, geometry, keys),
-                [],
+                PagedKv(pool, work.block_ids, geometry),
                 [],
             )
             for index, work in enumerate(works)
@@ -77,18 +66,13 @@ class Witnesses:
         """Copies the donors' KV of the layers below `end` that it has not copied yet. It has to lie in the pool, in the
         order of the current stream, and no forward may have written there."""
         for each in self._watched if end > self._taken else ():
-            part = each.kv.layers(self._taken, end)
-            each.donor.append(token_rows(part, each.positions))
-            if (keys := part.beside()) is not None:
-                each.keys.append(token_rows(keys, each.positions))
+            each.donor.append(token_rows(each.kv.layers(self._taken, end), each.positions))
         self._taken = max(self._taken, end)
 
     def restore(self) -> None:
         """Writes the donors' KV back, as if no forward had computed a witness."""
         for each in self._watched:
             put_token_rows(each.kv, each.positions, torch.cat(each.donor))
-            if (keys := each.kv.beside()) is not None:
-                put_token_rows(keys, each.positions, torch.cat(each.keys))
 
     def note(self, evidence: CheckEvidence) -> None:
         """Takes what a check of the iteration found."""

@@ -12,7 +12,7 @@ import torch
 from engine_wrapper.sequence_work import witnesses_of, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.forward_bench import KEEP_ALL, NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
 from tests.engine_wrapper.serving import (
     BLOCK,
     DOCUMENT,
@@ -26,7 +26,6 @@ from tests.engine_wrapper.serving import (
     teach,
     text,
 )
-from tests.engine_wrapper.test_computed_keys import KeepingBench
 from tests.kernels.builders import FP8
 from tests.semblend_trt.held_donors import held_kv
 from tests.semblend_trt.rank_threads import on_ranks
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 LENGTH, SPANS = 90, [(9, 24), (24, 40), (66, 80)]
 WATCHING = SpanCheck(1, 0.5, witness_every=5, witness_bounds=(0.01, 0.01, 0.01))
 SAMPLED = replace(WATCHING, sample_every=2, sample_threshold=0.4)
-# Keeps whatever it compares.
-ALL = replace(WATCHING, threshold=KEEP_ALL)
 
 
 def placed(bench: Bench, plan: SemanticKvPlan, wrong_from: int = NUM_LAYERS, is_nan: bool = False) -> torch.Tensor:
@@ -116,41 +113,6 @@ def test_what_the_check_has_computed_is_no_witness(bench: Bench, make_plan: Plan
 def test_without_witnesses_nothing_is_copied_or_compared(bench: Bench, make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=SpanCheck(1, 0.5))
     assert not bench.forward.witnesses(works_of([bench.planned(plan)], NUM_LAYERS))
-
-
-@pytest.mark.parametrize(
-    ("family", "fused"), [("qwen2", False), ("qwen2", True), ("deepseek_v3", False)], ids=["plain", "fused", "latent"]
-)
-def test_what_is_restored_is_the_donors_in_the_pool_and_beside_it(
-    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, fused: bool
-) -> None:
-    """To the bit, and nothing but witnesses."""
-    bench, plan = KeepingBench(tiny_model_paths[family], fused), make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=ALL)
-    placed(bench, plan, wrong_from=0)
-    donor = torch.randn(bench.kept().shape, generator=torch.Generator().manual_seed(6)).to(bench.keys.device)
-    for start, end in SPANS:
-        bench.keep(donor, start, end)
-    witnesses = bench.forward.witnesses(works_of([bench.planned(plan)], NUM_LAYERS))
-    for end in (1, NUM_LAYERS):
-        witnesses.take(end)
-
-    def held() -> list[torch.Tensor]:
-        """The bytes of KV, and those of keys, token by token."""
-        both = bench.kv(1), bench.kept()[:, None]
-        return [each.permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8) for each in both]
-
-    before = held()
-    bench.run(bench.planned(plan))
-    (evidence,) = bench.evidence
-    behind = held()
-    witnesses.restore()
-    chosen = list(evidence.witnesses)
-    others = sorted({*range(len(before[0]))} - {*chosen})
-    assert chosen
-    for restored, theirs, ours in zip(held(), before, behind, strict=True):
-        assert torch.equal(restored[chosen], theirs[chosen])
-        assert torch.equal(restored[others], ours[others])
-        assert (ours != theirs)[chosen].flatten(3).any(-1).all()
 
 
 def test_ranks_that_share_the_heads_refuse_alike(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
