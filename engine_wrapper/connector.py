@@ -23,7 +23,6 @@ from semblend_trt.plan import EngineMode
 if TYPE_CHECKING:
     import torch
 
-    from kernels.layout import KvGeometry, Pool
     from semblend_trt.runtime import Runtime
 
 
@@ -92,11 +91,6 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         except LayoutError as error:
             logger.warning("KV reuse is off: %s", error)
             return None
-
-    def _computed_keys(self, pool: Pool, geometry: KvGeometry) -> Pool:
-        """The embedded engine's; the stock worker's answer for all others."""
-        engine = self._runtime.engine
-        return super()._computed_keys(pool, geometry) if engine is None else engine.keep_keys()
 
     def _attach(self, pool: torch.Tensor) -> None:
         if self._runtime.engine is not None:

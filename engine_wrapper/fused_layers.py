@@ -26,7 +26,6 @@ from kernels.sparse_prefill.rows import to_device
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from engine_wrapper.computed_keys import ComputedKeys
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from kernels.layout import KvGeometry
     from semblend_trt.ranks import Ranks
@@ -150,8 +149,6 @@ class FusedDecoder:
         self._layers = layers
         self.pool = pool
         self.geometry = geometry
-        # Where K is kept as it is computed, too.
-        self.keys: ComputedKeys | None = None
         self.dtype: torch.dtype = model.dtype
         # Whether the pool holds K and V as they are computed: what is rounded for it is read from it.
         self.keeps_fresh = pool.dtype == self.dtype
@@ -186,10 +183,7 @@ class FusedDecoder:
         weights = self._layers[index]
         qkv = weights.qkv(_normed(delta, residual, weights.input_norm, weights.eps))
         rotate_rows(qkv, tables.cos, tables.sin, tables.slots, self.kv(index), weights.head_norms)
-        heads = qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
-        if self.keys is not None:
-            self.keys.write(index, heads[:, self.num_heads : self.num_heads + self.geometry.kv_heads], tables.slots)
-        return heads
+        return qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
 
     def mix(self, index: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Runs the layer behind its attention; `attended`: [rows, heads, head_dim]. Writes `residual`, returns a
@@ -290,8 +284,6 @@ class FusedRows:
         _, keys, values = self._heads.split([decoder.num_heads, geometry.kv_heads, geometry.kv_heads], 1)
         deviations = check.deviations(keys, values, decoder.pool, geometry, ranks)
         write_rows(keys, values, decoder.kv(check.layer), self._stage.sequences)
-        if decoder.keys is not None:
-            decoder.keys.write(check.layer, keys, self._tables.slots)
         return deviations
 
     def begun(self, layer: int, keep: torch.Tensor | None) -> BegunLayer:

@@ -18,14 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from engine_wrapper.computed_keys import ComputedKeys
 from engine_wrapper.fused_layers import FusedRows, fuse
 from engine_wrapper.latent_cache import LatentCache, latent_attention
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.dispatch import triton_serves
-from kernels.layer_ops import slots_of
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
@@ -45,22 +43,18 @@ Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """What the attention of one stage needs: the pool, the active rows of each sequence, a watch on their K and V, and
-    where K is kept as it is computed."""
+    """What the attention of one stage needs: the pool, the active rows of each sequence, a watch on their K and V."""
 
     pool: torch.Tensor
     geometry: KvGeometry
     sequences: tuple[SequenceRows, ...]
     watch: Watch | None = None
-    keys: ComputedKeys | None = None
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         """Writes K and V of the active rows, [rows, kv_heads, head_dim], or latent rows and None, behind the watch."""
         if self.watch is not None:
             self.watch(keys, values)
         write_rows(keys, values, PoolLayer(self.pool, layer, self.geometry), self.sequences)
-        if self.keys is not None:
-            self.keys.write(layer, keys, slots_of(self.sequences, self.geometry.block_size))
 
 
 def paged_attention(
@@ -136,16 +130,9 @@ class PlainRows:
     A check's layer runs for all rows when they are compared; dropped rows leave behind that layer.
     """
 
-    def __init__(
-        self,
-        decoder: Any,
-        schedule: LayerSchedule,
-        pool: torch.Tensor,
-        geometry: KvGeometry,
-        keys: ComputedKeys | None = None,
-    ) -> None:
+    def __init__(self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry) -> None:
         self._decoder = decoder
-        self._pool, self._keys = pool, keys
+        self._pool = pool
         self._geometry = geometry
         # Granite's decoder multiplies its embeddings; others have no factor.
         self._hidden = decoder.embed_tokens(schedule.token_ids[None])
@@ -194,7 +181,7 @@ class PlainRows:
     def _run(self, layer: int, watch: Watch | None) -> None:
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
-        paged = PagedAttention(self._pool, self._geometry, sequences, watch, self._keys)
+        paged = PagedAttention(self._pool, self._geometry, sequences, watch)
         held = LatentCache(paged) if self._geometry.kv_factor == 1 else self._places
         run = self._decoder.layers[layer]
         self._hidden = run(
@@ -232,18 +219,8 @@ class SparseForward:
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks or Ranks()
-        self._keys: ComputedKeys | None = None
         wanted = pool.is_cuda and triton_serves(pool, ()) if fused is None else fused
         self.fused = fuse(model, pool, geometry) if wanted else None
-
-    def keep_keys(self) -> torch.Tensor:
-        """From now on keeps the model's keys beside the pool too, in the model's dtype; returns where, as
-        `ComputedKeys` has it. Raises ConfigurationError when there is no memory for them."""
-        blocks, device = len(self._pool), self._pool.device
-        self._keys = keys = ComputedKeys.beside(blocks, self._geometry, self._model.dtype, device)
-        if self.fused is not None:
-            self.fused.keys = keys
-        return keys.tensor
 
     @torch.inference_mode()
     def __call__(
@@ -323,4 +300,4 @@ class SparseForward:
     def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
         if self.fused is not None:
             return FusedRows(self.fused, schedule)
-        return PlainRows(self._model.model, schedule, self._pool, self._geometry, self._keys)
+        return PlainRows(self._model.model, schedule, self._pool, self._geometry)

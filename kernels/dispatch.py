@@ -29,9 +29,7 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
     """
     if not has_kernels(target.device):
         return False
-    sources = list(sources)
-    has_fp8 = any(each.dtype == torch.float8_e4m3fn for each in (target, *sources))
-    if target.is_cuda and has_fp8 and _capability(target.device) < _FP8_CAPABILITY:
+    if target.is_cuda and target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
         return False
     return target.stride(-1) == 1 and all(
         source.stride(-1) == 1 and (source.device == target.device or (target.is_cuda and source.is_pinned()))

@@ -106,15 +106,11 @@ class PagedKv:
     `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or a LayeredPool; `block_ids`:
     int64 [n]. Keep `block_ids` on the host: they are checked there before every write, and reading them from a device
     would wait for it.
-
-    `keys`: K, or the latent rows, in another dtype beside a pool that rounds them, as a pool with kv_factor 1 and the
-    same block ids. Moves read K there. They write it there too, and to `pool`.
     """
 
     pool: Pool
     block_ids: torch.Tensor
     geometry: KvGeometry
-    keys: Pool | None = None
 
     @property
     def capacity(self) -> int:
@@ -129,21 +125,8 @@ class PagedKv:
 
     def layers(self, first: int, end: int) -> PagedKv:
         """Layers `first .. end - 1`, without a copy."""
-        keys = None if self.keys is None else _layers_of(self.keys, first, end)
-        geometry = replace(self.geometry, num_layers=end - first)
-        return PagedKv(_layers_of(self.pool, first, end), self.block_ids, geometry, keys)
-
-    def kind(self, kind: int) -> PagedKv:
-        """K, or the latent, (kind 0) or V (kind 1) of `pool` alone, without a copy."""
-        pool = self.pool
-        own = LayeredPool(pool.kinds[kind]) if isinstance(pool, LayeredPool) else pool[:, :, kind : kind + 1]
-        return PagedKv(own, self.block_ids, replace(self.geometry, kv_factor=1))
-
-    def beside(self) -> PagedKv | None:
-        """The keys beside `pool`, by themselves."""
-        if self.keys is None:
-            return None
-        return PagedKv(self.keys, self.block_ids, replace(self.geometry, kv_factor=1))
+        pool = self.pool.layers(first, end) if isinstance(self.pool, LayeredPool) else self.pool[:, first:end]
+        return replace(self, pool=pool, geometry=replace(self.geometry, num_layers=end - first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +143,6 @@ class ContiguousKv:
     def layers(self, first: int, end: int) -> ContiguousKv:
         """Layers `first .. end - 1`, without a copy."""
         return ContiguousKv(self.tensor[first:end])
-
-    def kind(self, kind: int) -> ContiguousKv:
-        """K, or the latent, (kind 0) or V (kind 1) alone, without a copy."""
-        return ContiguousKv(self.tensor[:, kind : kind + 1])
-
-
-def _layers_of(pool: Pool, first: int, end: int) -> Pool:
-    return pool.layers(first, end) if isinstance(pool, LayeredPool) else pool[:, first:end]
 
 
 def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:

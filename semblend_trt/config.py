@@ -44,14 +44,6 @@ _KINDS = (("int_", "whole number"), ("float_", "number"))
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
-
-class DonorDtype(str, Enum):
-    """What donors of a cache in fp8 are kept in."""
-
-    CACHE = "cache"
-    MODEL = "model"
-
-
 # Names of variables behind their prefixes, where they are not those of the settings in upper case.
 _NAMES = {
     "profile_path": "PROFILE",
@@ -65,6 +57,8 @@ _OLD_NAMES = {
     "min_span_tokens": "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH",
     "audit_path": "SEMBLEND_TRTLLM_AUDIT_PATH",
 }
+# Settings that are accepted and ignored, each with the reason.
+_RETIRED = {"DONOR_DTYPE": "donors are kept in the dtype of the cache"}
 
 
 def variables_of(name: str) -> tuple[str, ...]:
@@ -258,12 +252,6 @@ class DonorSettings(SettingsGroup):
         Eviction.LRU,
         description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
         "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
-    )
-    donor_dtype: DonorDtype = Field(
-        DonorDtype.CACHE,
-        description="How donors are kept where the cache is in fp8: as it is, or in the model's dtype, with keys as "
-        "they were computed, so that a moved key is rounded once. The latter takes twice the memory for a donor, and "
-        "on the card as much as the cache again; it is for vLLM and the embedded engine.",
     )
     max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once, of all salts together.")
     min_donor_tokens: int = Field(
@@ -532,6 +520,11 @@ def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
 
 
+def why_ignored(name: str) -> str | None:
+    """Returns why the setting with this name, or the variable, is accepted and ignored; None for every other name."""
+    return _RETIRED.get(name.upper().removeprefix("TRTLLM_").removeprefix("SEMBLEND_"))
+
+
 def _warn_of_unknown_variables(names: Iterable[str]) -> None:
     """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
     unknown = unknown_variables(names)
@@ -539,8 +532,11 @@ def _warn_of_unknown_variables(names: Iterable[str]) -> None:
         fresh = [name for name in unknown if name not in _warned]
         _warned.update(fresh)
     for name in fresh:
-        close = unknown[name]
-        logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
+        close, why = unknown[name], why_ignored(name)
+        if why is not None:
+            logger.warning("%s is ignored: %s", name, why)
+        else:
+            logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
 
 
 def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:

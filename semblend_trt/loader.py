@@ -21,7 +21,7 @@ from semblend_trt.streams import Event, Stream, current_stream, record, wait
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from kernels.layout import KvGeometry, Pool
+    from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
@@ -51,8 +51,8 @@ class PlanLoader:
     """Places plans' spans into `pool`, in stream order.
 
     `reader` copies from the host on streams of its own; without one, as on the CPU, donors of both tiers are moved by
-    one call a plan. `keys` lie beside the pool. `readiness` learns when the layers are there. The given stream waits
-    for all of them, unless a forward waits layer by layer.
+    one call a plan. `readiness` learns when the layers are there. The given stream waits for all of them, unless a
+    forward waits layer by layer.
     """
 
     def __init__(
@@ -63,16 +63,14 @@ class PlanLoader:
         rotation: Rotation,
         readiness: LayerReadiness,
         reader: HostReader | None,
-        keys: Pool | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
-        self._keys = keys
         self._geometry = geometry
         self._rotation = rotation
         self._readiness = readiness
         self._reader = reader
-        self._token_bytes = geometry.bytes_per_token(pool.dtype if keys is None else keys.dtype)
+        self._token_bytes = geometry.bytes_per_token(pool.dtype)
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
         """Queues the plans' loads behind the current stream's work; what follows on it sees all of them.
@@ -105,7 +103,7 @@ class PlanLoader:
             donor_id: reads.enter_context(self._store.reading(donor_id))
             for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)
         }
-        target = target_of(plan, self._pool, self._geometry, self._keys)
+        target = target_of(plan, self._pool, self._geometry)
         moves = moves_of(plan, donors)
         check_moves(moves, target, self._rotation)
         load = _Load(target, [], [])
@@ -152,11 +150,11 @@ class PlanLoader:
                 self._store.host.read_until(reader.abandoned())
 
 
-def target_of(plan: SemanticKvPlan, pool: Pool, geometry: KvGeometry, keys: Pool | None = None) -> PagedKv:
-    """The request's blocks in `pool`, with the `keys` beside it. Raises PlanError when the plan has none."""
+def target_of(plan: SemanticKvPlan, pool: torch.Tensor, geometry: KvGeometry) -> PagedKv:
+    """The request's blocks in `pool`. Raises PlanError when the plan has none."""
     if plan.target_block_ids is None:
         raise PlanError("blocks_unknown", f"request {plan.request_id}: the plan has spans but no target blocks yet")
-    return PagedKv(pool, block_vector(plan.target_block_ids), geometry, keys)
+    return PagedKv(pool, block_vector(plan.target_block_ids), geometry)
 
 
 def block_vector(block_ids: Sequence[int]) -> torch.Tensor:

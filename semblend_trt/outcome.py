@@ -41,7 +41,7 @@ _REASONS = (
     # vLLM
     "settings_invalid vllm_version other_connector encoder_connector kv_role load_failure_policy tensor_parallel "
     "data_parallel executor ubatching pooling encoder_decoder hybrid_model diffusion non_causal prompt_embeds "
-    "routed_experts weight_transfer sleep_mode sequence_parallel full_cuda_graphs kv_cache_dtype kv_scales donor_dtype "
+    "routed_experts weight_transfer sleep_mode sequence_parallel full_cuda_graphs kv_cache_dtype kv_scales "
     "kv_sharing_fast_prefill cache_groups cache_spec model_runner recovery prompt_logprobs skip_reading_prefix_cache "
     "streamed_prompt resumed_with_output prompt_ids_missing"
 )

@@ -159,21 +159,14 @@ class SavedDonor:
 class PoolFacts:
     """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
     those that `needs_scales` asks for. `chunk`: the tokens of a chunk where some layers attend to no others.
-    `keys_dtype`: that of the keys beside the pool, which donors are then kept in. `holds_saved_blocks`: a request that
-    is being saved keeps its own blocks until its save has ended."""
+    `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended."""
 
     geometry: KvGeometry
     num_blocks: int
     dtype: torch.dtype
     scales: str | None = None
     chunk: int | None = None
-    keys_dtype: torch.dtype | None = None
     holds_saved_blocks: bool = False
-
-    @property
-    def donor_dtype(self) -> torch.dtype:
-        """What donors are kept in."""
-        return self.keys_dtype or self.dtype
 
 
 def _held_weakly(name: str) -> Any:

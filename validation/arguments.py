@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from semblend_trt.command_line import named, printable
-from semblend_trt.config import DonorDtype
 from semblend_trt.errors import ConfigurationError
 from validation.arms import ALL_NAMES, BOUNDARY, VERIFIED
 from validation.engines import EMBEDDED, TRTLLM, VLLM
@@ -44,11 +43,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": AUTO,
         "help": "the KV cache; auto is that of the weights, and fp8 is e4m3, which trtllm is not asked for",
     },
-    "--donor-dtype": {
-        "choices": tuple(each.value for each in DonorDtype),
-        "default": DonorDtype.CACHE.value,
-        "help": "donors of a cache in fp8, as the setting SEMBLEND_DONOR_DTYPE has them",
-    },
     "--max-tokens": {"type": int, "default": 16, "help": "longest answer, in tokens"},
     "--min-match-length": {"type": int, "default": 64, "help": "shortest run of equal tokens that is reused"},
     "--prompts": {"type": Path, "metavar": "FILE.jsonl"},
@@ -84,16 +78,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--record": {"type": Path, "metavar": "FOLDER", "help": "write result rows to a file in FOLDER/MACHINE"},
     "--machine": {"help": "name of the machine in result rows (default: cpu-Ncore or the GPU's name)"},
 }
-MODEL = (
-    "--model",
-    "--engine",
-    "--device",
-    "--dtype",
-    "--kv-dtype",
-    "--donor-dtype",
-    "--max-tokens",
-    "--min-match-length",
-)
+MODEL = ("--model", "--engine", "--device", "--dtype", "--kv-dtype", "--max-tokens", "--min-match-length")
 FAMILIES = ("--families", "--groups", "--questions", "--tokens", "--seed", "--eval-data", "--form", "--batch")
 
 

@@ -176,9 +176,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(what, "--arms", told_default="those without a number")
     told = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
     what.add_argument("--policy", type=named, metavar="ARM", help=told)
-    arguments.add(
-        what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype", "--donor-dtype"
-    )
+    arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype")
     arguments.add(what, "--max-tokens", default=64)
     arguments.add(what, "--seed", help="seed of the built-in prompts")
     told = "all built-in prompts and the arm boundary too, and every table; so does --record"

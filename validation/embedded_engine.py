@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.config import DonorDtype
 from validation.engines import connector_variables, environment
 
 if TYPE_CHECKING:
@@ -96,15 +95,14 @@ class _ArmLLM(LLM):
 
 
 class EmbeddedEngines:
-    """Embedded engines that share the weights of `runner`; `kv_dtype` is the dtype of their `KvCacheConfig`, and
-    `donor_dtype` the connector's setting."""
+    """Embedded engines that share the weights of `runner`; `kv_dtype` is the dtype of their `KvCacheConfig`."""
 
     starts_slowly = False
     prefix_unit = 1
     notes = ()
 
-    def __init__(self, runner: ModelRunner, kv_dtype: str = "auto", donor_dtype: DonorDtype = DonorDtype.CACHE) -> None:
-        self.runner, self.kv_dtype, self._donor_dtype = runner, kv_dtype, donor_dtype
+    def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
+        self.runner, self.kv_dtype = runner, kv_dtype
 
     @property
     def tokenizer(self) -> Any:
@@ -124,7 +122,7 @@ class EmbeddedEngines:
         connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
         cache: dict[str, Any] = {"max_tokens": settings.pool_tokens, "dtype": self.kv_dtype}
         rows = max(LlmArgs.model_fields["max_num_tokens"].default, _ROWS_OF_A_REQUEST * settings.batch_size)
-        with environment(connector_variables(arm, settings, str(audit_path), self._donor_dtype)):
+        with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,
                 runner=self.runner.share(),

@@ -12,7 +12,6 @@ from unittest import mock
 
 from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.config import DonorDtype
 from validation.audit_log import AuditFile
 
 if TYPE_CHECKING:
@@ -101,9 +100,7 @@ class Engines(ServedModel, Protocol):
         ...
 
 
-def connector_variables(
-    arm: Arm, settings: EngineSettings, audit_path: str, donor_dtype: DonorDtype = DonorDtype.CACHE
-) -> dict[str, str]:
+def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> dict[str, str]:
     """The variables that set the arm's connector; none without one."""
     if arm.variables is None:
         return {}
@@ -112,7 +109,6 @@ def connector_variables(
         "SEMBLEND_MIN_SPAN": str(settings.min_span),
         "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
         "SEMBLEND_AUDIT_PATH": audit_path,
-        "SEMBLEND_DONOR_DTYPE": donor_dtype.value,
     }
 
 

@@ -12,7 +12,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.models import resolve_device, resolve_dtype
-from semblend_trt.config import DonorDtype
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import reason_of
 from semblend_trt.reuse_profile import ReuseProfile
@@ -53,23 +52,20 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
 
 
 def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
-    """The engines that the options --engine, --model, --device, --kv-dtype and --donor-dtype name; TensorRT-LLM and
-    vLLM choose their device themselves. `dtype` as in `load`.
+    """The engines that the options --engine, --model, --device and --kv-dtype name; TensorRT-LLM and vLLM choose their
+    device themselves. `dtype` as in `load`.
 
     Raises ConfigurationError and UnsupportedModelError.
     """
-    kv_dtype, donor_dtype = options.kv_dtype, DonorDtype(options.donor_dtype)
     if options.engine == VLLM:
-        model = str(options.model or shipped_model())
-        return VllmEngines(model, _dtype(dtype, _own_device()), kv_dtype, donor_dtype)
+        return VllmEngines(str(options.model or shipped_model()), _dtype(dtype, _own_device()), options.kv_dtype)
     if options.engine == EMBEDDED:
-        return EmbeddedEngines(load(options.model, options.device, dtype), kv_dtype, donor_dtype)
-    for name, value, default in (("--kv-dtype", kv_dtype, AUTO), ("--donor-dtype", donor_dtype.value, "cache")):
-        if value != default:
-            raise ConfigurationError(
-                f"{name} {value} is for --engine {EMBEDDED} and {VLLM}, not for {options.engine}; leave it at "
-                f"{default}."
-            )
+        return EmbeddedEngines(load(options.model, options.device, dtype), options.kv_dtype)
+    if options.kv_dtype != AUTO:
+        raise ConfigurationError(
+            f"--kv-dtype {options.kv_dtype} is for --engine {EMBEDDED} and {VLLM}, not for {options.engine}; leave it "
+            f"at {AUTO}."
+        )
     return TrtllmEngines(str(options.model or shipped_model()), dtype)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.config import DonorDtype
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
@@ -44,9 +43,8 @@ _SETTLING_STEPS = 1_000
 class VllmEngines:
     """Engines of vLLM over one model, a folder or a hub id, one after the other.
 
-    `dtype` and `kv_dtype` are the engine's arguments dtype and kv_cache_dtype, `donor_dtype` the connector's setting.
-    Raises ConfigurationError where vllm cannot be imported or the model cannot be read, UnsupportedModelError for one
-    whose KV cannot be moved.
+    `dtype` and `kv_dtype` are the engine's arguments dtype and kv_cache_dtype. Raises ConfigurationError where vllm
+    cannot be imported or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved.
     """
 
     starts_slowly = True
@@ -59,16 +57,14 @@ class VllmEngines:
         "vLLM's times hold the reading of the logits, which is the same in every arm.",
     )
 
-    def __init__(
-        self, model: str, dtype: str = "auto", kv_dtype: str = "auto", donor_dtype: DonorDtype = DonorDtype.CACHE
-    ) -> None:
+    def __init__(self, model: str, dtype: str = "auto", kv_dtype: str = "auto") -> None:
         if find_spec("vllm") is None:
             raise ConfigurationError(
                 "vllm cannot be imported here; install it with `pip install 'semblend-trt[vllm]'`."
             )
         # Its logits are read, and answers are forced, in its own process, of the runner that holds its step's batch.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
-        self._model, self._dtype, self._kv_dtype, self._donor_dtype = model, dtype, kv_dtype, donor_dtype
+        self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
         self.facts = model_facts(model, None, True)  # vLLM tells the scales of its caches
         self.tokenizer: Any = load_tokenizer(model)
         is_windowed = any(self.facts.windows) and torch.cuda.is_available()
@@ -94,7 +90,7 @@ class VllmEngines:
             options["gpu_memory_utilization"] = _LEAST_FREE
         if arm.chunk_tokens is not None:
             options["long_prefill_token_threshold"] = min(arm.chunk_tokens, self.facts.max_positions)
-        variables = connector_variables(arm, settings, str(audit_path), self._donor_dtype)
+        variables = connector_variables(arm, settings, str(audit_path))
         if arm.variables is not None:
             options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=variables)
         try:

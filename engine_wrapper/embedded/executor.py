@@ -103,12 +103,6 @@ class Executor:
             llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
         )
 
-    def keep_keys(self) -> torch.Tensor:
-        """Has the model's keys kept beside the pool, in the model's dtype; returns their tensor. Call it before any
-        request. Raises ConfigurationError when there is no memory for them."""
-        self.pool.keys = self.model_runner.keep_keys()
-        return self.pool.keys
-
     @property
     def check_layers(self) -> tuple[int, ...]:
         """Layers in which the connector's plans may check their spans."""

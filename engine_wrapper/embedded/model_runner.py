@@ -117,12 +117,6 @@ class ModelRunner:
 
             self._graphs = GraphForward(self._forward.fused)
 
-    def keep_keys(self) -> torch.Tensor:
-        """Has each forward keep the model's keys beside the pool as well; returns where, as `ComputedKeys` has it. Call
-        it behind `attach_pool`. Raises ConfigurationError when there is no memory for them."""
-        assert self._forward is not None
-        return self._forward.keep_keys()
-
     def warm_up(self, prompt_lengths: Iterable[int], check_layers: Iterable[int] = ()) -> None:
         """Prepares kernels, libraries and graphs of the card for prompts of about these lengths, whole or behind reused
         KV, for the decode steps after them, and for checks in `check_layers`. Does nothing on the CPU.

@@ -38,8 +38,6 @@ class KvPool:
         self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device, layout: str = "HND"
     ) -> None:
         self.geometry = geometry
-        # K in the model's dtype, where it is kept beside `tensor`: [blocks + 1, layers, 1, row].
-        self.keys: torch.Tensor | None = None
         shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
         try:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -66,8 +64,7 @@ class KvPool:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV of all layers."""
-        for held in (self.tensor,) if self.keys is None else (self.tensor, self.keys):
-            held[target].copy_(held[source])
+        self.tensor[target].copy_(self.tensor[source])
 
 
 def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:

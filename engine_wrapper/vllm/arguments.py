@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine_wrapper.vllm.kv_scales import E4M3, described_dtype
-from semblend_trt.config import Settings, load_settings, variables_of
+from semblend_trt.config import Settings, load_settings, variables_of, why_ignored
 from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.namespace import unknown_value
@@ -236,6 +236,8 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
             old[setting] = text
         elif key in _REPLACEMENT_OF:
             replaced[key] = _REPLACEMENT_OF[key]
+        elif (why := why_ignored(key)) is not None:
+            replaced[key] = why
         else:
             unknown.append(_told(str(given), named))
     if "disk_path" in old and "disk_bytes" not in found:

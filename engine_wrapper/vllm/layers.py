@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_wrapper.vllm.kv_scales import head_scales
 from kernels.layout import LayeredPool, indexable
-from kernels.rope import saturated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engine_wrapper.computed_keys import ComputedKeys
     from engine_wrapper.vllm.kv_scales import Scale
     from kernels.layout import KvGeometry
 
@@ -87,55 +84,6 @@ def write(
     # Kernels take the cache without the head that vLLM 0.32 gives it.
     rows = cache.squeeze(1) if cache.ndim == 4 else cache
     update(latent, turning.unsqueeze(1), rows, slots, attention.kv_cache_dtype, attention._k_scale)
-
-
-def keep_keys(
-    attention: Sequence[Any],
-    caches: Sequence[torch.Tensor],
-    pool: LayeredPool,
-    scales: Sequence[tuple[Scale, Scale]],
-    keys: ComputedKeys,
-) -> None:
-    """Has K of all rows that the backend writes into `caches`, which are `pool`, or their latent rows, kept in `keys`
-    as well: divided by the layer's scale, as what is stored. Graphs that were captured before keep none."""
-    for layer, (each, cache, (scale, _)) in enumerate(zip(attention, caches, scales, strict=True)):
-        impl = each.impl
-        factor = None if scale == 1.0 else torch.tensor(scale, device=cache.device).view(-1, 1)
-        own = partial(_keep, impl.do_kv_cache_update, cache.data_ptr(), pool.keys[layer], keys, layer, factor)
-        impl.do_kv_cache_update = own
-
-
-def _keep(
-    update: Callable[..., None],
-    address: int,
-    stored: torch.Tensor,
-    keys: ComputedKeys,
-    layer: int,
-    factor: torch.Tensor | None,
-    *arguments: Any,
-    **options: Any,
-) -> None:
-    """In the place of a backend's `do_kv_cache_update`. Its arguments are those of `write`, rows of a graph's padding
-    behind the others; a cache at another address is one of `CacheLayout.stored`. `stored`: K in the cache."""
-    update(*arguments, **options)
-    # The attention itself comes first, but for a latent one.
-    *kv, cache, slots = arguments[:4] if keys.geometry.kv_factor == 1 else arguments[1:5]
-    if cache.data_ptr() != address:
-        return
-    slots = slots.flatten()
-    rows = fresh_rows(kv, keys.geometry)[0][: len(slots)]
-    if factor is not None:
-        rows = _rounding_alike((rows / factor).to(rows.dtype), stored, slots)
-    keys.write(layer, rows, slots)
-
-
-def _rounding_alike(rows: torch.Tensor, stored: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`rows`, such that rounding gives what is stored at `slots`: what their own dtype has rounded to the middle
-    between two values of the cache's may belong to the other one."""
-    size = stored.shape[2]
-    there = indexable(stored)[slots // size, :, slots % size].view(stored.dtype)
-    wrong = saturated(rows, stored.dtype).float() != there.float()
-    return torch.where(wrong, torch.nextafter(rows, there.to(rows.dtype)), rows)
 
 
 def fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:

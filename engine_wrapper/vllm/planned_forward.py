@@ -31,10 +31,6 @@ from engine_wrapper.self_check import (
 from engine_wrapper.vllm.key_rotation import check_rotation
 from engine_wrapper.vllm.refusals import callers, sample_refusal
 from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, as_prompts, own_rows_as_stored
-from kernels.deviation import token_rows
-from kernels.layout import PagedKv
-from kernels.rope import saturated
-from semblend_trt.loader import block_vector
 from semblend_trt.plan import EngineMode
 from semblend_trt.streams import HostCopy
 
@@ -280,8 +276,6 @@ class PlannedForward:
         def run(batch: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
             return self._run(batch, [block_ids], plans, max_rows)
 
-        parts = self._parts
-        _check_keys(PagedKv(parts.pool, block_vector(block_ids), parts.geometry, parts.keys), len(ids))
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
         is_latent = geometry.kv_factor == 1
         as_stored = partial(own_rows_as_stored, self._parts) if is_latent and kv_dtype == torch.float8_e4m3fn else None
@@ -302,18 +296,6 @@ class PlannedForward:
             self._sparse = False
             raised = problem if isinstance(problem, Exception) else None
             logger.warning("checks compare every token on this engine, without sample: %s", problem, exc_info=raised)
-
-
-def _check_keys(kv: PagedKv, tokens: int) -> None:
-    """Raises LayoutError `donor_dtype` unless the keys beside the pool round to what the engine has stored of its own
-    prompt, whose first tokens these are: a run that keeps its place is then the engine's own to the bit."""
-    if (beside := kv.beside()) is None:
-        return
-    stored, kept = (token_rows(each, torch.arange(tokens)) for each in (kv.kind(0), beside))
-    # NaN, which stands where nothing was kept, equals nothing.
-    differs = saturated(kept, stored.dtype).float() != stored.float()
-    if differs.any():
-        raise LayoutError("donor_dtype", f"{float(differs.float().mean()):.2%} of the keys kept round to others")
 
 
 def _without_sample(plan: SemanticKvPlan) -> SemanticKvPlan:

@@ -60,8 +60,6 @@ REASONS = {
     "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
     "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
     "kv_scales": "Serve fp8 with static scales above 0 for K and V: one a layer, or with FLASH_ATTN one a head.",
-    "donor_dtype": "Set SEMBLEND_DONOR_DTYPE to cache; the attention backend hides its keys or rounds them otherwise "
-    "than to the nearest.",
     "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
     "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
     "cache_spec": "Serve a model with plain full or latent attention; another form of cache cannot be moved.",

@@ -61,9 +61,9 @@ _WITH_CONTEXT = "prefill_tokens_with_context"
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
-    and the cache itself; the caches' layout, what they are as a `pool`, the keys beside it, and a builder of the
-    backend's metadata (`own_builder`). `chunks`: of each layer the tokens of a chunk if its attention has chunks, else
-    None. `rotation`: how keys move, as the model's configuration says; `longest`: tokens of the longest sequence.
+    and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
+    (`own_builder`). `chunks`: of each layer the tokens of a chunk if its attention has chunks, else None.
+    `rotation`: how keys move, as the model's configuration says; `longest`: tokens of the longest sequence.
     `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`: modules that vLLM
     leaves to its compiler (`unfused_of`)."""
 
@@ -74,7 +74,6 @@ class Decoder:
     layout: CacheLayout
     builder: Any
     pool: LayeredPool
-    keys: torch.Tensor | None
     geometry: KvGeometry
     chunks: tuple[int | None, ...]
     rotation: Rotation

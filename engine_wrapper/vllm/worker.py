@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
 
-from engine_wrapper.computed_keys import ComputedKeys
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.kv_scales import E4M3, are_of_heads, scales_of, scales_of_heads
 from engine_wrapper.vllm.layer_calls import layer_calls_of
-from engine_wrapper.vllm.layers import in_order, keep_keys, layered_pool, layout_of
+from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
 from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from engine_wrapper.vllm.stats import tell_used
 from engine_wrapper.vllm.worker_calls import watch_worker_calls
-from kernels.layout import LayeredPool
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
@@ -37,9 +33,8 @@ if TYPE_CHECKING:
     from engine_wrapper.vllm.kv_scales import Scale
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
-    from engine_wrapper.vllm.planned_forward import ModelRunner
     from engine_wrapper.watched_call import WatchedCall
-    from kernels.layout import KvGeometry, Pool
+    from kernels.layout import LayeredPool
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
@@ -48,27 +43,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Worker(SemBlendKvConnectorWorker):
-    """Our own worker over the caches of these attention layers, whose backend hands it the keys that it stores."""
+    """Our own worker over the caches of these attention layers."""
 
     attention: Sequence[Any] = ()
-    caches: Sequence[torch.Tensor] = ()
     scales: Sequence[tuple[Scale, Scale]] = ()
-    keys: ComputedKeys | None = None
-    rows_dtype: torch.dtype
-
-    def _computed_keys(self, pool: Pool, geometry: KvGeometry) -> Pool:
-        assert isinstance(pool, LayeredPool)
-        self.keys = ComputedKeys.beside(pool.shape[0], geometry, self.rows_dtype, pool.device)
-        keep_keys(self.attention, self.caches, pool, self.scales, self.keys)
-        return self.keys.tensor
 
     def _have_scales_changed(self) -> bool:
         return [scales_of(each) for each in self.attention[: len(self.scales)]] != list(self.scales)
-
-    def keep_no_keys(self) -> None:
-        """Leaves the backends as they were found."""
-        for each in self.attention:
-            vars(each.impl).pop("do_kv_cache_update", None)
 
 
 class VllmWorker:
@@ -80,7 +61,6 @@ class VllmWorker:
     def __init__(self, arguments: EngineArguments, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
         self._worker = _Worker(arguments)
-        self._worker.rows_dtype = vllm_config.model_config.dtype
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
@@ -105,9 +85,7 @@ class VllmWorker:
             self._runtime.refusal = "settings_invalid"
         if self._runtime.pool is not None:
             self._hook(pool, caches)
-        if self._runtime.refusal is not None:
-            self._worker.keep_no_keys()
-        else:
+        if self._runtime.refusal is None:
             # Below vLLM's own loggers, so that it shows what is on.
             logging.getLogger("vllm.semblend").info("KV reuse: %s", _what_is_on(self._settings))
 
@@ -158,10 +136,6 @@ class VllmWorker:
             self._calls.remove()
         self._worker.close()
 
-    def _leave(self, caller: ModelRunner) -> None:
-        caller.remove()
-        self._worker.keep_no_keys()
-
     def _begin(self, step: Mapping[str, Scheduled]) -> None:
         self._step = step
         if self._forward is not None:
@@ -189,7 +163,6 @@ class VllmWorker:
             if names is None:
                 return None
             self._worker.attention = attention = [modules[name] for name in names]
-            self._worker.caches = [caches[name] for name in names]
             self._layout = self._layout_of(caches[names[0]], attention)
             return None if self._layout is None else layered_pool(caches, self._layout)
         except LayoutError as error:
@@ -224,8 +197,7 @@ class VllmWorker:
         be, nothing is reused."""
         found = None
         try:
-            caller, names = model_runner_of_caller(), in_order(caches)
-            found = replace(caller, remove=partial(self._leave, caller))
+            found, names = model_runner_of_caller(), in_order(caches)
             runner, model = found.runner, found.model
             self._runtime.weights = weights = Weights(model)
             self._calls = watch_worker_calls(weights)
@@ -248,10 +220,9 @@ class VllmWorker:
                 names=tuple(names),
                 attention=attention,
                 builder=own_builder(_plain_group(runner, modules), int(scheduling.max_num_batched_tokens)),
-                caches=tuple(self._worker.caches),
+                caches=tuple(caches[name] for name in names),
                 layout=self._layout,
                 pool=pool,
-                keys=None if self._worker.keys is None else self._worker.keys.tensor,
                 geometry=self._runtime.pool.geometry,
                 chunks=tuple(getattr(each, "attention_chunk_size", None) for each in attention),
                 rotation=facts.rotation,

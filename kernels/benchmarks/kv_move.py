@@ -6,7 +6,6 @@ tokens, tiling, dtype, source and layout.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,8 +33,8 @@ from kernels.benchmarks.ceilings import (
     time_ms,
     wall_ms,
 )
-from kernels.kv_move import Move, eager, kv_move, prepared
-from kernels.kv_move.move import check_moves, planes_of, sizes_of, tensor_of
+from kernels.kv_move import Move, eager, kv_move
+from kernels.kv_move.move import check_moves, planes_of, sizes_of
 from kernels.layout import ContiguousKv
 from kernels.results import say
 from kernels.rope import RopeRotation, by_layer
@@ -60,7 +59,6 @@ def measure(results: Results) -> None:
     for layout in VLLM_LAYOUTS:
         _check(random_layers(layout, 320), random_layers(layout, 320))
     _check(random_latents(320), random_latents(320), LATENT_ROTATION)
-    _check(_with_keys(320), _with_keys(320))
     _sweep()
     least = min(_measure_size(results, tokens) for tokens in TOKENS)
     baseline = (
@@ -111,12 +109,6 @@ def kernel_ms(
 def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> int:
     """Bytes read and written."""
     return 2 * tokens * sizes.bytes_per_token(dtype)
-
-
-def _with_keys(tokens: int) -> PagedKv:
-    """A pool in fp8 with its keys in bfloat16 beside it."""
-    held = random_pool(tokens, torch.float8_e4m3fn)
-    return replace(held, keys=tensor_of(held.kind(0)).to(torch.bfloat16))
 
 
 def _check(actual: PagedKv, expected: PagedKv, rotation: RopeRotation = ROTATION) -> None:
@@ -186,8 +178,8 @@ def _measure_latents(results: Results) -> None:
 
 
 def _measure_variants(results: Results) -> None:
-    """Unshifted, half of the channels rotated (GLM-4.5), two rotations (Gemma 3), three donors, from a pool, fp8,
-    bfloat16 into fp8 with keys beside it, from pinned memory, the checks."""
+    """Unshifted, half of the channels rotated (GLM-4.5), two rotations (Gemma 3), three donors, from a pool, fp8, from
+    pinned memory, the checks."""
     tokens = GOAL_TOKENS
     donor, target = random_donor(tokens), random_pool(tokens + 32)
     add_share(results, "kv_move_unshifted", kernel_ms([Move(donor, 0, 0, tokens)], target), bytes_moved(tokens))
@@ -208,11 +200,6 @@ def _measure_variants(results: Results) -> None:
     fp8_move = Move(random_donor(tokens, fp8), 0, SHIFT, tokens)
     milliseconds = kernel_ms([fp8_move], random_pool(tokens + 32, fp8))
     add_share(results, "kv_move_fp8", milliseconds, bytes_moved(tokens, fp8), OTHER_COPY_GOAL)
-    converts = prepared([Move(donor, 0, SHIFT, tokens)], _with_keys(tokens + 32), ROTATION)
-    milliseconds = time_ms(lambda: converts(range(QWEN_7B.num_layers), 0))
-    # Of an element of K or V each: K is read twice in bf16 and written in bf16 and fp8, V read in bf16, written in fp8.
-    moved = 10 * tokens * QWEN_7B.bytes_per_token(fp8) // 2
-    add_share(results, "kv_move_fp8_from_bfloat16", milliseconds, moved)
     pinned = ContiguousKv(donor.tensor.cpu().pin_memory())
     milliseconds = time_ms(lambda: kv_move([Move(pinned, 0, SHIFT, tokens)], target, ROTATION), repeats=5)
     share = bytes_moved(tokens) / 2 / milliseconds / 1e6 / host_gbps(to_device=True)

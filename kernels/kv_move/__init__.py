@@ -9,7 +9,7 @@ import torch
 
 from kernels.dispatch import triton_serves
 from kernels.kv_move import eager
-from kernels.kv_move.move import Move, by_kind, check_layers, check_moves, lie_alike, sizes_of, tensor_of
+from kernels.kv_move.move import Move, check_layers, check_moves, lie_alike, sizes_of, tensor_of
 from kernels.layout import ContiguousKv, PagedKv
 
 if TYPE_CHECKING:
@@ -26,11 +26,10 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rot
 
     float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has as many layers as `target`. A
     shift of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the
-    latent ends at the rotation's `first_channel`. Sources of another dtype than the target's are converted, where one
-    of both is fp8: K is rounded once, behind its rotation. On CUDA one Triton launch on the current stream, or one for
-    each place of K and for V where there are keys beside a pool, serves all sources on the target's device or in pinned
-    host memory; torch serves the others, and the CPU. A ContiguousKv source may lie on another device than the target.
-    Raises ValueError, naming the tensor and its bound, before anything is written. Without moves it does nothing.
+    latent ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves all sources on
+    the target's device or in pinned host memory; torch serves the others, and the CPU. A ContiguousKv source may lie on
+    another device than the target. Raises ValueError, naming the tensor and its bound, before anything is written.
+    Without moves it does nothing.
     """
     if moves:
         check_moves(moves, target, rotation)
@@ -68,47 +67,26 @@ class LayerMoves:
             self._make(layers, first)
 
 
-def warm_up(
-    geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: Rotation, donor_dtype: torch.dtype
-) -> None:
-    """Compiles the kernel for moves between pools of this geometry and dtype and contiguous KV, on `device`: that is in
-    `donor_dtype`, and keys lie beside the pool, if it is another one.
+def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: Rotation) -> None:
+    """Compiles the kernel for moves between pools of this geometry and dtype and contiguous KV, on `device`.
 
     Moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled.
     """
-    sizes = (geometry.num_layers, geometry.kv_factor, geometry.row_elements)
-    pool = torch.zeros(1, *sizes, dtype=dtype, device=device)
-    keys = None if dtype == donor_dtype else torch.zeros_like(pool[:, :, :1], dtype=donor_dtype)
+    pool = torch.zeros(1, geometry.num_layers, geometry.kv_factor, geometry.row_elements, dtype=dtype, device=device)
     token = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, 1, geometry.head_dim)
-    paged = PagedKv(pool, torch.zeros(1, dtype=torch.int64), geometry, keys)
-    held = ContiguousKv(torch.zeros(token, dtype=donor_dtype, device=device))
+    paged, held = PagedKv(pool, torch.zeros(1, dtype=torch.int64), geometry), ContiguousKv(pool.new_zeros(token))
     for source, target in ((paged, held), (held, paged)):
         LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
 
 
 def prepared(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> Callable[[range, int], None]:
-    """A function that makes moves of some layers, to the target's from a first one on: by Triton launches, and torch
-    for what those cannot serve. `check_moves` must have passed them."""
-    parts = [_prepared(*part) for part in by_kind(moves, target, rotation)]
-
-    def make(layers: range, first: int) -> None:
-        for part in parts:
-            part(layers, first)
-
-    return parts[0] if len(parts) == 1 else make
-
-
-def _prepared(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation
-) -> Callable[[range, int], None]:
-    """As `prepared`, without keys beside a pool: one Triton launch."""
+    """A function that makes moves of some layers, to the target's from a first one on: by one Triton launch, and torch
+    for what that cannot serve. `check_moves` must have passed them."""
     is_alike = lie_alike(target)
     served: list[Move] = []
     rest: list[Move] = []
     for move in (move for move in moves if move.length):
         is_served = is_alike and lie_alike(move.source) and triton_serves(tensor_of(target), [tensor_of(move.source)])
-        if is_served and tensor_of(move.source).dtype != tensor_of(target).dtype:
-            is_served = _are_aligned(move.source, target)
         (served if is_served else rest).append(move)
     launch: Callable[[range, int], None] | None = None
     if served:
@@ -125,13 +103,6 @@ def _prepared(
             eager.kv_move([_of_layers(move, layers) for move in rest], part, own)
 
     return make
-
-
-def _are_aligned(*each: PagedKv | ContiguousKv) -> bool:
-    """Whether one unit counts the addresses of tensors of different dtypes."""
-    from kernels.span_table import memory_of
-
-    return all(memory_of(kv).is_aligned() for kv in each)
 
 
 def _of_layers(move: Move, layers: range) -> Move:

@@ -8,7 +8,7 @@ import torch
 
 from kernels.kv_move.move import Move, tensor_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, indexable, layer_view, pool_view
-from kernels.rope import RopeRotation, Rotation, rotate_keys, saturated
+from kernels.rope import RopeRotation, Rotation, rotate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,6 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rot
             continue
         # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        if rows.dtype != tensor_of(target).dtype:
-            rows = rows.float()  # so that K is rounded once
         _scatter(target, move.target_start, 0, _rotated(rows[:, 0], move.shift, rotation))
         if rows.shape[1] == 2:
             _scatter(target, move.target_start, 1, rows[:, 1])
@@ -63,8 +61,8 @@ def _gather_blocks(source: PagedKv, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.Tensor) -> None:
-    """`rows`: [layers, kv_heads, length, head_dim], of K (kind 0) or V (kind 1), in any dtype."""
-    length, rows = rows.shape[2], saturated(rows, tensor_of(target).dtype)
+    """`rows`: [layers, kv_heads, length, head_dim], of K (kind 0) or V (kind 1)."""
+    length = rows.shape[2]
     if isinstance(target, ContiguousKv):
         target.tensor[:, kind, :, start : start + length] = rows
         return

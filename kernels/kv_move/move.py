@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, check_dtype, check_pool
-from kernels.rope import LayerRotations, Rotation, check_head_dim, still
+from kernels.rope import LayerRotations, Rotation, check_head_dim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,46 +36,10 @@ class Move:
 
 def check_moves(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     """Raises ValueError, naming the tensor and its bound, unless every move can be made."""
-    _check_part(moves, target, rotation)
-    if has_keys(target, *(move.source for move in moves)):
-        for part in by_kind(moves, target, rotation):
-            _check_part(*part)
-
-
-def has_keys(*each: PagedKv | ContiguousKv) -> bool:
-    """Whether there are keys beside a pool."""
-    return any(isinstance(kv, PagedKv) and kv.keys is not None for kv in each)
-
-
-def by_kind(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation
-) -> list[tuple[Sequence[Move], PagedKv | ContiguousKv, Rotation]]:
-    """The same moves, such that none of them has keys beside a pool: as they are, or K to each place and V alone."""
-    sources = {id(move.source): move.source for move in moves}
-    if not has_keys(target, *sources.values()):
-        return [(moves, target, rotation)]
-    keys_of = {key: _keys_of(source) for key, source in sources.items()}
-    keys = [replace(move, source=keys_of[id(move.source)]) for move in moves]
-    parts: list[tuple[Sequence[Move], PagedKv | ContiguousKv, Rotation]] = [(keys, target.kind(0), rotation)]
-    if isinstance(target, PagedKv) and (beside := target.beside()) is not None:
-        parts.append((keys, beside, rotation))
-    if sizes_of(target)[1] == 2:
-        values_of = {key: source.kind(1) for key, source in sources.items()}
-        values = [replace(move, source=values_of[id(move.source)]) for move in moves]
-        parts.append((values, target.kind(1), still(rotation.rotary_dim)))
-    return parts
-
-
-def _keys_of(source: PagedKv | ContiguousKv) -> PagedKv | ContiguousKv:
-    beside = source.beside() if isinstance(source, PagedKv) else None
-    return source.kind(0) if beside is None else beside
-
-
-def _check_part(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
     check_kv(target, "target")
     check_head_dim(sizes_of(target)[3], rotation, "target")
     check_layers(moves, target, rotation)
-    check_sources(moves, "moves", "target", sizes_of(target), tensor_of(target), converts=True)
+    check_sources(moves, "moves", "target", sizes_of(target), tensor_of(target))
     for index, move in enumerate(moves):
         check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
     _check_disjoint(moves, target)
@@ -91,23 +55,13 @@ def check_layers(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation
 
 
 def check_sources(
-    moves: Sequence[Move],
-    name: str,
-    other: str,
-    sizes: tuple[int, int, int, int],
-    memory: torch.Tensor,
-    *,
-    converts: bool = False,
+    moves: Sequence[Move], name: str, other: str, sizes: tuple[int, int, int, int], memory: torch.Tensor
 ) -> None:
     """Raises ValueError unless every source holds its range and has `sizes` and the dtype of `memory`, called `other`.
-    With `converts` all of them may have one other dtype, where that or `memory`'s is fp8.
 
     A PagedKv source must be on `memory`'s device. `sizes`: layers, kv_factor, kv_heads, head_dim.
     """
     checked: set[int] = set()
-    needed, of = memory.dtype, other
-    if converts and moves and torch.float8_e4m3fn in {needed, tensor_of(moves[0].source).dtype}:
-        needed, of = tensor_of(moves[0].source).dtype, "first source"
     for index, move in enumerate(moves):
         source = f"{name}[{index}].source"
         if id(move.source) not in checked:
@@ -119,8 +73,8 @@ def check_sources(
                     f"{sizes}"
                 )
             tensor = tensor_of(move.source)
-            if tensor.dtype != needed:
-                raise ValueError(f"{source} is {tensor.dtype}; the {of} is {needed}")
+            if tensor.dtype != memory.dtype:
+                raise ValueError(f"{source} is {tensor.dtype}; the {other} is {memory.dtype}")
             if isinstance(move.source, PagedKv) and tensor.device != memory.device:
                 raise ValueError(f"{source}.pool is on {tensor.device}; the {other} is on {memory.device}")
         check_range(f"{source} from source_start", move.source_start, move.length, move.source.capacity)
@@ -166,8 +120,6 @@ def check_kv(kv: PagedKv | ContiguousKv, name: str) -> None:
         check_dtype(kv.tensor.dtype, f"{name}.tensor")
         return
     check_pool(kv.pool, kv.geometry, f"{name}.pool")
-    if kv.keys is not None:
-        check_pool(kv.keys, replace(kv.geometry, kv_factor=1), f"{name}.keys")
     check_block_ids(kv.block_ids, kv.pool.shape[0], f"{name}.block_ids")
 
 

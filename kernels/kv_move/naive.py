@@ -28,22 +28,12 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rot
                 for head in range(kv_heads):
                     source = (layer, head, move.source_start + token)
                     destination = (layer, head, move.target_start + token)
-                    key = row_of(_beside(move.source) or move.source, 0, *source)
+                    key = row_of(move.source, 0, *source)
                     is_copied = move.shift == 0 or own.is_still
-                    moved = key if is_copied else rotated_key(key, move.shift, own)
-                    _store(row_of(target, 0, *destination), moved)
-                    if (keys := _beside(target)) is not None:
-                        _store(row_of(keys, 0, *destination), moved)
+                    moved = key if is_copied else saturated(rotated_key(key, move.shift, own), key.dtype)
+                    row_of(target, 0, *destination).copy_(moved)
                     if kv_factor == 2:
-                        _store(row_of(target, 1, *destination), row_of(move.source, 1, *source))
-
-
-def _beside(kv: PagedKv | ContiguousKv) -> PagedKv | None:
-    return kv.beside() if isinstance(kv, PagedKv) else None
-
-
-def _store(place: torch.Tensor, row: torch.Tensor) -> None:
-    place.copy_(saturated(row, place.dtype))
+                        row_of(target, 1, *destination).copy_(row_of(move.source, 1, *source))
 
 
 def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, position: int) -> torch.Tensor:

@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from kernels.rope import Rotation
 
 
-ELEMENTS = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-}
-
-
 def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
     """The fastest in the sweep on an H200: small tiles, and neighbouring programs write neighbouring memory.
 
@@ -61,8 +53,7 @@ def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
 def prepared(
     moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation, tiling: Tiling | None = None
 ) -> Callable[[range, int], None]:
-    """Uploads the table of moves that were checked, have a length and sources of one dtype, and that `triton_serves`;
-    their rows are aligned where that is not the target's.
+    """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
 
     Returns a function that launches the kernel on the current stream of the target's device: it moves some layers of
     the sources to the target's layers from a first one on.
@@ -92,7 +83,6 @@ def prepared(
             kv_factor,
             kv_heads,
             **fixed,
-            SOURCE=ELEMENTS[sources[0].dtype],
             TOKENS=tokens,
             HEADS=tiling.heads,
             LAYERED=isinstance(rotation, LayerRotations),
@@ -121,7 +111,6 @@ def move_kernel(
     layers,
     kinds,
     heads,
-    SOURCE: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FIRST: tl.constexpr,
@@ -138,15 +127,11 @@ def move_kernel(
 ):
     """A tile of tokens of HEADS heads of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
 
-    SOURCE: the sources' dtype; `base` has the target's.
-
     LAYERED: the span names the factors' rows of all layers, one behind the other, instead of one row.
     """
     program = tl.program_id(0)
     head_groups = (heads + HEADS - 1) // HEADS
     groups = layers * kinds * head_groups
-    sources = base.to(tl.pointer_type(SOURCE))
-    from_unit: tl.constexpr = UNIT * base.dtype.element_ty.primitive_bitwidth // SOURCE.primitive_bitwidth
     if TOKENS_FIRST:
         tile, group = program % num_tiles, program // num_tiles
     else:
@@ -166,13 +151,13 @@ def move_kernel(
         factor = tl.load(table + factor + to_layer + layer, mask=factor >= 0, other=-1)
     # Each branch looks its rows up for itself: they tile differently, and addresses of both would fill the registers.
     if (kind == 0) & (factor >= 0):
-        from_rows = rows_at(table, span, from_positions, live, from_unit)
+        from_rows = rows_at(table, span, from_positions, live, UNIT)
         to_rows = rows_at(table, table, to_positions, live, UNIT)
         cos, sin = factors_of(table, factors_at, factor, HALF, PAD_HALF)
         for step in range(HEADS):
             head = first_head + step
             if head < heads:
-                source = plane_at(sources, table, span, from_index, head, from_unit)
+                source = plane_at(base, table, span, from_index, head, UNIT)
                 target = plane_at(base, table, table, to_index, head, UNIT)
                 # All loads come before the stores, which they could not pass: the memory is one for the compiler.
                 if PAD_BEFORE > 0:
@@ -189,25 +174,16 @@ def move_kernel(
                     store_part(target, to_rows, live, rotated_first, FIRST, HALF, PAD_HALF)
                     store_part(target, to_rows, live, rotated_second, FIRST + HALF, HALF, PAD_HALF)
                 if PAD_BEFORE > 0:
-                    store_part(target, to_rows, live, converted(before, base), 0, FIRST, PAD_BEFORE)
+                    store_part(target, to_rows, live, before, 0, FIRST, PAD_BEFORE)
                 if PAD_AFTER > 0:
-                    behind: tl.constexpr = FIRST + 2 * HALF
-                    store_part(target, to_rows, live, converted(after, base), behind, HEAD_DIM - behind, PAD_AFTER)
+                    store_part(target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
     else:
-        from_rows = rows_at(table, span, from_positions, live, from_unit)
+        from_rows = rows_at(table, span, from_positions, live, UNIT)
         to_rows = rows_at(table, table, to_positions, live, UNIT)
         for step in range(HEADS):
             head = first_head + step
             if head < heads:
-                source = plane_at(sources, table, span, from_index, head, from_unit)
+                source = plane_at(base, table, span, from_index, head, UNIT)
                 target = plane_at(base, table, table, to_index, head, UNIT)
                 row = load_part(source, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
-                store_part(target, to_rows, live, converted(row, base), 0, HEAD_DIM, PAD_HEAD)
-
-
-@triton.jit
-def converted(values, base):
-    """Values in the dtype of `base`; their bits where that is their own."""
-    if values.dtype != base.dtype.element_ty:
-        values = as_element(values, base.dtype.element_ty)
-    return values
+                store_part(target, to_rows, live, row, 0, HEAD_DIM, PAD_HEAD)

@@ -101,12 +101,12 @@ class DonorIndex:
             pool.chunk,
         )
         self._block_size = pool.geometry.block_size
-        self._bytes_per_token = pool.geometry.bytes_per_token(pool.donor_dtype)
+        self._bytes_per_token = pool.geometry.bytes_per_token(pool.dtype)
         capacities = Capacities(
             host_bytes=settings.host_bytes,
             bytes_per_token=self._bytes_per_token,
             max_donors=settings.max_donors,
-            device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.donor_dtype),
+            device_blocks=arena_blocks(settings.device_bytes, pool.geometry, pool.dtype),
             block_size=self._block_size,
             disk_bytes=0 if disk is None else settings.disk_bytes,
             num_layers=pool.geometry.num_layers,

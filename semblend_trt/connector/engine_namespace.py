@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# How a cache's dtype ends where keys lie beside it.
-KEYS = " keys"
-
-
 def namespace_for(
     llm_args: Any,
     facts: ModelFacts,
@@ -47,10 +43,8 @@ def namespace_for(
     pool_dtype: torch.dtype | str,
     adapters: Adapters | None = None,
     scales: str | None = None,
-    keys_dtype: torch.dtype | None = None,
 ) -> CacheNamespace:
-    """The namespace of an engine's KV, before a request's salt and adapter are bound. `scales`, `keys_dtype`: those of
-    PoolFacts.
+    """The namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of PoolFacts.
 
     `llm_args` is TensorRT-LLM's (or has its field names). What it does not tell becomes a value that matches none.
     Reads the model's weights, all of them where the digest cache does not know them: call it at the engine's start.
@@ -72,9 +66,7 @@ def namespace_for(
         kv_layout="HND",
         block_size=block_size,
         kv_dtype=_text(pool_dtype),
-        cache_dtype=_text(cache_dtype)
-        + ("" if scales is None else f"+{scales}")
-        + ("" if keys_dtype is None else f"+{_text(keys_dtype)}{KEYS}"),
+        cache_dtype=_text(cache_dtype) + ("" if scales is None else f"+{scales}"),
         quantization=_quantization(facts, llm_args),
         adapter=settings.adapter_id,
         rope_config={

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kernels.kv_move import Move, kv_move
-from kernels.layout import KvGeometry, PagedKv, Pool
+from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError
@@ -79,14 +79,12 @@ class DonorSaver:
         ranks: Ranks | None = None,
         at_once: int = 0,
         snapshots: DeviceTier | None = None,
-        keys: Pool | None = None,
     ) -> None:
         """`pool` is the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `events` hears what became
         of promoted donors. `transfers` gets the donors that go on to disk. `ranks` save the same donors, each its own
         heads. `start` itself queues up to `at_once` chunks of a copy to the host. Without `snapshots` the engine holds
-        what is saved. With `keys` beside the pool donors are saved in their dtype."""
+        what is saved."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
-        self._keys = keys
         self._writer = writer
         self._events: deque[OffloadEvent] = deque() if events is None else events
         self._transfers = transfers
@@ -108,7 +106,7 @@ class DonorSaver:
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
         """Begins to save the first `tokens` positions of `block_ids`. With snapshots it saves as many as these have
         room for."""
-        source = PagedKv(self._pool, block_vector(block_ids), self._geometry, self._keys)
+        source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         room = ExitStack()
         if self._snapshots is not None:
             tokens = min(tokens, self._snapshots.free_tokens)
@@ -250,8 +248,7 @@ class DonorSaver:
         else:
             sizes = self._geometry
             shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
-            dtype = (self._pool if self._keys is None else self._keys).dtype
-            held = room.enter_context(self._store.host.writing(intent.donor_id, shape, dtype, self._stream))
+            held = room.enter_context(self._store.host.writing(intent.donor_id, shape, self._pool.dtype, self._stream))
             yield from self._writer.chunks(source, tokens, held)
 
     def _offload(self, donor_id: str, is_written: bool) -> SavedDonor:

@@ -343,7 +343,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             settings, block_size = self._settings, pool.geometry.block_size
             adapters = Adapters(self._llm_args, settings.digest_cache_path)
             namespace = namespace_for(
-                self._llm_args, self._facts, settings, block_size, pool.dtype, adapters, pool.scales, pool.keys_dtype
+                self._llm_args, self._facts, settings, block_size, pool.dtype, adapters, pool.scales
             )
             donor_index = DonorIndex(
                 settings, pool, self._neighbourhood, self._runtime.disk, self._metrics.tier_event, self._kinds

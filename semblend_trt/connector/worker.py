@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kernels.kv_move import warm_up
-from kernels.layout import SUPPORTED_DTYPES
-from semblend_trt.config import DonorDtype, load_settings
+from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.eligibility import WRAPPER_MODULE, cuts_kv, served_facts
 from semblend_trt.connector.metadata import readable_metadata
@@ -37,7 +36,7 @@ from semblend_trt.streams import Event, current_stream, on, record
 if TYPE_CHECKING:
     import torch
 
-    from kernels.layout import KvGeometry, Pool
+    from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.connector.metadata import RequestProgress, SaveIntent
     from semblend_trt.connector.model_facts import ModelFacts
@@ -163,13 +162,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if needs_scales(pool) and scales is None:
             self._runtime.refusal = "kv_scales"
             return
-        keys = None
-        if self._settings.donor_dtype is DonorDtype.MODEL and pool.dtype not in SUPPORTED_DTYPES:
-            keys = self._computed_keys(pool, geometry)
-        self._open(pool, geometry, facts.rotation, keys)
-        keys_dtype = None if keys is None else keys.dtype
+        self._open(pool, geometry, facts.rotation)
         self._runtime.pool = PoolFacts(
-            geometry, pool.shape[0], pool.dtype, scales, facts.chunk, keys_dtype, self._holds_saved_blocks
+            geometry, pool.shape[0], pool.dtype, scales, facts.chunk, self._holds_saved_blocks
         )
 
     def _kv_scales(self) -> str | None:
@@ -179,13 +174,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             "KV reuse is off: nothing tells the scales of the fp8 cache; set connector_module to %s", WRAPPER_MODULE
         )
         return None
-
-    def _computed_keys(self, pool: Pool, geometry: KvGeometry) -> Pool:  # noqa: ARG002 - for workers that have some
-        """For a worker whose engine hands over keys as they are computed: where they are kept from now on, as PagedKv
-        has it. Raises ConfigurationError where there are none, or no memory for them."""
-        raise ConfigurationError(
-            "SEMBLEND_DONOR_DTYPE is model, and this engine hands over its keys in fp8 alone; set it to cache"
-        )
 
     def register_forward_pass_callable(self) -> None:
         """None: nothing has to run after a forward, because saves wait for their own event."""
@@ -268,8 +256,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if self.store is not None:
             self.store.clear()
 
-    def _open(self, pool: torch.Tensor, geometry: KvGeometry, rotation: Rotation, keys: Pool | None) -> None:
-        settings, device, dtype = self._settings, pool.device, (pool if keys is None else keys).dtype
+    def _open(self, pool: torch.Tensor, geometry: KvGeometry, rotation: Rotation) -> None:
+        settings, device, dtype = self._settings, pool.device, pool.dtype
         arena = None
         if settings.device_bytes:
             arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
@@ -284,8 +272,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if not self._holds_saved_blocks:
             blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
             snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
-        warm_up(geometry, pool.dtype, device, rotation, dtype)
-        self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader, keys)
+        warm_up(geometry, dtype, device, rotation)
+        self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
         self.transfers = self._open_disk(geometry, dtype, self.store.host)
         self.saver = DonorSaver(
             self.store,
@@ -298,7 +286,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.ranks,
             at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
             snapshots=snapshots,
-            keys=keys,
         )
 
     def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskTransfers | None:

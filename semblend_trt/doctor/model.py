@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.config import DonorDtype
 from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, rotates_otherwise, tells_kv_scales
-from semblend_trt.connector.engine_namespace import KEYS, namespace_for
+from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor.finding import Area
@@ -185,20 +184,11 @@ def _exceptions(facts: ModelFacts) -> str:
     return "".join(f", {what} in {count} of {facts.num_layers} layers" for count, what in told if count)
 
 
-def _donor_dtype(known: KnownModel, dtype: torch.dtype, settings: Settings) -> torch.dtype:
-    """What donors of a cache in `dtype` are kept in, as far as it is known."""
-    if settings.donor_dtype is DonorDtype.CACHE or dtype in SUPPORTED_DTYPES:
-        return dtype
-    asked = getattr(torch, str(getattr(known.arguments, "dtype", None)).removeprefix("torch."), None)
-    return asked if isinstance(asked, torch.dtype) else _own_dtype(known.name) or dtype
-
-
 def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
     per_token = known.geometry().bytes_per_token(dtype)
-    a_donor = known.geometry().bytes_per_token(_donor_dtype(known, dtype, settings))
     name = str(dtype).removeprefix("torch.")
     tokens = {
-        tier: size // a_donor
+        tier: size // per_token
         for tier, size in (
             ("device", settings.device_bytes),
             ("host", settings.host_bytes),
@@ -206,8 +196,7 @@ def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
         )
     }
     held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
-    kept = "" if a_donor == per_token else f", {a_donor} in a donor"
-    text = f"{per_token} bytes of KV a token in {name}{kept}, on one rank; room for donors: {held or 'none'}"
+    text = f"{per_token} bytes of KV a token in {name}, on one rank; room for donors: {held or 'none'}"
     if tokens["host"] < settings.min_donor_tokens and tokens["device"] < settings.min_donor_tokens:
         return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
     return _model.ok(text, bytes_per_token=per_token, tokens=tokens)
@@ -249,13 +238,9 @@ def _own_dtype(name: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _cache_dtype(held: ReuseProfile, settings: Settings) -> str:
-    """The profile's own cache dtype, with keys beside it or without, as an engine with these settings has it."""
-    named = str(held.namespace["cache_dtype"])
-    plain = named.rpartition("+")[0] if named.endswith(KEYS) else named
-    if settings.donor_dtype is DonorDtype.CACHE or "float8" not in str(held.namespace["kv_dtype"]):
-        return plain
-    return f"{plain}+{held.namespace['compute_dtype']}{KEYS}"
+def _cache_dtype(held: ReuseProfile) -> str:
+    """Returns the profile's cache dtype as an engine can have it: a name, and "+" with a digest of scales at most."""
+    return "+".join(str(held.namespace["cache_dtype"]).split("+")[:2])
 
 
 def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> list[str]:
@@ -265,7 +250,7 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
         namespace = namespace_for(own, model.facts, settings, 1, kv_dtype)
         layout = next((each for each in held.engines if each.startswith(f"{own.engine}/")), own.engine)
         # The scales of an fp8 cache are known once the model is loaded.
-        named = _cache_dtype(held, settings)
+        named = _cache_dtype(held)
         cache_dtype = named if named.partition("+")[0] == namespace.cache_dtype else namespace.cache_dtype
         namespace = replace(namespace, backend_cache_layout=layout, cache_dtype=cache_dtype)
         return held.differences(namespace, model.geometry())
@@ -274,7 +259,7 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
     namespace = model.namespace(
         settings,
         dtype=made_for["compute_dtype"],
-        kv_cache_config=SimpleNamespace(dtype=_cache_dtype(held, settings)),
+        kv_cache_config=SimpleNamespace(dtype=_cache_dtype(held)),
         tensor_parallel_size=ranks["tp_size"],
         pipeline_parallel_size=ranks["pp_size"],
         context_parallel_size=ranks["cp_size"],

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.config import Settings, masked, settings_in_use, unknown_variables
+from semblend_trt.config import Settings, masked, settings_in_use, unknown_variables, why_ignored
 from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -31,7 +31,10 @@ def variables(
     """Variables that are not read, and settings that switch reuse off; `problem` says why there are no `settings`.
     `options`: what the options of another engine than TensorRT-LLM give of them."""
     for name, close in unknown_variables(os.environ).items():
-        yield _settings.failed(f"{name} is not read" + (f"; did you mean {close}?" if close else ""), variable=name)
+        if (why := why_ignored(name)) is not None:
+            yield _settings.note(f"{name} is ignored: {why}")
+        else:
+            yield _settings.failed(f"{name} is not read" + (f"; did you mean {close}?" if close else ""), variable=name)
     if settings is None:
         yield _settings.failed(problem or "cannot be read")
         return

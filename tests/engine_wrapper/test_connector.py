@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
@@ -164,22 +163,6 @@ def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(
     assert [each.cache_dtype for each in namespaces if each is not None] == [f"auto+{scales}", "auto"]
     for each in (service, other):
         each.close()
-
-
-def test_donors_in_the_models_dtype_are_refused_by_name_where_keys_come_in_fp8_alone(
-    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cache in the model's own dtype leaves nothing to choose."""
-    monkeypatch.setenv("SEMBLEND_POLICY", "exact")
-    monkeypatch.setenv("SEMBLEND_DONOR_DTYPE", "model")
-    with pytest.raises(ConfigurationError, match=r"SEMBLEND_DONOR_DTYPE is model, .* in fp8 alone; set it to cache"):
-        Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
-    service = Service(tiny_qwen2_path)
-    service.check_reuse_from_position_0()
-    assert service.scheduler is not None
-    assert service.scheduler.namespace is not None
-    assert service.scheduler.namespace.cache_dtype == "auto"
-    service.close()
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from dataclasses import replace
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig
-from engine_wrapper.embedded.model_runner import ModelRunner
-from kernels.layout import pool_view
 from semblend_trt.ranks import Ranks
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.rank_life import DOCUMENT, SHIFTED, Life, live
-from tests.engine_wrapper.serving import DONOR, assert_same, serve, teach
-from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_wrapper.embedded.llm import RequestOutput
     from tests.engine_wrapper.rank_life import Told
 
 JOINED_WITHIN = 120.0  # seconds, of which the processes take most to start
@@ -150,40 +141,3 @@ def test_no_rank_starts_where_one_cannot(told: list[Told]) -> None:
     errors = [each["start"]["error"] for each in told]
     assert all("SEMBLEND_DISK_PATH" in error for error in errors)
     assert all(error.startswith("another rank cannot start") for error in errors[:-1])
-
-
-def test_each_rank_keeps_the_keys_of_its_own_heads_beside_an_fp8_cache(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On ranks that are threads: of a donor, and of the same text at another place."""
-    asked = {"DONOR_DTYPE": "model", "POLICY": "position_fix", "EMBEDDER": "off", "LOOKUP_DEADLINE_MS": "10000"}
-    for name, value in asked.items():
-        monkeypatch.setenv(f"SEMBLEND_{name}", value)
-
-    loading = Lock()
-
-    def served(ranks: Ranks) -> tuple[RequestOutput, torch.Tensor]:
-        with loading:  # Transformers loads one model at a time: it sets what holds for the whole process
-            runner = ModelRunner(model, "float32", "cpu", ranks=ranks)
-        cache, connector = KvCacheConfig(dtype="fp8", max_tokens=1024), KvCacheConnectorConfig.ours()
-        with LLM(
-            model,
-            runner=runner,
-            tensor_parallel_size=ranks.size,
-            kv_cache_config=cache,
-            kv_connector_config=connector,
-        ) as llm:
-            teach(llm, DONOR)
-            output, pool = serve(llm, SHIFTED), llm.executor.pool
-            assert pool.keys is not None
-            return output, pool_view(pool.keys, replace(pool.geometry, kv_factor=1))[:-1].clone()
-
-    expected, keys = served(Ranks())
-    parts = on_ranks(2, served)
-    for output, _ in parts:
-        assert (output.reused_tokens, expected.reused_tokens) == (len(DOCUMENT), len(DOCUMENT))
-        # Ranks add up in another order, and by processor a value of e4m3 falls on its neighbour.
-        assert_same(output, expected, tolerance=1e-2)
-    # [blocks, layers, 1, kv_heads, block_size, head_dim]
-    assert keys.isfinite().any()
-    torch.testing.assert_close(torch.cat([own for _, own in parts], 3), keys, atol=2e-2, rtol=0, equal_nan=True)

@@ -74,15 +74,11 @@ def donor_of(geometry: KvGeometry, tokens: int, seed: int, dtype: torch.dtype = 
 
 
 def target_of(
-    geometry: KvGeometry,
-    dtype: torch.dtype = torch.float32,
-    blocks: Sequence[int] = (6, 1, 8, 3, 5),
-    keys: torch.dtype | None = None,
+    geometry: KvGeometry, dtype: torch.dtype = torch.float32, blocks: Sequence[int] = (6, 1, 8, 3, 5)
 ) -> PagedKv:
-    """A pool of 9 blocks that holds nothing, and neither do the keys of dtype `keys` beside it."""
-    pool = torch.full((9, geometry.num_layers, geometry.kv_factor, geometry.row_elements), math.nan)
-    beside = None if keys is None else pool[:, :, :1].to(keys, copy=True)
-    return PagedKv(pool.to(dtype), torch.tensor(blocks), geometry, beside)
+    """A pool of 9 blocks that holds nothing."""
+    pool = torch.full((9, geometry.num_layers, geometry.kv_factor, geometry.row_elements), math.nan).to(dtype)
+    return PagedKv(pool, torch.tensor(blocks), geometry)
 
 
 def paged(donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
@@ -97,27 +93,17 @@ def paged(donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
     return PagedKv(pool, blocks, geometry)
 
 
-def rounded(donor: ContiguousKv) -> PagedKv:
-    """The donor's tokens in a shuffled pool in fp8, and beside it other keys than the pool's, in the donor's dtype."""
-    pool = paged(ContiguousKv(donor.tensor.to(FP8)))
-    return replace(pool, keys=paged(ContiguousKv(donor.kind(0).tensor.flip(3))).pool)
-
-
 def on(kv: Kv, device: str) -> Kv:
     """The same on another device."""
     if isinstance(kv, FreshRows):
         return FreshRows(kv.k.to(device), None if kv.v is None else kv.v.to(device), kv.first_position)
     if isinstance(kv, PagedKv):
-        keys = None if kv.keys is None else kv.keys.to(device)
-        return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry, keys)
+        return PagedKv(kv.pool.to(device), kv.block_ids, kv.geometry)
     return ContiguousKv(kv.tensor.to(device))
 
 
-def memories_of(kv: PagedKv | ContiguousKv) -> tuple[torch.Tensor, ...]:
-    """A pool and the keys beside it, or a donor's tensor."""
-    if isinstance(kv, ContiguousKv):
-        return (kv.tensor,)
-    return (kv.pool,) if kv.keys is None else (kv.pool, kv.keys)
+def memory_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
+    return kv.pool if isinstance(kv, PagedKv) else kv.tensor
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -8,7 +8,6 @@ device and interpreted where there is none.
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,24 +16,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.deviation import token_rows
-from kernels.kv_move import LayerMoves, Move, eager, kv_move, naive, warm_up
-from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
-from kernels.rope import Rotation, rotate_keys, saturated
+from kernels.kv_move import LayerMoves, Move, kv_move, naive
+from kernels.layout import ContiguousKv, PagedKv, pool_view
+from kernels.rope import Rotation, rotate_keys
 from tests.kernels.builders import (
     BLOCK,
     FP8,
     TOLERANCE,
     assert_same,
-    assert_stored,
     donor_of,
     geometry_of,
-    memories_of,
+    memory_of,
     on,
     paged,
     rotation_of,
     rotations_of,
-    rounded,
     seeded,
     target_of,
 )
@@ -51,20 +47,19 @@ def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, 
     placed = on(target, device)
     sources = {id(move.source): on(move.source, device) for move in moves} | {id(target): placed}
     kv_move([replace(move, source=sources[id(move.source)]) for move in moves], placed, rotation)
-    for own, moved in zip(memories_of(target), memories_of(placed), strict=True):
-        own.copy_(moved)
+    memory_of(target).copy_(memory_of(placed))
 
 
 def assert_matches_naive(
     device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation = ROTATION
 ) -> torch.Tensor:
-    """Moves into `target`, which holds nothing, and returns its memory, without keys beside it."""
-    expected = deepcopy(target)
+    """Moves into `target`, which holds nothing, and returns its memory."""
+    expected = on(target, "cpu")
+    expected = replace(expected, **{"pool" if isinstance(target, PagedKv) else "tensor": memory_of(target).clone()})
     move_on(device, moves, target, rotation)
     naive.kv_move(moves, expected, rotation)
-    for actual, wanted in zip(memories_of(target), memories_of(expected), strict=True):
-        assert_same(actual, wanted)
-    return memories_of(target)[0]
+    assert_same(memory_of(target), memory_of(expected))
+    return memory_of(target)
 
 
 @pytest.mark.parametrize(
@@ -398,174 +393,3 @@ def test_no_moves_and_no_layers_write_nothing(device: str) -> None:
     LayerMoves([], target, ROTATION).make(range(0))
     LayerMoves([Move(on(donor_of(DEEP, 13, 2), device), 0, 0, 4)], target, ROTATION).make(range(0))
     assert target.tensor.isnan().all()
-
-
-# Donors in 16 or 32 bits, and pools in fp8, by themselves or with keys in the donors' dtype beside them.
-by_dtype = pytest.mark.parametrize("wide", TOLERANCE)
-by_pool = pytest.mark.parametrize("beside", [True, False])
-
-
-def pool_of(geometry: KvGeometry, wide: torch.dtype, beside: bool = True) -> PagedKv:
-    return target_of(geometry, FP8, keys=wide if beside else None)
-
-
-def shifted_in_memory(donor: ContiguousKv) -> ContiguousKv:
-    """The donor one element behind the beginning of its memory."""
-    memory = torch.cat([donor.tensor.new_zeros(1), donor.tensor.flatten()])
-    return ContiguousKv(memory[1:].view(donor.tensor.shape))
-
-
-@by_pool
-@pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "rotary_dim", "block", "wide", "interleaved"),
-    [
-        (2, 16, 16, BLOCK, torch.float32, False),
-        (4, 128, 128, 32, torch.bfloat16, False),
-        (3, 80, 80, 3, torch.float16, True),
-        (1, 80, 32, 5, torch.bfloat16, False),
-        (2, 64, 32, BLOCK, torch.float16, True),
-        (2, 6, 6, BLOCK, torch.bfloat16, False),
-        (3, 6, 4, BLOCK, torch.float32, True),
-    ],
-)
-@pytest.mark.parametrize("layered", [False, True])
-def test_a_pool_in_fp8_takes_wider_donors(
-    kv_heads: int, head_dim: int, rotary_dim: int, block: int, wide: torch.dtype, interleaved: bool, layered: bool,
-    beside: bool, device: str,
-) -> None:  # fmt: skip
-    geometry = geometry_of(kv_heads, head_dim, block, layers=4)
-    rotation = rotations_of(4, rotary_dim, interleaved) if layered else rotation_of(rotary_dim, interleaved)
-    first, second, third = (donor_of(geometry, 9, seed, wide) for seed in (1, 2, 3))
-    moves = [
-        *(Move(first, 2, 0, 3), Move(paged(second, 2), 3, 3, 4), Move(paged(third), 1, 8, 5)),
-        Move(shifted_in_memory(third), 8, 14, 1),
-    ]
-    assert_matches_naive(device, moves, pool_of(geometry, wide, beside), rotation)
-
-
-@pytest.mark.parametrize(("head_dim", "by_torch"), [(16, 0), (6, 2)])
-def test_triton_converts_rows_that_are_aligned(
-    head_dim: int, by_torch: int, triton_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys of the donor's dtype it moves in any case: the torch path is left K in fp8, and V."""
-    geometry = geometry_of(head_dim=head_dim)
-    donor, target = donor_of(geometry, 9, 1, torch.bfloat16), pool_of(geometry, torch.bfloat16)
-    served: list[object] = []
-    monkeypatch.setattr(eager, "kv_move", lambda *call: served.append(call))
-    kv_move([Move(on(donor, triton_device), 0, 2, 9)], on(target, triton_device), rotation_of(6))
-    assert len(served) == by_torch
-
-
-@by_dtype
-@by_pool
-@pytest.mark.parametrize("shift", [5, 0])
-def test_keys_are_rounded_once_behind_their_rotation(wide: torch.dtype, beside: bool, shift: int, device: str) -> None:
-    geometry, rotation = geometry_of(kv_heads=4, head_dim=32, block_size=16), rotation_of(32)
-    donor, target = donor_of(geometry, 12, 4, wide), pool_of(geometry, wide, beside)
-    donor.tensor[:, 0] *= 200  # so that some leave the range of fp8
-    donor.tensor[:, 1] = donor.tensor[:, 1].to(FP8).to(wide)
-    move_on(device, [Move(donor, 2, 2 + shift, 9)], target, rotation)
-    k, v = token_rows(target, torch.arange(2 + shift, 11 + shift)).transpose(2, 3).unbind(1)
-    turned = rotate_keys(donor.tensor[:, 0, :, 2:11].float(), shift, rotation)
-    once, twice = saturated(turned, FP8), saturated(turned.to(wide), FP8)
-    assert torch.equal(twice.float(), once.float()) == (shift == 0 or wide == torch.float32)
-    if device == "cuda":  # a sum in float32 may end in another bit there
-        assert int((k.float() != once.float()).sum()) <= 2
-    else:
-        assert_stored(k, once)
-    assert float(k.float().abs().max()) == 448.0 < float(turned.abs().max())
-    assert torch.equal(v.to(wide), donor.tensor[:, 1, :, 2:11])
-    back = ContiguousKv(torch.full_like(donor.tensor, math.nan))
-    move_on(device, [Move(target, 2 + shift, 2, 9, turn=0)], back, rotation)
-    assert torch.equal(back.tensor[:, 1, :, 2:11], donor.tensor[:, 1, :, 2:11])
-    assert bool(back.tensor[:, :, :, [0, 1, 11]].isnan().all())
-
-
-@by_dtype
-@pytest.mark.parametrize("head_dim", [16, 6])
-@pytest.mark.parametrize("shift", [3, 0])
-def test_keys_beside_a_pool_are_those_that_are_read(wide: torch.dtype, head_dim: int, shift: int, device: str) -> None:
-    geometry, rotation = geometry_of(head_dim=head_dim), rotation_of(6)
-    donor = donor_of(geometry, 12, 5, wide)
-    moves = [Move(rounded(donor), 2, 4, 7, turn=shift), Move(rounded(donor_of(geometry, 12, 6, wide)), 0, 0, 3)]
-    targets = (donor_of(geometry, 14, 0, wide), target_of(geometry, wide), pool_of(geometry, wide))
-    targets[0].tensor.fill_(math.nan)
-    for target in targets:
-        assert_matches_naive(device, moves, target, rotation)
-    arena = token_rows(targets[1], torch.arange(4, 11)).transpose(2, 3)
-    held = token_rows(targets[2].kind(1), torch.arange(4, 11)).transpose(2, 3)[:, 0]
-    keys, values = donor.tensor.flip(3)[:, 0, :, 2:9], donor.tensor[:, 1, :, 2:9].to(FP8)
-    for k, v in (targets[0].tensor[:, :, :, 4:11].unbind(1), arena.unbind(1)):
-        assert torch.equal(k, keys) == (shift == 0)
-        assert torch.equal(v, values.to(wide))
-    assert torch.equal(held.float(), values.float())
-
-
-@by_dtype
-def test_keys_beside_a_pool_move_within_it_unless_they_overlap(wide: torch.dtype, device: str) -> None:
-    geometry = geometry_of(head_dim=16)
-    held = on(rounded(donor_of(geometry, 9, 7, wide)), device)
-    other = replace(held, pool=held.pool.clone())
-    before = [memory.clone() for memory in memories_of(held)]
-    expected = replace(on(held, "cpu"), pool=before[0].cpu(), keys=before[1].cpu())
-    for source in (held, other):
-        with pytest.raises(ValueError, match=r"moves\[0\].source is written by the same call"):
-            kv_move([Move(source, 0, 3, 4)], held, ROTATION)
-    for memory, own in zip(before, memories_of(held), strict=True):
-        assert torch.equal(memory.view(torch.uint8), own.view(torch.uint8))
-    naive.kv_move([Move(expected, 0, 10, 9)], expected, ROTATION)
-    kv_move([Move(held, 0, 10, 9)], held, ROTATION)
-    for actual, wanted in zip(memories_of(held), memories_of(expected), strict=True):
-        assert_same(actual, wanted)
-
-
-SIZES = geometry_of(head_dim=16)
-BF16, HALF, EIGHT = (donor_of(SIZES, 9, 1, dtype) for dtype in (torch.bfloat16, torch.float16, FP8))
-BESIDE = pool_of(SIZES, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("sources", "target", "message"),
-    [
-        (
-            (BF16, HALF),
-            target_of(SIZES, FP8),
-            r"moves\[1\].source is torch.float16; the first source is torch.bfloat16",
-        ),
-        ((EIGHT, BF16), target_of(SIZES, torch.bfloat16), r"moves\[1\].source is torch.bfloat16"),
-        ((BF16, EIGHT), BESIDE, r"moves\[1\].source is torch.float8_e4m3fn"),
-        ((rounded(BF16), BF16), BESIDE, r"moves\[1\].source is torch.bfloat16; the first source is torch.float8"),
-        ((BF16,), target_of(SIZES, torch.float16), r"source is torch.bfloat16; the target is torch.float16"),
-        ((HALF,), BESIDE, r"moves\[0\].source is torch.float16; the target is torch.bfloat16"),
-        ((BF16,), replace(BESIDE, keys=BESIDE.keys[:, :1]), r"has shape \[9, 1, 1, 128\]; \[blocks, 2, 1, 128\]"),
-        ((BF16,), replace(BESIDE, keys=BESIDE.keys[:8]), r"block_ids spans 1\.\.8, outside 0\.\.7"),
-        ((replace(rounded(BF16), keys=BESIDE.keys),), BESIDE, r"source.block_ids spans 0\.\.11, outside 0\.\.8"),
-        ((ContiguousKv(BF16.tensor[:, [0, 0, 1]]),), BESIDE, r"source.tensor has shape \[2, 3, 2, 9, 16\]"),
-        (
-            (BF16,),
-            pool_of(geometry_of(head_dim=16, kv_factor=1), torch.bfloat16),
-            r"\(2, 2, 2, 16\); .* \(2, 1, 2, 16\)",
-        ),
-        ((BF16,), replace(BESIDE, geometry=replace(SIZES, kv_factor=1)), r"target.pool has shape \[9, 2, 2, 128\]"),
-    ],
-)
-def test_what_cannot_be_converted_is_refused_before_anything_is_written(
-    sources: Sequence[PagedKv | ContiguousKv], target: PagedKv, message: str
-) -> None:
-    held = deepcopy(target)
-    with pytest.raises(ValueError, match=message):
-        kv_move([Move(source, 0, 5 * index, 4) for index, source in enumerate(sources)], held, ROTATION)
-    assert all(bool(memory.float().isnan().all()) for memory in memories_of(held))
-
-
-@needs_cuda
-def test_nothing_is_compiled_for_keys_beside_a_pool_after_the_warm_up() -> None:
-    from kernels.kv_move import triton_move
-
-    rotation, cuda = rotation_of(16, interleaved=True), torch.device("cuda")
-    warm_up(SIZES, FP8, cuda, rotation, torch.bfloat16)
-    compiled = len(triton_move.move_kernel.device_caches[torch.cuda.current_device()][0])
-    held, donor = on(deepcopy(BESIDE), "cuda"), on(BF16, "cuda")
-    kv_move([Move(donor, 1, 3, 6)], held, rotation)
-    kv_move([Move(held, 3, 0, 6)], donor, rotation)
-    assert len(triton_move.move_kernel.device_caches[torch.cuda.current_device()][0]) == compiled

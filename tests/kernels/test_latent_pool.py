@@ -101,32 +101,6 @@ def test_moves_into_it_and_out_of_it(
 
 
 @every_form
-@pytest.mark.parametrize(
-    ("latent", "rotary", "block", "wide"),
-    [(512, 64, 16, torch.bfloat16), (40, 8, 4, torch.float32), (24, 6, 5, torch.float16)],
-)
-def test_in_fp8_it_has_the_rows_beside_it(
-    form: str, latent: int, rotary: int, block: int, wide: torch.dtype, device: str
-) -> None:
-    sizes, rotation = sizes_of(latent, rotary, block), rotation_of(rotary, interleaved=True, first_channel=latent)
-    donor, back = (donor_of(sizes, 12, seed, wide) for seed in (1, 2))
-    actual, expected = (
-        PagedKv(pool_of(form, sizes, each, FP8), TABLE, sizes, pool_of("in_one_tensor", sizes, each, wide))
-        for each in (device, "cpu")
-    )
-    kv_move([Move(on(donor, device), 2, 4, 9)], actual, rotation)
-    naive.kv_move([Move(donor, 2, 4, 9)], expected, rotation)
-    assert_same(content(actual.pool, sizes), content(expected.pool, sizes), FP8)
-    assert_same(content(actual.keys, sizes), content(expected.keys, sizes), wide)
-    read = on(ContiguousKv(torch.full_like(back.tensor, math.nan)), device)
-    kv_move([Move(actual, 4, 1, 9)], read, rotation)
-    naive.kv_move([Move(expected, 4, 1, 9)], back, rotation)
-    assert_same(read.tensor[..., 1:10, :], back.tensor[..., 1:10, :])
-    assert bool(read.tensor[..., [0, 10, 11], :].isnan().all())
-    assert torch.equal(read.tensor[..., 1:10, :latent].cpu(), donor.tensor[..., 2:11, :latent])
-
-
-@every_form
 def test_some_layers_at_a_time(form: str, device: str) -> None:
     sizes, rotation = sizes_of(), rotation_of(8, interleaved=True, first_channel=32)
     donor, whole = donor_of(sizes, 17, seed=2), pool_of(form, sizes)

@@ -226,40 +226,6 @@ def test_some_layers_at_a_time(layout: str, rotation: Rotation, device: str) -> 
 
 
 @every_layout
-@pytest.mark.parametrize(("wide", "dim"), [(torch.bfloat16, 16), (torch.float32, 6)])
-def test_in_fp8_with_keys_beside_it_it_is_moved_by_layers(
-    layout: str, wide: torch.dtype, dim: int, device: str
-) -> None:
-    sizes, rotation = geometry_of(head_dim=dim, layers=4), rotations_of(4, rotary_dim=6)
-    donor, other = (donor_of(sizes, 17, seed, wide) for seed in (2, 3))
-    whole, parts, staged = (
-        PagedKv(layered(layout, each, FP8, sizes), TABLE, sizes, nan(BLOCKS, 4, 1, 8 * dim, dtype=wide, device=each))
-        for each in ("cpu", device, device)
-    )
-    spans = [(donor, 2, 5, 11), (other, 1, 1, 3)]
-    naive.kv_move([Move(*span) for span in spans], whole, rotation)
-    moves = [Move(on(held, device), *rest) for held, *rest in spans]
-    for first, end in ((0, 1), (1, 4)):
-        LayerMoves(moves, parts.layers(first, end), rotation.layers(first, end)).make(range(first, end))
-    slots = [nan(3, 2, HEADS, 17, dim, dtype=wide, device=device) for _ in spans]
-    some = [Move(ContiguousKv(slot), *rest) for slot, (_, *rest) in zip(slots, spans, strict=True)]
-    scatter = LayerMoves(some, staged, rotation)
-    for first, end in ((3, 4), (0, 3)):
-        for slot, move in zip(slots, moves, strict=True):
-            slot[: end - first] = move.source.layers(first, end).tensor
-        scatter.make(range(end - first), first)
-    for each in (parts, staged):
-        assert_same(content(each.pool), content(whole.pool), FP8)
-        assert_same(content(each.keys), content(whole.keys), wide)
-    for expected, held in zip(planes_of(whole), planes_of(parts), strict=True):
-        expected.copy_(held)
-    back, wanted = nan(2, 2, HEADS, 17, dim, dtype=wide, device=device), nan(4, 2, HEADS, 17, dim, dtype=wide)
-    LayerMoves([Move(parts, 5, 2, 11, turn=0)], ContiguousKv(back), rotation).make(range(1, 3))
-    naive.kv_move([Move(whole, 5, 2, 11, turn=0)], ContiguousKv(wanted), rotation)
-    assert_same(back, wanted[1:3])
-
-
-@every_layout
 def test_sources_of_every_kind_in_one_call(layout: str, device: str) -> None:
     donors = [donor_of(GEOMETRY, 9, seed) for seed in range(4)]
     sources = [

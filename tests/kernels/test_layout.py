@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, layer_view, pool_view
+from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
 
 
 @pytest.mark.known_defect(27)
@@ -26,35 +24,6 @@ def test_pool_view_of_some_of_a_pools_layers_is_no_copy() -> None:
     pool = torch.zeros(3, 5, 2, 8)
     pool_view(pool[:, 1:3], geometry)[2, 1, 0, 0, 1, 3] = 9
     assert pool[2, 2, 0, 7] == 9
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_layers_and_kinds_are_no_copies(apart: bool) -> None:
-    geometry = KvGeometry(num_layers=3, kv_heads=2, head_dim=4, block_size=2)
-    planes = [[torch.zeros(5, 2, 2, 4) for _ in range(3)] for _ in range(3)]
-    keys, values, beside = (LayeredPool(tuple(kind)) if apart else torch.zeros(5, 3, 1, 16) for kind in planes)
-    pool = LayeredPool(keys.keys, values.keys) if apart else torch.zeros(5, 3, 2, 16)
-    kv = PagedKv(pool, torch.tensor([4, 1]), geometry, beside)
-    some, one = kv.layers(1, 3), KvGeometry(2, 2, 4, 2, kv_factor=1)
-    for number, part in enumerate((some.kind(0), some.kind(1), some.beside()), start=1):
-        assert part is not None
-        assert (part.keys, part.block_ids, part.geometry) == (None, kv.block_ids, one)
-        layer_view(part.pool, one, 1, 0).fill_(number)
-    for layer, numbers in ((1, [0, 0, 0]), (2, [1, 2, 3])):
-        held = [layer_view(pool, geometry, layer, kind) for kind in (0, 1)]
-        held.append(layer_view(beside, replace(geometry, kv_factor=1), layer, 0))
-        assert [each.unique().tolist() for each in held] == [[number] for number in numbers]
-    assert kv.kind(0).beside() is None
-    assert PagedKv(pool, kv.block_ids, geometry).layers(0, 1).beside() is None
-
-
-def test_layers_and_kinds_of_a_donor_are_no_copies() -> None:
-    donor = ContiguousKv(torch.zeros(3, 2, 2, 5, 4))
-    for kind in (0, 1):
-        part = donor.layers(1, 3).kind(kind)
-        assert part.tensor.shape == (2, 1, 2, 5, 4)
-        part.tensor.fill_(kind + 1)
-    assert donor.tensor[:, :, 0, 0, 0].tolist() == [[0, 0], [1, 2], [1, 2]]
 
 
 def test_sizes() -> None:

@@ -16,7 +16,6 @@ from semblend_trt import config
 from semblend_trt.config import (
     MASK,
     PREFIXES,
-    DonorDtype,
     SettingInUse,
     Settings,
     load_settings,
@@ -58,7 +57,6 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "disk_path": ("/tmp/donors", Path("/tmp/donors")),
     "disk_key_path": ("/tmp/donor-key", Path("/tmp/donor-key")),
     "eviction": ("adaptive_semantic", Eviction.ADAPTIVE_SEMANTIC),
-    "donor_dtype": ("model", DonorDtype.MODEL),
     "max_donors": ("12", 12),
     "min_donor_tokens": ("96", 96),
     "donor_tenant": ("acme", "acme"),
@@ -222,6 +220,19 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
     assert [record.getMessage() for record in caplog.records] == [
         "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
         "TRTLLM_SEMBLEND_ZZZ is not read by this version",
+    ]
+
+
+def test_a_retired_setting_is_ignored_with_one_warning_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for prefix in PREFIXES:
+        monkeypatch.setenv(f"{prefix}DONOR_DTYPE", "model")
+    for _ in range(2):
+        load_settings()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name} is ignored: donors are kept in the dtype of the cache"
+        for name in ("SEMBLEND_DONOR_DTYPE", "TRTLLM_SEMBLEND_DONOR_DTYPE")
     ]
 
 

@@ -55,7 +55,7 @@ def test_neither_the_first_save_nor_the_first_load_compiles_a_move():
         # Sizes that no other test of the process has.
         geometry, rotation = replace(GEOMETRY, head_dim=32, kv_heads=3), RopeRotation((1.0,) * 16, 32)
         pool = torch.zeros(4, 12, 2, geometry.row_elements, dtype=torch.bfloat16, device="cuda")
-        warm_up(geometry, pool.dtype, pool.device, rotation, pool.dtype)
+        warm_up(geometry, pool.dtype, pool.device, rotation)
         assert compiled
         compiled.clear()
         paged = PagedKv(pool, torch.arange(4), geometry)

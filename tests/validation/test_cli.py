@@ -59,10 +59,9 @@ def run(command: list[str], tmp_path: Path) -> Runner:
     return run
 
 
-@pytest.mark.parametrize("donor_dtype", ["cache", "model"])
-def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run: Runner, donor_dtype: str) -> None:
-    status, report = run("--kv-dtype", "fp8", "--donor-dtype", donor_dtype, "--policy", "boundary", "--boundary", "3")
-    assert (status, report["settings"]["kv_dtype"], report["settings"]["donor_dtype"]) == (0, "fp8", donor_dtype)
+def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run: Runner) -> None:
+    status, report = run("--kv-dtype", "fp8", "--policy", "boundary", "--boundary", "3")
+    assert (status, report["settings"]["kv_dtype"]) == (0, "fp8")
     (exactness,) = (gate for gate in report["gates"] if gate["name"] == "wrapper_exactness")
     assert "from embedded without the wrapper" in exactness["reads"]
     assert {sample["arm"] for sample in report["samples"] if sample["reused_tokens"]} == {"position_fix", "boundary"}
@@ -177,7 +176,6 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--profile", "missing.json"], "--profile missing.json is not a file"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--kv-dtype", "int4"], "invalid choice: 'int4'"),
-        (["--donor-dtype", "int4"], "Argument --donor-dtype: invalid"),
         (["--device", "tpu"], "device tpu"),
         (["--judge-command", "no-such-judge"], "--judge-command 'no-such-judge' names no program"),
         (["--ppl-model", "/nowhere"], "--ppl-model '/nowhere' cannot be loaded"),

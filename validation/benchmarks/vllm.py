@@ -5,8 +5,7 @@ and miss) are measured in turns, all arms on one card; for the other parts an ar
 writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of what is there. So a
 run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
 VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--kv fp8` has the KV cache in e4m3,
-`--kv fp8_donors_16` donors in 16 bit beside it, and `--kv mla` another model, whose attention is latent: of these the
-single prompts are measured, with position_fix.
+and `--kv mla` another model, whose attention is latent: of these the single prompts are measured, with position_fix.
 `--small` is a dry run, for which no card is needed.
 """
 

@@ -37,13 +37,11 @@ PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
 IN_TURNS = ("ttft", "miss")
 # Of what stands in donors, so much has to be served from them, or a figure says nothing about reuse.
 SERVED_SHARE = 0.9
-# What the KV cache holds: K and V in 16 bit, the same in e4m3, also with donors in 16 bit, or latent rows of 576 values
-# (MLA).
-PLAIN, FP8, FP8_DONORS_16, MLA = KV_FORMS = ("plain", "fp8", "fp8_donors_16", "mla")
+# What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA).
+PLAIN, FP8, MLA = KV_FORMS = ("plain", "fp8", "mla")
 _OPTIONS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     FP8: {"kv_cache_dtype": "fp8"},
-    FP8_DONORS_16: {"kv_cache_dtype": "fp8"},
     MLA: {"attention_backend": "FLASH_ATTN_MLA"} if torch.cuda.is_available() else {},
 }
 # Requests at 80 % of what stock vLLM sustains.
@@ -192,7 +190,6 @@ class VllmArm:
             "model_revision": "random",
             "tokenizer_revision": "none",
             "embedder": "off",
-            "donor_dtype": "model" if kv == FP8_DONORS_16 else "cache",
         }
         if name != STOCK:
             given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=self._settings)

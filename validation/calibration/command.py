@@ -16,8 +16,6 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.sequence_work import sample_of
 from kernels.layout import KvGeometry
 from kernels.results import today, versions
-from semblend_trt.config import DonorDtype
-from semblend_trt.connector.engine_namespace import KEYS
 from semblend_trt.donors.host_tier import memory_kept
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -189,8 +187,7 @@ class _Prepared:
         options = self._options
         model = models.transformers_model(self.engines, options.model, options.device, self._dtype)
         kv_dtype = torch.float8_e4m3fn if "float8" in self.namespace.kv_dtype else None
-        keeps_keys = kv_dtype is not None and options.donor_dtype == DonorDtype.MODEL.value
-        return DeviationCollector(model, self.engines.facts, self.settings.min_span, kv_dtype, keeps_keys=keeps_keys)
+        return DeviationCollector(model, self.engines.facts, self.settings.min_span, kv_dtype)
 
 
 def _bound_families(asked: FamilyRequest) -> FamilyRequest:
@@ -311,8 +308,6 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
     dtype = str(profile.namespace["compute_dtype"]) if options.dtype == "auto" else options.dtype
     if options.engine != TRTLLM and "float8" in str(profile.namespace["kv_dtype"]):
         options.kv_dtype = models.FP8
-        has_keys = str(profile.namespace["cache_dtype"]).endswith(KEYS)
-        options.donor_dtype = (DonorDtype.MODEL if has_keys else DonorDtype.CACHE).value
     prepared, tell = _Prepared(options, dtype), teller()
     engine = prepared.namespace.backend_cache_layout
     candidate = profile.confirmed_in(engine)

@@ -117,22 +117,13 @@ class PromptDeviations:
 
 class DeviationCollector:
     """Collects the deviations of prompts in `model`, a Transformers model of either version, as an engine has them that
-    keeps KV in `kv_dtype`: None is the model's own; fp8 is stored by a scale of 1, as engines do without another. With
-    `keeps_keys` donors have their keys as they were computed, and what is moved is rounded once."""
+    keeps KV in `kv_dtype`: None is the model's own; fp8 is stored by a scale of 1, as engines do without another."""
 
-    def __init__(
-        self,
-        model: Any,
-        facts: ModelFacts,
-        min_span: int,
-        kv_dtype: torch.dtype | None = None,
-        *,
-        keeps_keys: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, facts: ModelFacts, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
         self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
         self._rotation = facts.rotation
         self._model = model
-        self._kv_dtype, self._keeps_keys = kv_dtype, keeps_keys
+        self._kv_dtype = kv_dtype
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
 
@@ -200,15 +191,11 @@ class DeviationCollector:
         filled: dict[int, PagedKv] = {}
         for together in _at_once(by_length, lambda index: len(texts[index])):
             # [texts, blocks, layers, kv_factor, kv_heads, block_size, head_dim]
-            computed = self._computed([texts[index] for index in together])
-            blocks = torch.arange(computed.shape[0] * computed.shape[1]).view(computed.shape[:2])
-            pool = computed.flatten(0, 1).flatten(3)
-            keys = pool[:, :, :1] if self._keeps_keys else None
-            if self._kv_dtype is not None:
-                pool = saturated(pool, self._kv_dtype)
+            pool = self._computed([texts[index] for index in together])
+            blocks = torch.arange(pool.shape[0] * pool.shape[1]).view(pool.shape[:2])
             for index, own in zip(together, blocks, strict=True):
                 count = self._geometry.blocks_for(len(texts[index]))
-                filled[index] = PagedKv(pool, own[:count], self._geometry, keys)
+                filled[index] = PagedKv(pool.flatten(0, 1).flatten(3), own[:count], self._geometry)
         return [filled[index] for index in range(len(texts))]
 
     @torch.inference_mode()
@@ -233,7 +220,7 @@ class DeviationCollector:
             [torch.stack(pair if self._geometry.kv_factor == 2 else [latent_rows(*pair)]) for pair in found]
         )
         blocks: torch.Tensor = rows.unflatten(4, (-1, _BLOCK_SIZE)).permute(2, 4, 0, 1, 3, 5, 6).contiguous()
-        return blocks
+        return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
 
 
 def _stretch_lengths(lengths: Sequence[int], suspects: npt.NDArray[np.bool_]) -> list[int]:

@@ -146,13 +146,12 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
     import torch
 
     from kernels.layout import KvGeometry
-    from semblend_trt.connector.engine_namespace import KEYS
     from semblend_trt.doctor.model import AUTO, KnownModel, known_model
     from semblend_trt.runtime import PoolFacts
 
     size = arguments.block_size
     geometry = KvGeometry(1, 1, arguments.kv_bytes_a_token or KV_BYTES_A_TOKEN, size, kv_factor=1)
-    dtype, chunk, keys_dtype = torch.int8, None, None
+    dtype, chunk = torch.int8, None
     if arguments.model is not None:
         known = known_model(arguments.model, AUTO)
         if not isinstance(known, KnownModel):
@@ -164,15 +163,13 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
         sizes, named_dtype = profile.geometry, getattr(torch, str(profile.namespace["kv_dtype"]), None)
         dtype = named_dtype if isinstance(named_dtype, torch.dtype) else torch.bfloat16
         geometry = KvGeometry(sizes.num_layers, sizes.kv_heads, sizes.head_dim, size)
-        if str(profile.namespace["cache_dtype"]).endswith(KEYS):
-            keys_dtype = getattr(torch, str(profile.namespace["compute_dtype"]))
     blocks = arguments.pool_bytes // (geometry.bytes_per_token(dtype) * size)
     if not blocks:
         raise ConfigurationError(
             f"--pool-bytes is {arguments.pool_bytes}, less than a block of {size} tokens of "
             f"{geometry.bytes_per_token(dtype)} bytes; raise it"
         )
-    return PoolFacts(geometry, blocks, dtype, chunk=chunk, keys_dtype=keys_dtype)
+    return PoolFacts(geometry, blocks, dtype, chunk=chunk)
 
 
 def _replayed(
@@ -219,7 +216,7 @@ def _opened(path: Path, buffering: int) -> BinaryIO:
 
 
 def _memory(settings: Settings, pool: PoolFacts) -> dict[str, int]:
-    a_token = pool.geometry.bytes_per_token(pool.donor_dtype)
+    a_token = pool.geometry.bytes_per_token(pool.dtype)
     return {
         "kv_bytes_a_token": a_token,
         "host_bytes": settings.host_bytes,

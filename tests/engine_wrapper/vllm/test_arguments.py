@@ -254,7 +254,7 @@ def test_keys_of_the_older_connector_that_mean_a_setting_are_understood(
 
 
 def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplog: pytest.LogCaptureFixture) -> None:
-    old = {"mode": "semantic_span_experimental", "capture_policy": "all", "kv_storage_path": "/kv", "lookup_top_k": 5}
+    old = {"mode": "semantic_span_experimental", "capture_policy": "all", "kv_storage_path": "/kv", "donor_dtype": 1}
     assert settings_of({**old, "host_byte": 1, "\x1b[31m" + "n" * 99: 1}) == {"disk_path": "/kv"}
     replaced, unknown = (record.getMessage() for record in caplog.records)
     assert all(f"{key}: " in replaced for key in old)

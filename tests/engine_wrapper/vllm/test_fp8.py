@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.cuda import is_available
 
 from engine_wrapper.layer_schedule import DeviationCheck
-from engine_wrapper.vllm import worker
-from kernels.deviation import token_rows
-from kernels.layout import PagedKv
-from kernels.rope import rotate_keys, saturated
+from kernels.rope import saturated
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
 from tests.engine_wrapper.vllm.place import on_card
@@ -28,13 +24,11 @@ from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, wri
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from tests.engine_wrapper.vllm.conftest import Answered, Cold, Served
 
 FP8 = {"kv_cache_dtype": "fp8"}
-# Donors keep keys as they were computed.
-MODEL = {"donor_dtype": "model"}
 # As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
 
@@ -97,12 +91,9 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
 
 
 @pytest.mark.usefixtures("scaled", "to_nearest")
-@pytest.mark.parametrize("donors", [{}, MODEL], ids=["cache", "model"])
-def test_with_a_checkpoints_scales_too(
-    engine: Callable[..., Served], compared: list[float], donors: dict[str, str]
-) -> None:
+def test_with_a_checkpoints_scales_too(engine: Callable[..., Served], compared: list[float]) -> None:
     wanted = cold_answers(MOVED, **FP8)(MOVED)
-    served = taught(engine(WHOLE[0], WHOLE[1] | donors, **FP8))
+    served = taught(engine(*WHOLE, **FP8))
     # By the self-check's plans, over the prompt's own KV.
     assert len(compared) > 500
     assert max(compared) <= (0.05 if is_available() else 0.0)
@@ -217,12 +208,10 @@ def to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", stored)
 
 
-def served_by_its_scales(
-    engine: Callable[..., Served], model: Path, settings: Mapping[str, str] = MappingProxyType({})
-) -> Served:
+def served_by_its_scales(engine: Callable[..., Served], model: Path) -> Served:
     """The engine of a checkpoint that brings its scales, without --kv-cache-dtype, whose answers are cold ones."""
     wanted = cold_answers(MOVED, model=model)(MOVED)
-    served = taught(engine("boundary", {"recompute_boundary_layer": 3, **settings}, model=model))
+    served = taught(engine("boundary", {"recompute_boundary_layer": 3}, model=model))
     assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
     answer = served.ask(MOVED, max_tokens=16)
     assert same(answer, wanted)
@@ -237,12 +226,11 @@ def test_a_checkpoint_brings_its_scales(engine: Callable[..., Served], unscaled:
 
 
 @pytest.mark.usefixtures("to_nearest", "by_head")
-@pytest.mark.parametrize("donors", [{}, MODEL], ids=["cache", "model"])
 def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
-    engine: Callable[..., Served], compared: list[float], unscaled: Path, tmp_path: Path, donors: dict[str, str]
+    engine: Callable[..., Served], compared: list[float], unscaled: Path, tmp_path: Path
 ) -> None:
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
-        served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"), donors)
+        served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
     assert len(compared) > 500
     assert max(compared) <= (0.05 if is_available() else 0.0)
     wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
@@ -264,7 +252,6 @@ def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(
 def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(
     engine: Callable[..., Served], blocks: list[int]
 ) -> None:
-    """Where a donor holds the bytes of the cache."""
     served = engine("position_fix", **FP8)
     served.ask(DONOR, max_tokens=1)  # computed a second time, by the self-check
     keys, values = held(served, blocks, range(20, 20 + len(DOCUMENT)))
@@ -280,92 +267,28 @@ def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(
     assert unturned < same_twice < 0.8
 
 
-def kept_keys(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
-    """K beside the pool, [layers, kv_heads, positions, head_dim], as the scales have it."""
-    parts = served.worker._forward._parts
-    paged = PagedKv(parts.pool, torch.tensor(blocks), parts.geometry, parts.keys).beside()
-    return token_rows(paged, torch.arange(positions.start, positions.stop))[:, 0].transpose(1, 2)
-
-
 @pytest.mark.usefixtures("scaled", "to_nearest")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("donors", [{}, MODEL], ids=["cache", "model"])
 def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(
-    engine: Callable[..., Served], blocks: list[int], donors: dict[str, str], dtype: str
+    engine: Callable[..., Served], blocks: list[int], dtype: str
 ) -> None:
-    """With scales that are no powers of 2, by which keys that are kept are rounded as well."""
+    """With scales that are no powers of 2."""
     with on_card({"dtype": "bfloat16"}):
-        served = engine("exact", donors, dtype=dtype, **FP8)
+        served = engine("exact", dtype=dtype, **FP8)
         if served.runtime.refusal == "pool_layout":
             pytest.skip(f"skipped: vLLM stores {dtype} in e4m3 in a form of this processor's own")
         served.ask(DONOR, max_tokens=1)
         parts, places = served.worker._forward._parts, range(len(DONOR) - 1)
-        stored, kept = held(served, blocks, places), kept_keys(served, blocks, places) if donors else None
+        stored = held(served, blocks, places)
         taught(served)
-        for memory in (*parts.pool.keys, *([parts.keys] if donors else [])):
+        for memory in parts.pool.keys:
             memory.copy_(torch.full_like(memory, torch.nan, dtype=torch.float32).to(memory.dtype))
         assert served.ask([*DONOR, 7], max_tokens=1).cached >= len(DONOR) - 1
         again = held(served, blocks, places)
     for now, before in zip(again, stored, strict=True):
         # As numbers: a backend may store another sign of 0.
         assert torch.equal(*(each.view(torch.float8_e4m3fn).float() for each in (now, before)))
-    assert kept is None or torch.equal(kept_keys(served, blocks, places), kept)
     assert not served.runtime.faults
-
-
-@pytest.mark.usefixtures("scaled", "to_nearest")
-@pytest.mark.parametrize("tier", [{}, {"device_bytes": 1 << 26}], ids=["host", "device"])
-def test_where_donors_keep_them_as_computed_moved_keys_are_rounded_once(
-    engine: Callable[..., Served], blocks: list[int], tier: dict[str, int]
-) -> None:
-    served = engine("position_fix", MODEL | tier, **FP8)
-    served.ask(DONOR, max_tokens=1)
-    there, here = (range(start, start + len(DOCUMENT)) for start in (20, 70))
-    stored, values = held(served, blocks, there)
-    keys = kept_keys(served, blocks, there)
-    served = taught(served)
-    assert served.ask(MOVED, max_tokens=1).cached >= len(DOCUMENT)
-    moved, moved_values = held(served, blocks, here)
-    rotation = served.worker._worker.facts.rotation
-    wanted = rotate_keys(keys.float(), 50, rotation)
-    assert torch.equal(moved_values, values)
-    once = saturated(wanted, torch.float8_e4m3fn).view(torch.uint8)
-    twice = turned(stored, 50, rotation.inverse_frequencies)
-    assert float((once == moved).float().mean()) > 0.999
-    assert float((twice == moved).float().mean()) < 0.8
-    # The request may be a donor in its turn.
-    torch.testing.assert_close(kept_keys(served, blocks, here).float(), wanted, rtol=1e-2, atol=1e-3)
-    assert not served.runtime.faults
-
-
-def test_a_backend_that_shows_no_keys_is_refused_by_name(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "keep_keys", lambda *_: None)
-    served = engine("position_fix", MODEL, **FP8)
-    assert same(served.ask(DONOR, max_tokens=16), cold(DONOR))
-    assert served.runtime.refusal == "donor_dtype"
-    assert same(served.ask(MOVED, max_tokens=16), cold(MOVED))
-
-
-@pytest.mark.skipif(is_available(), reason="skipped: a card rounds to the nearest")
-def test_a_backend_that_rounds_towards_0_is_refused_by_name(
-    engine: Callable[..., Served], cold: Cold, caplog: pytest.LogCaptureFixture
-) -> None:
-    served = engine("position_fix", MODEL, **FP8)
-    assert same(served.ask(DONOR, max_tokens=16), cold(DONOR))
-    assert served.runtime.refusal == "donor_dtype"
-    assert "% of the keys kept round to others" in caplog.text
-
-
-def test_no_memory_for_keys_is_refused_by_name_and_the_backends_are_left_as_they_were(
-    engine: Callable[..., Served], cold: Cold, caplog: pytest.LogCaptureFixture
-) -> None:
-    served = engine("position_fix", MODEL | {"staging_bytes": 1 << 20, "device_bytes": 1}, **FP8)
-    assert served.runtime.refusal == "settings_invalid"
-    assert "SEMBLEND_DEVICE_BYTES" in caplog.text
-    assert not [each for each in served.worker._worker.attention if "do_kv_cache_update" in vars(each.impl)]
-    assert same(served.ask(DONOR, max_tokens=16), cold(DONOR))
 
 
 def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(

@@ -350,7 +350,7 @@ def test_attention_that_our_kernel_does_not_know_has_no_sample(reason: str, unkn
 def test_every_reason_has_one_sentence() -> None:
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
     named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
-    named |= {"model_runner", "layer_call", "recovery", "donor_dtype"}
+    named |= {"model_runner", "layer_call", "recovery"}
     assert named == set(REASONS)
     assert all(text[0].isupper() and text.endswith(".") and ". " not in text for text in REASONS.values())
 

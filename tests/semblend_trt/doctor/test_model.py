@@ -118,15 +118,6 @@ def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Pat
     assert known.dtype is torch.float8_e4m3fn
 
 
-def test_donors_in_the_models_dtype_take_its_bytes(tiny_qwen2_path: Path) -> None:
-    engine = SimpleNamespace(dtype="torch.bfloat16", kv_dtype="float8_e4m3fn", tells_kv_scales=True)
-    known = known_model(str(tiny_qwen2_path), "fp8", engine)
-    as_stored, wide = (told(known, host_bytes=1 << 20, donor_dtype=each)[2] for each in ("cache", "model"))
-    assert "in a donor" not in as_stored.text
-    assert f"{2 * wide.details['bytes_per_token']} in a donor" in wide.text
-    assert as_stored.details["tokens"]["host"] // 2 == wide.details["tokens"]["host"]
-
-
 @pytest.mark.parametrize(
     ("kv_dtype", "reason"), [("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout")]
 )

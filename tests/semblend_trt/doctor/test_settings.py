@@ -35,6 +35,15 @@ def test_every_variable_is_read_or_told(monkeypatch) -> None:
     assert (short.status, "SEMBLEND_MAX_DONORS" in short.text) == (Status.NOTE, True)
 
 
+def test_a_retired_setting_is_a_note(monkeypatch) -> None:
+    monkeypatch.setenv("SEMBLEND_DONOR_DTYPE", "model")
+    note, _ = variables(load_settings(), None)
+    assert (note.status, note.text) == (
+        Status.NOTE,
+        "SEMBLEND_DONOR_DTYPE is ignored: donors are kept in the dtype of the cache",
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"), [({"enabled": False}, "disabled"), ({"policy": "off"}, "policy_off"), ({}, None)]
 )

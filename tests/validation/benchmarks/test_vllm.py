@@ -12,7 +12,6 @@ from validation.benchmarks.bench_model import GOAL_SIZE, MISS_SIZE
 from validation.benchmarks.vllm_arm import (
     ARMS,
     FP8,
-    FP8_DONORS_16,
     MLA,
     PLAIN,
     POSITION_FIX,
@@ -131,7 +130,7 @@ def test_the_sizes_are_those_of_the_rows() -> None:
     assert sizes.documents % sizes.per_prompt == 0
 
 
-@pytest.mark.parametrize("kv", [FP8, FP8_DONORS_16, MLA])
+@pytest.mark.parametrize("kv", [FP8, MLA])
 def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path: Path, kv: str) -> None:
     written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=kv)
     vllm.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])

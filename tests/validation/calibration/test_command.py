@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt import reuse_profile
-from semblend_trt.config import DonorDtype
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from validation.arms import VERIFIED, ArmChoices, arms_of
 from validation.calibration import command, search
@@ -145,11 +144,6 @@ def test_own_prompts_need_references_and_donors(
             ["--engine", "trtllm", "--kv-dtype", "fp8"],
             "--kv-dtype fp8 is for --engine embedded and vllm, not for trtllm",
         ),
-        (
-            ["--engine", "trtllm", "--donor-dtype", "model"],
-            "--donor-dtype model is for --engine embedded and vllm, not for trtllm",
-        ),
-        (["--donor-dtype", "int4"], "Argument --donor-dtype: invalid"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--output", "."], "is a folder"),
     ],
@@ -164,12 +158,12 @@ def test_bad_usage_of_calibrate_is_one_sentence_and_leaves_nothing(
 def made(shipped: EmbeddedEngines, tmp_path: Path) -> Callable[..., Path]:
     """Writes a profile of the embedded engine; `fields` as of `ReuseProfile.made_for`."""
 
-    def make(kv_dtype: str = "auto", donor_dtype: DonorDtype = DonorDtype.CACHE, **fields: Any) -> Path:
+    def make(kv_dtype: str = "auto", **fields: Any) -> Path:
         figures = [{"what": "rule", "margin": 0.3}, {"what": "prompts", **MADE_WITH}]
         figures += [{"what": "confirmed", "family": name} for name in FAMILIES.split(",")]
         given = {"policy": "verified", "check": CHECK, "head_tokens": 8, "figures": figures, **fields}
         path = tmp_path / "profile.json"
-        engines = EmbeddedEngines(shipped.runner, kv_dtype, donor_dtype)
+        engines = EmbeddedEngines(shipped.runner, kv_dtype)
         ReuseProfile.made_for(*identity_of(engines, SETTINGS), **given).write(path)
         return path
 
@@ -241,16 +235,10 @@ def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(
     assert "stays as it is" in shown
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "donor_dtype"), [("auto", DonorDtype.CACHE), ("fp8", DonorDtype.CACHE), ("fp8", DonorDtype.MODEL)]
-)
-def test_an_engine_that_is_listed_is_confirmed_again(
-    made: Callable[..., Path], tmp_path: Path, kv_dtype: str, donor_dtype: DonorDtype
-) -> None:
-    """With KV and donors in the dtypes that the profile was made for."""
-    path, output = made(kv_dtype, donor_dtype, generations=1), tmp_path / "out" / "profile.json"
-    cache_dtype = str(ReuseProfile.read(path).namespace["cache_dtype"])
-    assert cache_dtype.endswith(" keys") == (donor_dtype is DonorDtype.MODEL)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_engine_that_is_listed_is_confirmed_again(made: Callable[..., Path], tmp_path: Path, kv_dtype: str) -> None:
+    """With KV in the dtype that the profile was made for."""
+    path, output = made(kv_dtype, generations=1), tmp_path / "out" / "profile.json"
     assert confirm(path, "--output", str(output), engine="embedded") == 0
     profile = ReuseProfile.read(output)
     assert (profile.engines, profile.generations) == (ReuseProfile.read(path).engines, 1)
@@ -260,24 +248,15 @@ def test_an_engine_that_is_listed_is_confirmed_again(
     assert len(ReuseProfile.read(path).figures) == 4
 
 
-@pytest.mark.parametrize("donor_dtype", list(DonorDtype))
-def test_a_calibration_with_kv_in_fp8_is_for_that_dtype_and_its_donors(
-    shipped: EmbeddedEngines, tmp_path: Path, donor_dtype: DonorDtype
-) -> None:
+def test_a_calibration_with_kv_in_fp8_is_for_that_dtype(shipped: EmbeddedEngines, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    assert calibrate(path, "--kv-dtype", "fp8", "--donor-dtype", donor_dtype.value, "--sample-tries", "0") == 0
+    assert calibrate(path, "--kv-dtype", "fp8", "--sample-tries", "0") == 0
     profile = ReuseProfile.read(path)
     assert profile.policy == "verified"
     assert profile.namespace["kv_dtype"] == "float8_e4m3fn"
-    cache_dtype = str(profile.namespace["cache_dtype"])
-    assert cache_dtype.startswith("fp8+")
-    assert cache_dtype.endswith("+float32 keys") == (donor_dtype is DonorDtype.MODEL)
-    for engines in (shipped, *(EmbeddedEngines(shipped.runner, "fp8", each) for each in DonorDtype)):
-        reuse = reuse_in(engines, path)
-        if (engines.kv_dtype, engines._donor_dtype) == ("fp8", donor_dtype):
-            assert all(each.reused > 100 for each in reuse)
-        else:
-            assert {(each.reason, each.reused) for each in reuse} == {("profile_mismatch", 0)}
+    assert str(profile.namespace["cache_dtype"]).startswith("fp8+")
+    assert all(each.reused > 100 for each in reuse_in(EmbeddedEngines(shipped.runner, "fp8"), path))
+    assert {(each.reason, each.reused) for each in reuse_in(shipped, path)} == {("profile_mismatch", 0)}
 
 
 def test_nothing_but_the_engine_may_differ(made: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
