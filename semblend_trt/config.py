@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from semblend_trt.donors.eviction import Eviction
+from semblend_trt.donors.eviction import Eviction, parse_eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy, parse_policy
@@ -254,10 +254,10 @@ class DonorSettings(SettingsGroup):
         "600, made where there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or "
         "`~/.local/state`. Files of another key are not read.",
     )
-    eviction: Eviction = Field(
+    eviction: Annotated[Eviction, BeforeValidator(parse_eviction)] = Field(
         Eviction.LRU,
-        description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
-        "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
+        description="Which donors go first when a tier is full: the least recently used; the least often used; large "
+        "ones before small.",
     )
     donor_dtype: DonorDtype = Field(
         DonorDtype.CACHE,

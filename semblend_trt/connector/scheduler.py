@@ -31,7 +31,6 @@ from semblend_trt.connector.requests import (
     tokens_of,
 )
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.block_kind import kind_reader_for
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
@@ -102,7 +101,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._saving: dict[str, int] = {}
         self._serving: _Serving | None = None
         self._weights_changes = 0
-        self._kinds = kind_reader_for(self._settings.eviction, llm_args)
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
 
@@ -262,8 +260,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         while len(self._requests):
             self._end(self._requests.pop_oldest())
         self._neighbourhood.close()
-        if self._kinds is not None:
-            self._kinds.close()
         self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
 
@@ -345,9 +341,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             namespace = namespace_for(
                 self._llm_args, self._facts, settings, block_size, pool.dtype, adapters, pool.scales, pool.keys_dtype
             )
-            donor_index = DonorIndex(
-                settings, pool, self._neighbourhood, self._runtime.disk, self._metrics.tier_event, self._kinds
-            )
+            donor_index = DonorIndex(settings, pool, self._neighbourhood, self._runtime.disk, self._metrics.tier_event)
             self._serving = _Serving(donor_index, namespace, adapters, pool, namespace.model_revision)
             self._metrics.watch(donor_index)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)

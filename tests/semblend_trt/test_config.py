@@ -57,7 +57,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "disk_bytes": ("3145728", 3145728),
     "disk_path": ("/tmp/donors", Path("/tmp/donors")),
     "disk_key_path": ("/tmp/donor-key", Path("/tmp/donor-key")),
-    "eviction": ("adaptive_semantic", Eviction.ADAPTIVE_SEMANTIC),
+    "eviction": ("size_aware", Eviction.SIZE_AWARE),
     "donor_dtype": ("model", DonorDtype.MODEL),
     "max_donors": ("12", 12),
     "min_donor_tokens": ("96", 96),

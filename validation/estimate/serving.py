@@ -81,7 +81,7 @@ class Serving:
         """With a `profile` the settings' policy must be verified; every check then passes."""
         self._pool, self._profile = pool, profile
         self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
-        self._donors = DonorIndex(settings, pool, DonorPublisher(), None, lambda _kind: None, None)
+        self._donors = DonorIndex(settings, pool, DonorPublisher(), None, lambda _kind: None)
         self._served = 0
 
     def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:

@@ -60,7 +60,7 @@ class Publisher(DonorPublisher):
 def index_of(host_tokens=1000, publisher=None, link=None, count=lambda kind: None, **overrides):
     chosen = {"policy": "position_fix", "min_reuse_ratio": 0, "host_bytes": host_tokens * TOKEN_BYTES} | overrides
     pool = PoolFacts(GEOMETRY, 64, torch.float32)
-    return DonorIndex(load_settings(**chosen), pool, publisher or DonorPublisher(), link, count, None)
+    return DonorIndex(load_settings(**chosen), pool, publisher or DonorPublisher(), link, count)
 
 
 def text(seed, length=TEXT):

@@ -55,7 +55,7 @@ class Recorded(DonorPublisher):
 def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone() -> None:
     recorded = Recorded()
     settings = load_settings(policy="position_fix", host_bytes=500 * TOKEN_BYTES)
-    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None, None)
+    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None)
     for seed, donor_id in enumerate("abcd"):
         tokens, is_saved = text(seed, 200), donor_id != "d"
         intent = index.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
@@ -77,7 +77,7 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
 def test_a_donor_built_from_approximate_kv_is_not_announced() -> None:
     recorded = Recorded()
     settings = load_settings(policy="verified", host_bytes=500 * TOKEN_BYTES)
-    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None, None)
+    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None)
     request = TrackedRequest(1, "namespace", text(1, 200), 0)
     request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
     intent = index.intend("approximate", request, 0, 1)
