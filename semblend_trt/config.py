@@ -26,7 +26,7 @@ from semblend_trt.policy import ReusePolicy, parse_policy
 from semblend_trt.semantic.embedder import EmbedderKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pydantic import JsonValue
     from pydantic.fields import FieldInfo
@@ -56,7 +56,6 @@ class DonorDtype(str, Enum):
 _NAMES = {
     "profile_path": "PROFILE",
     "min_span_tokens": "MIN_SPAN",
-    "fuzzy_margin_tokens": "FUZZY_MARGIN",
     "digest_cache_path": "DIGEST_CACHE",
 }
 # Whole names that the SemBlend package gave.
@@ -65,6 +64,8 @@ _OLD_NAMES = {
     "min_span_tokens": "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH",
     "audit_path": "SEMBLEND_TRTLLM_AUDIT_PATH",
 }
+# Variables that are accepted and change nothing.
+_WITHOUT_EFFECT = tuple(prefix + name for prefix in PREFIXES for name in ("FUZZY_CHUNKS", "FUZZY_MARGIN"))
 
 
 def variables_of(name: str) -> tuple[str, ...]:
@@ -156,14 +157,6 @@ class DiscoverySettings(SettingsGroup):
     )
     discovery_only: bool = Field(
         False, description="Look donors up and report what would be reused, but place nothing."
-    )
-    fuzzy_chunks: bool = Field(
-        False,
-        description="Reuse text that a donor holds up to a few tokens: runs shorter than a span count together; "
-        "tokens that differ are always computed. Needs the wrapper.",
-    )
-    fuzzy_margin_tokens: int = Field(
-        4, ge=0, le=1024, description="Equal tokens behind each difference of a fuzzy chunk that are computed with it."
     )
     strict_prefix_boundary: bool = Field(
         False,
@@ -427,9 +420,9 @@ def load_settings(**overrides: Any) -> Settings:
     """Reads the settings; `overrides` win over the environment.
 
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
-    warned about once a process.
+    warned about once a process, and so is one that changes nothing.
     """
-    _warn_of_unknown_variables(os.environ)
+    _warn_of_variables(os.environ)
     try:
         return Settings(**overrides)
     except ValidationError as error:
@@ -528,19 +521,28 @@ def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
     """Those of `names` that have one of our prefixes and belong to no setting, each with the name that is most like it
     where one is."""
     known = [variable for name in Settings.model_fields for variable in variables_of(name)]
-    unknown = sorted(name for name in names if name.startswith(PREFIXES) and name not in known)
+    others = (name for name in names if name.startswith(PREFIXES) and name not in _WITHOUT_EFFECT)
+    unknown = sorted(name for name in others if name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None) for name in unknown}
 
 
-def _warn_of_unknown_variables(names: Iterable[str]) -> None:
-    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
-    unknown = unknown_variables(names)
+def _warn_of_variables(names: Collection[str]) -> None:
+    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting, or changes
+    nothing."""
+    warnings = {
+        name: "is not read by this version" + (f"; did you mean {close}?" if close else "")
+        for name, close in unknown_variables(names).items()
+    }
+    for name in sorted(set(_WITHOUT_EFFECT).intersection(names)):
+        warnings[name] = (
+            "changes nothing: equal runs are found at any position, so the text around changed tokens is reused "
+            "without it; SEMBLEND_MIN_SPAN=32 takes the shortest runs"
+        )
     with _warned_lock:
-        fresh = [name for name in unknown if name not in _warned]
+        fresh = [name for name in warnings if name not in _warned]
         _warned.update(fresh)
     for name in fresh:
-        close = unknown[name]
-        logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
+        logger.warning("%s %s", name, warnings[name])
 
 
 def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:

@@ -191,7 +191,7 @@ def _backend_of(layer: Any) -> str | None:
 _RENAMED = {"min_semantic_span": "min_span_tokens", "kv_storage_path": "disk_path"}
 # Its modes that are settings here. The others served spans unchecked.
 _MODES = {"discovery_only": ("discovery_only", "1"), "exact_prefix": ("policy", "exact")}
-# Its other keys, each with what replaces them.
+# Its other keys and two of ours that change nothing, each with what replaces them.
 _REPLACED = {
     "mode allow_non_identical_request_only": "policy decides what is reused, and verified checks every span",
     "register_donors capture_policy capture_sample_rate capture_hint_key capture_served_requests": "every request that "
@@ -202,6 +202,7 @@ _REPLACED = {
     "capture_async_copy capture_write_queue_depth": "staging_bytes",
     "lookup_precheck lookup_top_k max_materialized_tokens": "lookup_deadline_ms",
     "log_decisions": "audit_path and metrics",
+    "fuzzy_chunks fuzzy_margin fuzzy_margin_tokens": "equal runs are found at any position without it",
     "provider provider_module provider_class model_id chunk_size multi_donor_spans stage_hint_key min_query_text_chars "
     "evict_filled_blocks_from_prefix_cache skip_when_exact_prefix_ratio_at_least boundary_sliced_query_text "
     "capture_write_close_timeout_s donor_registration_retry_steps": "nothing is needed any more",

@@ -42,8 +42,6 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "min_span_tokens": ("128", 128),
     "min_reuse_ratio": ("0.25", 0.25),
     "discovery_only": ("true", True),
-    "fuzzy_chunks": ("1", True),
-    "fuzzy_margin_tokens": ("0", 0),
     "strict_prefix_boundary": ("1", True),
     "exact_materialization_only": ("1", True),
     "lookup_deadline_ms": ("2.5", 2.5),
@@ -223,6 +221,17 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
         "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
         "TRTLLM_SEMBLEND_ZZZ is not read by this version",
     ]
+
+
+def test_a_variable_that_changes_nothing_is_accepted_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SEMBLEND_FUZZY_CHUNKS", "1")
+    with caplog.at_level(logging.WARNING):
+        assert load_settings() == load_settings() == Settings.model_construct()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("SEMBLEND_FUZZY_CHUNKS changes nothing: equal runs are found at any position")
+    assert config.unknown_variables(os.environ) == {}
 
 
 @pytest.mark.known_defect(34)
