@@ -18,13 +18,12 @@ from semblend_trt.donors.donor_file import DonorText
 from semblend_trt.donors.donor_table import Capacities, Tier
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError, DonorUnavailableError
-from semblend_trt.metrics import HeldDonors
 from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.plan import gaps
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.discovery.text_order import Near
     from semblend_trt.donors.donor_table import TierMoves
-    from semblend_trt.fleet.announcer import DonorPublisher
+    from semblend_trt.donors.observer import DonorObserver
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
@@ -66,6 +65,20 @@ class _Saving:
     is_sound: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class HeldDonors:
+    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved.
+
+    `approximate` donors were built from approximate KV, or will be when their save ends.
+    """
+
+    donors: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    disk_bytes: int = 0
+    approximate: int = 0
+
+
 class DonorIndex:
     """Span index, planner and catalog, kept in step: a donor is found only while its bytes are held.
 
@@ -77,13 +90,13 @@ class DonorIndex:
         self,
         settings: Settings,
         pool: PoolFacts,
-        publisher: DonorPublisher,
+        observers: Sequence[DonorObserver],
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
     ) -> None:
-        """`publisher` hears which donors are held, and where. `disk` is None without an open disk tier. `count` hears
+        """`observers` hear which donors are held, and where. `disk` is None without an open disk tier. `count` hears
         every event of the tiers."""
-        self._settings, self._publisher = settings, publisher
+        self._settings, self._observers = settings, observers
         self._index = SpanIndex()
         # Of donors built from approximate KV, also while they are being saved; all others are of generation 0.
         self._generations: dict[str, int] = {}
@@ -268,10 +281,11 @@ class DonorIndex:
         if is_cut:
             self._name(saved.donor_id, entry.namespace_key, tokens, generation)
         self._index.add(entry.namespace_key, saved.donor_id, tokens)
-        if generation:
-            self._publisher.gone(saved.donor_id)  # events cannot say that a donor is approximate
-        else:
-            self._publisher.held(saved.donor_id, tokens, tier.value)
+        for observer in self._observers:
+            if generation:
+                observer.gone(saved.donor_id)  # events cannot say that a donor is approximate
+            else:
+                observer.held(saved.donor_id, tokens, tier.value)
         self._continue(entry.intent, near)
 
     def cancel(self, intent: SaveIntent) -> None:
@@ -318,17 +332,19 @@ class DonorIndex:
         if self._is_kept(intent, near, len(text.tokens)):
             self.lost({donor_id})
             return
-        if not text.generation:
-            self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
+        for observer in () if text.generation else self._observers:
+            observer.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
         self._continue(intent, near)
 
     def moved(self, donor_id: str, tier: Tier) -> None:
-        """Tells the fleet where the donor is held now."""
-        self._publisher.moved(donor_id, tier.value)
+        """Tells the observers where the donor is held now."""
+        for observer in self._observers:
+            observer.moved(donor_id, tier.value)
 
     def forget(self, donor_id: str) -> None:
         """The donor is not found any more, and its text may be kept anew."""
-        self._publisher.gone(donor_id)
+        for observer in self._observers:
+            observer.gone(donor_id)
         self._index.remove(donor_id)
         self.offload.remove_text(donor_id)
         self._generations.pop(donor_id, None)
