@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.namespace import CacheNamespace
-    from semblend_trt.outcome import ReuseReport
+    from semblend_trt.outcome import Neighbour, ReuseReport
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.reuse_profile import ProfileMatch
     from semblend_trt.runtime import SavedDonor
-    from semblend_trt.semantic.neighbours import Neighbour
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from semblend_trt.donors.eviction import Eviction
+from semblend_trt.donors.eviction import Eviction, parse_eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy, parse_policy
@@ -48,7 +48,6 @@ _warned_lock = threading.Lock()
 _NAMES = {
     "profile_path": "PROFILE",
     "min_span_tokens": "MIN_SPAN",
-    "fuzzy_margin_tokens": "FUZZY_MARGIN",
     "digest_cache_path": "DIGEST_CACHE",
 }
 # Whole names that the SemBlend package gave.
@@ -58,7 +57,13 @@ _OLD_NAMES = {
     "audit_path": "SEMBLEND_TRTLLM_AUDIT_PATH",
 }
 # Settings that are accepted and ignored, each with the reason.
-_RETIRED = {"DONOR_DTYPE": "donors are kept in the dtype of the cache"}
+_EXACT_RUNS = "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"
+_RETIRED = {
+    "DONOR_DTYPE": "donors are kept in the dtype of the cache",
+    "FUZZY_CHUNKS": _EXACT_RUNS,
+    "FUZZY_MARGIN": _EXACT_RUNS,
+    "FUZZY_MARGIN_TOKENS": _EXACT_RUNS,
+}
 
 
 def variables_of(name: str) -> tuple[str, ...]:
@@ -151,14 +156,6 @@ class DiscoverySettings(SettingsGroup):
     discovery_only: bool = Field(
         False, description="Look donors up and report what would be reused, but place nothing."
     )
-    fuzzy_chunks: bool = Field(
-        False,
-        description="Reuse text that a donor holds up to a few tokens: runs shorter than a span count together; "
-        "tokens that differ are always computed. Needs the wrapper.",
-    )
-    fuzzy_margin_tokens: int = Field(
-        4, ge=0, le=1024, description="Equal tokens behind each difference of a fuzzy chunk that are computed with it."
-    )
     strict_prefix_boundary: bool = Field(
         False,
         description="Promise only what goes on without a hole from where the engine's own prefix ends, up to the end "
@@ -248,10 +245,10 @@ class DonorSettings(SettingsGroup):
         "600, made where there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or "
         "`~/.local/state`. Files of another key are not read.",
     )
-    eviction: Eviction = Field(
+    eviction: Annotated[Eviction, BeforeValidator(parse_eviction)] = Field(
         Eviction.LRU,
-        description="Which donors go first when a tier is full: the oldest; the least recently used; the least often "
-        "used; large ones before small; by the kind of their text with fixed weights, or with weights that follow use.",
+        description="Which donors go first when a tier is full: the least recently used; the least often used; large "
+        "ones before small.",
     )
     max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once, of all salts together.")
     min_donor_tokens: int = Field(

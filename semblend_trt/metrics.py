@@ -12,13 +12,11 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.metrics_folder import count_here_where_unwritable
 from semblend_trt.outcome import FAULTS, Outcome, counted_as
-from semblend_trt.semantic.neighbours import EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,9 +24,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from semblend_trt.connector.donor_index import DonorIndex
-    from semblend_trt.outcome import ReuseReport
-    from semblend_trt.semantic.neighbours import Neighbour
+    from semblend_trt.connector.donor_index import DonorIndex, HeldDonors
+    from semblend_trt.outcome import Neighbour, ReuseReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,25 +70,13 @@ class EngineCounts:
         return family
 
 
+# What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
+TEXT_EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
 COLD_RUN_RESULTS = ("equal", "differs", "not_comparable", "failed", "skipped")
 TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_prefix")
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldDonors:
-    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved.
-
-    `approximate` donors were built from approximate KV, or will be when their save ends.
-    """
-
-    donors: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
-    disk_bytes: int = 0
-    approximate: int = 0
 
 
 class Metrics:
@@ -117,7 +102,7 @@ class Metrics:
             self._try(lambda series: series.similarity.observe(nearest[0].similarity))
 
     def neighbours_counted(self, event: str) -> None:
-        """Counts what became of one text that was to be embedded, one of EVENTS."""
+        """Counts what became of one text that was to be embedded, one of TEXT_EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
 
     def cold_run(self, result: str) -> None:
@@ -225,7 +210,7 @@ class Series:
             self._tokens.labels(kind)
         for tier_event in OffloadEventKind:
             self.tier_events.labels(tier_event.value)
-        for event in EVENTS:
+        for event in TEXT_EVENTS:
             self.texts.labels(event)
         for result in COLD_RUN_RESULTS:
             self.cold_runs.labels(result)

@@ -7,12 +7,9 @@ import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.errors import SemBlendError
-
-if TYPE_CHECKING:
-    from semblend_trt.semantic.neighbours import Neighbour
 
 # Every reason for which reuse is declined or cut short, in any engine, as logs, reports and metrics name it.
 _REASONS = (
@@ -74,6 +71,14 @@ class Outcome(str, Enum):
     BACKEND_MATERIALIZED_REUSE = "backend_materialized_reuse"  # donor KV was placed and used
     BACKEND_DECLINED_REUSE = "backend_declined_reuse"  # reuse was refused or failed, for a reason
     COLD_FALLBACK = "cold_fallback"  # nothing to reuse
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A held donor whose text is near a request's; `similarity` is the cosine of their vectors."""
+
+    donor_id: str
+    similarity: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import numpy as np
 from kernels.results import Results, run_counted
 from semblend_trt.benchmarks.fleet_server import NAMESPACE, loopback_server, texts
 from semblend_trt.config import load_settings
-from semblend_trt.fleet.announcer import DonorPublisher, announcer_for
+from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.fleet.announcer import announcer_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,7 +31,7 @@ EVENTS_PER_S = 2000.0
 WARM_UP = 600
 
 
-def costs(publisher: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np.float64]:
+def costs(observer: DonorObserver, donors: int, prefix: str) -> npt.NDArray[np.float64]:
     """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
     prompts = texts(64, TOKENS)
     taken: list[int] = []
@@ -39,35 +40,36 @@ def costs(publisher: DonorPublisher, donors: int, prefix: str) -> npt.NDArray[np
     for number in range(donors):
         name, tokens = f"{prefix}-{number}", prompts[number % len(prompts)].copy()
         start = now()
-        publisher.intended(name, NAMESPACE, None)
-        publisher.held(name, tokens, "device")
+        observer.intended(name, NAMESPACE, None)
+        observer.held(name, tokens, "device")
         taken.append(now() - start)
         if number >= HELD // 2:
             start = now()
-            publisher.moved(f"{prefix}-{number - HELD // 2}", "host")
+            observer.moved(f"{prefix}-{number - HELD // 2}", "host")
             taken.append(now() - start)
         if number >= HELD:
             start = now()
-            publisher.gone(f"{prefix}-{number - HELD}")
+            observer.gone(f"{prefix}-{number - HELD}")
             taken.append(now() - start)
         _work_until(began + int(len(taken) / EVENTS_PER_S * 1e9))
     return np.array(taken[WARM_UP:]) / 1e3
 
 
-def best_round(publisher: DonorPublisher) -> npt.NDArray[np.float64]:
+def best_round(observer: DonorObserver) -> npt.NDArray[np.float64]:
     """The `costs` of the round with the lowest 99th percentile."""
-    rounds = [costs(publisher, DONORS, f"round-{number}") for number in range(ROUNDS)]
+    rounds = [costs(observer, DONORS, f"round-{number}") for number in range(ROUNDS)]
     return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
 
 
 def run(results: Results) -> None:
     """Adds both rows."""
     gc.collect()
-    silent = best_round(DonorPublisher())
+    silent = best_round(DonorObserver())
     with loopback_server() as server:
-        publisher = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
-        taken = best_round(publisher)
-        publisher.close()
+        announcer = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
+        assert announcer is not None
+        taken = best_round(announcer)
+        announcer.close()
     baseline = (
         f"{len(taken)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; with no fleet to tell "
         f"{np.percentile(silent, 99):.2f} us"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,16 +16,14 @@ from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.donors.device_tier import arena_blocks
 from semblend_trt.donors.donor_file import DonorText
 from semblend_trt.donors.donor_table import Capacities, Tier
-from semblend_trt.donors.eviction import eviction_factory
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError, DonorUnavailableError
-from semblend_trt.metrics import HeldDonors
 from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.plan import gaps
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -34,9 +31,8 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.connector.requests import TrackedRequest
     from semblend_trt.discovery.text_order import Near
-    from semblend_trt.donors.block_kind import KindReader
     from semblend_trt.donors.donor_table import TierMoves
-    from semblend_trt.fleet.announcer import DonorPublisher
+    from semblend_trt.donors.observer import DonorObserver
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import PoolFacts, SavedDonor
 
@@ -69,6 +65,20 @@ class _Saving:
     is_sound: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class HeldDonors:
+    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved.
+
+    `approximate` donors were built from approximate KV, or will be when their save ends.
+    """
+
+    donors: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    disk_bytes: int = 0
+    approximate: int = 0
+
+
 class DonorIndex:
     """Span index, planner and catalog, kept in step: a donor is found only while its bytes are held.
 
@@ -80,14 +90,13 @@ class DonorIndex:
         self,
         settings: Settings,
         pool: PoolFacts,
-        publisher: DonorPublisher,
+        observers: Sequence[DonorObserver],
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
-        kinds: KindReader | None,
     ) -> None:
-        """`publisher` hears which donors are held, and where. `disk` is None without an open disk tier. `count` hears
-        every event of the tiers. `kinds` reads donors' texts where the eviction policy asks for it."""
-        self._settings, self._publisher, self._kinds = settings, publisher, kinds
+        """`observers` hear which donors are held, and where. `disk` is None without an open disk tier. `count` hears
+        every event of the tiers."""
+        self._settings, self._observers = settings, observers
         self._index = SpanIndex()
         # Of donors built from approximate KV, also while they are being saved; all others are of generation 0.
         self._generations: dict[str, int] = {}
@@ -111,7 +120,7 @@ class DonorIndex:
             disk_bytes=0 if disk is None else settings.disk_bytes,
             num_layers=pool.geometry.num_layers,
         )
-        self.catalog = DonorCatalog(capacities, eviction_factory(settings.eviction, time.monotonic))
+        self.catalog = DonorCatalog(capacities, settings.eviction)
         self.offload = OffloadQueue(self, disk, count)
         self._saving: dict[str, _Saving] = {}
         self._doomed: set[str] = set()
@@ -228,7 +237,7 @@ class DonorIndex:
             self.cancel(intent)
             return False
         try:
-            moves = self.catalog.reserve(donor_id, len(tokens), text, next(iter(self._continued_by(intent, near)), ""))
+            moves = self.catalog.reserve(donor_id, len(tokens), next(iter(self._continued_by(intent, near)), ""))
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", intent.request_id, error)
             self.cancel(intent)
@@ -271,11 +280,12 @@ class DonorIndex:
         tier = self.catalog.commit(saved.donor_id, len(tokens))
         if is_cut:
             self._name(saved.donor_id, entry.namespace_key, tokens, generation)
-        self._add(entry.namespace_key, saved.donor_id, tokens)
-        if generation:
-            self._publisher.gone(saved.donor_id)  # events cannot say that a donor is approximate
-        else:
-            self._publisher.held(saved.donor_id, tokens, tier.value)
+        self._index.add(entry.namespace_key, saved.donor_id, tokens)
+        for observer in self._observers:
+            if generation:
+                observer.gone(saved.donor_id)  # events cannot say that a donor is approximate
+            else:
+                observer.held(saved.donor_id, tokens, tier.value)
         self._continue(entry.intent, near)
 
     def cancel(self, intent: SaveIntent) -> None:
@@ -308,33 +318,33 @@ class DonorIndex:
     # -- the tiers -------------------------------------------------------------------------------------------------
 
     def take_events(self, events: deque[OffloadEvent]) -> None:
-        """Takes the tiers' events, and the kinds that were read of donors' texts."""
+        """Takes the tiers' events."""
         self.offload.take_events(events)
         self._drop_doomed()
         self._drop_continued()
-        for donor_id, mix in () if self._kinds is None else self._kinds.known():
-            self.catalog.describe(donor_id, mix)
 
     def remember(self, donor_id: str, text: DonorText) -> None:
         """Makes a donor whose file was found known to look-ups and to the fleet; its text is not kept a second time."""
         intent = SaveIntent(0, donor_id, len(text.tokens), generation=text.generation, prompt_tokens=len(text.tokens))
         near = list(self._texts.near(text.namespace_key, text.tokens))
         self._name(donor_id, text.namespace_key, text.tokens, text.generation)
-        self._add(text.namespace_key, donor_id, text.tokens)
+        self._index.add(text.namespace_key, donor_id, text.tokens)
         if self._is_kept(intent, near, len(text.tokens)):
             self.lost({donor_id})
             return
-        if not text.generation:
-            self._publisher.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
+        for observer in () if text.generation else self._observers:
+            observer.found(donor_id, text.namespace_key, text.tokens, Tier.DISK.value)
         self._continue(intent, near)
 
     def moved(self, donor_id: str, tier: Tier) -> None:
-        """Tells the fleet where the donor is held now."""
-        self._publisher.moved(donor_id, tier.value)
+        """Tells the observers where the donor is held now."""
+        for observer in self._observers:
+            observer.moved(donor_id, tier.value)
 
     def forget(self, donor_id: str) -> None:
         """The donor is not found any more, and its text may be kept anew."""
-        self._publisher.gone(donor_id)
+        for observer in self._observers:
+            observer.gone(donor_id)
         self._index.remove(donor_id)
         self.offload.remove_text(donor_id)
         self._generations.pop(donor_id, None)
@@ -381,11 +391,6 @@ class DonorIndex:
         self._texts.put(namespace_key, generation, donor_id, tokens)
         if generation:
             self._generations[donor_id] = generation
-
-    def _add(self, namespace_key: str, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
-        self._index.add(namespace_key, donor_id, tokens)
-        if self._kinds is not None:
-            self._kinds.read(donor_id, tokens)
 
     def _lease(self, donor_ids: Iterable[str]) -> tuple[list[Lease], frozenset[str]]:
         leases, missing = [], set()
@@ -514,7 +519,7 @@ class OffloadQueue:
             self._fetching.add(donor_id)
 
     def _found(self, donor_id: str, text: DonorText) -> None:
-        dropped = self._catalog.adopt(donor_id, len(text.tokens), text.digest)
+        dropped = self._catalog.adopt(donor_id, len(text.tokens))
         if dropped is None:
             self._commands.drops.append(donor_id)
         else:

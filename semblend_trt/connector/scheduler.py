@@ -31,7 +31,6 @@ from semblend_trt.connector.requests import (
     tokens_of,
 )
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.block_kind import kind_reader_for
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
@@ -40,14 +39,16 @@ from semblend_trt.namespace import unknown_value
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
-from semblend_trt.semantic.neighbours import neighbourhood_for
+from semblend_trt.semantic.embedder import EmbedderKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import PoolFacts
+    from semblend_trt.semantic.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +86,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
         self._metrics.watch_audit(self._audit.dropped)
-        self._neighbourhood = neighbourhood_for(
-            self._settings,
-            self._refusal,
-            partial(tokenizer_folder, llm_args),
-            self._audit,
-            self._metrics,
-            announcer_for(self._settings),
-        )
+        announcer = announcer_for(self._settings)
+        self._neighbours = self._open_neighbours(announcer)
+        self._observers = [each for each in (announcer, self._neighbours) if each is not None]
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
@@ -102,9 +98,19 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._saving: dict[str, int] = {}
         self._serving: _Serving | None = None
         self._weights_changes = 0
-        self._kinds = kind_reader_for(self._settings.eviction, llm_args)
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
+
+    def _open_neighbours(self, announcer: DonorAnnouncer | None) -> Neighbours | None:
+        """None where the settings ask for no neighbours, or this engine reuses nothing."""
+        settings = self._settings
+        if settings.embedder is EmbedderKind.OFF or not settings.enabled or self._refusal is not None:
+            return None
+        # Imported here, so that an engine without an embedder runs none of this code.
+        from semblend_trt.semantic.neighbours import neighbours_for
+
+        folder = partial(tokenizer_folder, self._llm_args)
+        return neighbours_for(settings, folder, self._audit, self._metrics, announcer)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -252,18 +258,20 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self.take_events()
-            return self._neighbourhood.report(request_id, report_of(tracked, self._settings.policy.value))
-        report = self.outcomes.of(request_id)
-        return None if report is None else self._neighbourhood.report(request_id, report)
+            report: ReuseReport | None = report_of(tracked, self._settings.policy.value)
+        else:
+            report = self.outcomes.of(request_id)
+        if report is None or self._neighbours is None:
+            return report
+        return replace(report, nearest=self._neighbours.nearest(request_id))
 
     def close(self) -> None:
         """Ends the requests still tracked and writes the audit log out."""
         self.take_events()
         while len(self._requests):
             self._end(self._requests.pop_oldest())
-        self._neighbourhood.close()
-        if self._kinds is not None:
-            self._kinds.close()
+        for observer in reversed(self._observers):  # neighbours tell the announcer
+            observer.close()
         self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
 
@@ -317,10 +325,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             generations = 0 if match.profile is None else match.profile.generations
             tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens, generations)
             if tracked.intent is not None:
-                self._neighbourhood.intended(donor_id, namespace, salt)
-            self._neighbourhood.look_up(
-                tracked
-            )  # last, so that the thread that it wakes does not run beside this lookup
+                for observer in self._observers:
+                    observer.intended(donor_id, namespace, salt)
+            if self._neighbours is not None:  # last, so that the thread that it wakes does not run beside this lookup
+                self._neighbours.look_up(request_id, namespace.key, prompt)
         except Exception:
             self._let_go(tracked)
             raise
@@ -345,9 +353,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             namespace = namespace_for(
                 self._llm_args, self._facts, settings, block_size, pool.dtype, adapters, pool.scales
             )
-            donor_index = DonorIndex(
-                settings, pool, self._neighbourhood, self._runtime.disk, self._metrics.tier_event, self._kinds
-            )
+            donor_index = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
             self._serving = _Serving(donor_index, namespace, adapters, pool, namespace.model_revision)
             self._metrics.watch(donor_index)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
@@ -400,8 +406,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 self._tell(iteration, data, is_first=False)
         for request in ended:
             self._end(request)
-        if self.donor_index is not None:
-            self.donor_index.offload.prefetch(self._neighbourhood.near_donors())
+        if self.donor_index is not None and self._neighbours is not None:
+            self.donor_index.offload.prefetch(self._neighbours.near_donors())
         commands = self.take_commands() or OffloadCommands()
         metadata = iteration.metadata(self._forgotten, commands, self._weights_changes)
         self._forgotten = []

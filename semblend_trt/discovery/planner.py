@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from semblend_trt.discovery.fingerprint import GUARANTEED_RUN
-from semblend_trt.discovery.fuzzy_chunks import FuzzyChunk, chunks_of, fill
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
@@ -114,13 +112,9 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """The spans to place, sorted and disjoint, and the diagnostics of the fuzzy chunks that some belong to.
-
-    `withheld` are spans that the settings only allow to be reported.
-    """
+    """The spans to place, sorted and disjoint. `withheld` are spans that the settings only allow to be reported."""
 
     spans: list[PlanSpan]
-    chunks: list[dict[str, Any]]
     withheld: list[PlanSpan] = field(default_factory=list)
     discovery_only: bool = False
 
@@ -240,11 +234,11 @@ class Planner:
             raise _Refusal("prefix_covers_prompt")
 
     def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
-        # Only fuzzy chunks use runs shorter than a span.
-        shortest = GUARANTEED_RUN if self._settings.fuzzy_chunks else self._settings.min_span_tokens
         is_over = partial(deadline.is_over, _FINDING_SHARE)
         try:
-            runs, work = self._index.find_counting(request.namespace_key, request.tokens, shortest, is_over)
+            runs, work = self._index.find_counting(
+                request.namespace_key, request.tokens, self._settings.min_span_tokens, is_over
+            )
         except ValueError:
             # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
@@ -289,14 +283,10 @@ class Planner:
             most = 0 if terms is None else terms.generations
             runs = [run for run in runs if generation(run.donor_id, 0) <= most]
         usable = [run for run in runs if min(run.target_end, end) - max(run.target_start, begin) >= min_span]
-        chunks: list[FuzzyChunk] = []
-        alone = usable
-        if self._settings.fuzzy_chunks and request.mode is EngineMode.WRAPPER and terms is not None:
-            chunks, alone = chunks_of(runs, begin, end, self._settings.fuzzy_margin_tokens)
-        if not usable and all(chunk.reusable_tokens < min_span for chunk in chunks):
+        if not usable:
             raise _Refusal("no_donor_match")
         first = exact_run(usable, begin, end, self._is_near, self._generations)
-        chosen, used = [] if first is None else [first], list[dict[str, Any]]()
+        chosen = [] if first is None else [first]
         preference = Preference(self._is_near, request.block_size, self._generations)
         # Exact KV comes before a longer shifted run: it costs no quality and may be published.
         position = begin if first is None else first.target_end
@@ -307,17 +297,15 @@ class Planner:
             chosen += chain(usable, position, end, worth_moving, preference)
             refusal = "strict_prefix_boundary" if strict else "hole_needs_wrapper"
         elif terms is not None:
-            pieces = [piece for chunk in chunks for piece in chunk.pieces if piece.length >= worth_moving]
             used_donors = {run.donor_id for run in chosen}
-            chosen += cover(alone + pieces, position, end, worth_moving, used_donors, preference, deadline.is_over)
-            chosen, used = fill(chosen, chunks, position, end, min_span, terms.head_tokens + 1, deadline.is_over)
+            chosen += cover(usable, position, end, worth_moving, used_donors, preference, deadline.is_over)
             refusal = "no_donor_match"
         if not chosen:
             raise _Refusal(refusal)
         spans = [PlanSpan(*run, exact=run is first, generation=generation(run.donor_id, 0)) for run in chosen]
         if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans, used)
+        return _Selection(spans)
 
     def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
         """The selection under the settings that only report donors: discovery_only and exact_materialization_only."""
@@ -330,7 +318,7 @@ class Planner:
             exact = cut_to_block(exact, request.block_size, self._settings.min_span_tokens)
         if not exact or not self._is_worth_placing(request, exact, None):
             return replace(selection, discovery_only=True)
-        return _Selection(exact, [], [span for span in selection.spans if not span.exact])
+        return _Selection(exact, [span for span in selection.spans if not span.exact])
 
     def _is_worth_placing(self, request: LookupRequest, spans: list[PlanSpan], terms: ReuseTerms | None) -> bool:
         reused = sum(
@@ -388,8 +376,6 @@ def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[
         "tokens_reused": sum(span.length for span in spans),
         "holes": [[hole.start, hole.stop] for hole in gaps(taken, computed, spans[-1].target_end)],
     }
-    if selection.chunks:
-        found["fuzzy_chunks"] = selection.chunks
     if selection.withheld:
         found["withheld"] = [
             [span.donor_id, span.donor_start, span.target_start, span.length] for span in selection.withheld

@@ -27,8 +27,7 @@ from semblend_trt.errors import DonorUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from semblend_trt.donors.block_kind import KindMix
-    from semblend_trt.donors.eviction import EvictionPolicy
+    from semblend_trt.donors.eviction import Eviction
 
 # A donor is promoted before its room on the host is free: that may cost so small a share of the host's tokens.
 _PROMOTION_SHARE = 16
@@ -49,19 +48,17 @@ class Lease:
 class DonorCatalog:
     """Which donors are held, in which tier, what room they take, and which are leased. Thread safe."""
 
-    def __init__(self, capacities: Capacities, eviction: Callable[[], EvictionPolicy]) -> None:
-        """`eviction` makes the order of one tier."""
+    def __init__(self, capacities: Capacities, eviction: Eviction) -> None:
         self._table = DonorTable(capacities, eviction)
         self._lock = threading.Lock()
 
     # -- a donor's life --------------------------------------------------------------------------------------------
 
-    def reserve(self, donor_id: str, tokens: int, text: bytes = b"", continues: str = "") -> TierMoves:
+    def reserve(self, donor_id: str, tokens: int, continues: str = "") -> TierMoves:
         """Makes room for a donor of at most `tokens` tokens, on the device where that is possible.
 
-        `text` names the donor's text for policies that know it again. The donor that it `continues` leaves memory where
-        another one would have to move without that. Raises ValueError when the id is taken, and CapacityError when no
-        unleased donors make enough room; nothing has changed then.
+        The donor that it `continues` leaves memory where another one would have to move without that. Raises ValueError
+        when the id is taken, and CapacityError when no unleased donors make enough room; nothing has changed then.
         """
         with self._lock:
             table = self._table
@@ -69,7 +66,7 @@ class DonorCatalog:
                 raise ValueError(f"donor {donor_id} is already held; use another id or drop it first")
             uses = table.entries[continues].history.uses if continues in table.entries else 0
             moves = table.apply(table.place(donor_id, tokens, continues), continues)
-            table.enter(donor_id, Entry(moves.tier, DonorHistory(tokens, uses=uses, text=text)))
+            table.enter(donor_id, Entry(moves.tier, DonorHistory(tokens, uses=uses)))
             return table.with_files(moves, (donor_id,)) if moves.tier is Tier.HOST else moves
 
     def commit(self, donor_id: str, tokens: int) -> Tier:
@@ -109,14 +106,6 @@ class DonorCatalog:
             if entry is not None and entry.state is DonorState.READY:
                 self._table.count_use(donor_id)
 
-    def describe(self, donor_id: str, kinds: KindMix) -> None:
-        """Notes the kinds of the donor's text; nothing happens when it is gone."""
-        with self._lock:
-            entry = self._table.entries.get(donor_id)
-            if entry is not None:
-                entry.history.kinds = kinds
-                self._table.described(donor_id)
-
     def drop(self, donor_id: str) -> bool:
         """Drops a ready donor; False, and nothing happens, when it is read, on its way somewhere, or not held."""
         with self._lock:
@@ -133,7 +122,7 @@ class DonorCatalog:
         with self._lock:
             self._table.writes_files = self._table.capacities.disk_bytes > 0
 
-    def adopt(self, donor_id: str, tokens: int, text: bytes) -> tuple[str, ...] | None:
+    def adopt(self, donor_id: str, tokens: int) -> tuple[str, ...] | None:
         """Takes in a donor whose file was found; returns the donors on disk alone that were dropped for it.
 
         None, and nothing has changed, when the id is taken or they do not make enough room.
@@ -143,7 +132,7 @@ class DonorCatalog:
                 return None
             dropped = self._table.make_file_room(tokens, is_held=False)
             if dropped is not None:
-                entry = Entry(Tier.DISK, DonorHistory(tokens, text=text), file=FileState.HELD)
+                entry = Entry(Tier.DISK, DonorHistory(tokens), file=FileState.HELD)
                 self._table.enter(donor_id, entry)
                 self._table.make_ready(donor_id)
             return dropped

@@ -13,12 +13,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from semblend_trt.donors.donor_file import file_bytes
+from semblend_trt.donors.eviction import policy_of
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy
+    from semblend_trt.donors.eviction import DonorHistory, Eviction
 
 
 # For so long files take no more room than they did when the disk was found to be full.
@@ -150,13 +151,13 @@ class DonorTable:
     `writes_files` says that donors which come into host memory get a file where there is room.
     """
 
-    def __init__(self, capacities: Capacities, eviction: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, capacities: Capacities, eviction: Eviction) -> None:
         self.capacities = capacities
         self.entries: dict[str, Entry] = {}
         self.used = dict.fromkeys(Tier, 0)
         self.counts = dict.fromkeys(("evicted", "offloaded", "released", "promoted", "fetched"), 0)
         self.writes_files = False
-        self._eviction = {tier: eviction() for tier in Tier}
+        self._eviction = {tier: policy_of(eviction) for tier in Tier}
         self._tick = 0
         self._resting: frozenset[str] | None = None
         self._full_at, self._full_until = 0, 0.0
@@ -179,9 +180,7 @@ class DonorTable:
         entry = self.entries[donor_id]
         entry.state = DonorState.READY
         self._stamp(entry)
-        if is_new:
-            entry.history.added = entry.history.last_use
-        else:
+        if not is_new:
             entry.history.uses += 1
         self._eviction[entry.tier].added(donor_id, entry.history)
         self._resting = None
@@ -191,10 +190,6 @@ class DonorTable:
         self._stamp(entry)
         entry.history.uses += 1
         self._eviction[entry.tier].used(donor_id)
-
-    def described(self, donor_id: str) -> None:
-        """The kinds of the donor's text have become known."""
-        self._eviction[self.entries[donor_id].tier].described(donor_id)
 
     def set_file(self, entry: Entry, state: FileState) -> None:
         self._take(entry, -1)
@@ -336,7 +331,7 @@ class DonorTable:
 
     def _stamp(self, entry: Entry) -> None:
         self._tick += 1
-        entry.history.last_use, entry.history.last_seconds = self._tick, time.monotonic()
+        entry.history.last_use = self._tick
 
     def _take(self, entry: Entry, sign: int) -> None:
         """Adds the entry's room to what is used, or with -1 takes it off."""

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held
@@ -55,34 +56,6 @@ def _generation_of(process: int) -> int:  # noqa: ARG001 - a forked child has a 
     return time.time_ns() // 1000
 
 
-class DonorPublisher:
-    """The null publisher: takes what happens to an engine's donors and announces nothing. No method waits or raises."""
-
-    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
-        """A donor of this namespace, bound to `salt`, may be held soon."""
-
-    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        """The donor with these tokens (int32 [n], never changed) is held in `tier`."""
-
-    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        """A donor that an earlier process saved is held in `tier`. It is announced after a request names its namespace.
-
-        `tokens` is int32 [n], never changed.
-        """
-
-    def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
-        """A held donor has this vector (float32 [dim], never changed). Any thread may call this."""
-
-    def moved(self, donor_id: str, tier: str) -> None:
-        """The donor is held in `tier` now."""
-
-    def gone(self, donor_id: str) -> None:
-        """The donor is no longer held, or its save failed."""
-
-    def close(self) -> None:
-        """The engine ends: none of its donors is held any more."""
-
-
 def _guarded(
     method: Callable[Concatenate[DonorAnnouncer, _P], None],
 ) -> Callable[Concatenate[DonorAnnouncer, _P], None]:
@@ -98,8 +71,10 @@ def _guarded(
     return call
 
 
-class DonorAnnouncer(DonorPublisher):
+class DonorAnnouncer(DonorObserver):
     """Announces one engine's donors through a publisher, which other engines of the process may share.
+
+    A donor that an earlier process saved is announced after a request names its namespace.
 
     All methods but `close` and `embedded` belong to the scheduler's thread.
     """
@@ -138,6 +113,7 @@ class DonorAnnouncer(DonorPublisher):
 
     @_guarded
     def embedded(self, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
+        """A held donor has this vector (float32 [dim], never changed). Any thread may call this."""
         if self._publisher.embeddings:
             self._change(donor_id, "embedding", vector)
 
@@ -188,15 +164,15 @@ _lock = threading.Lock()
 _publishers: dict[tuple[Any, ...], tuple[EventPublisher, int]] = {}
 
 
-def announcer_for(settings: Settings) -> DonorPublisher:
-    """What announces an engine's donors: the null publisher without a server, or where none can be made. Never raises.
+def announcer_for(settings: Settings) -> DonorAnnouncer | None:
+    """What announces an engine's donors; None without a server, or where it cannot be made. Never raises.
 
     Engines of a process with equal settings share one EventPublisher.
     """
     try:
         options = ConnectionOptions.of(settings)
         if options is None or not settings.enabled:
-            return DonorPublisher()
+            return None
         emitter = Emitter(worker_id_of(settings.worker_id), 0, generation())
         chosen: dict[str, Any] = {
             "form": settings.event_format,
@@ -215,7 +191,7 @@ def announcer_for(settings: Settings) -> DonorPublisher:
         logger.warning("no donors are announced to the fleet: %s", error)
     except Exception:
         logger.exception("no donors are announced to the fleet")
-    return DonorPublisher()
+    return None
 
 
 def _leave(key: tuple[Any, ...]) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from semblend_trt.background import Background
-from semblend_trt.donors.block_kind import BlockKind, kinds_of, main_kind
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.block_kind import BlockKind, kind_of
 from semblend_trt.fleet.router.prompts import completion_prompt
 from semblend_trt.outcome import RECEIPT
 
@@ -191,7 +191,7 @@ class BlockMaker:
 def _kind(role: str | None, paragraph: str) -> BlockKind:
     if role in _BY_ROLE:
         return _BY_ROLE[role]
-    kind = main_kind(kinds_of(paragraph))
+    kind = kind_of(paragraph)
     return BlockKind.USER_QUERY if kind is BlockKind.OTHER and role == "user" else kind
 
 

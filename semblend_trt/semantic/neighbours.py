@@ -9,14 +9,14 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.background import Background
+from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.model_tokenizer import tokenizer_file
-from semblend_trt.semantic.embedder import Embedder, EmbedderKind, embedder_for
+from semblend_trt.outcome import Neighbour
+from semblend_trt.semantic.embedder import Embedder, embedder_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 
     from semblend_trt.audit import AuditEvents
     from semblend_trt.config import Settings
-    from semblend_trt.connector.requests import TrackedRequest
+    from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
-    from semblend_trt.outcome import ReuseReport
 
 logger = logging.getLogger(__name__)
 
-# What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
-EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
 RECENT_REQUESTS = 4096
 QUEUE_LENGTH = 256
 NEAREST = 5
@@ -43,23 +40,13 @@ NEAREST = 5
 _MOST_NEAR = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A held donor whose text is near a request's; `similarity` is the cosine of their vectors."""
-
-    donor_id: str
-    similarity: float
-
-
-class Neighbours:
+class Neighbours(DonorObserver):
     """Finds the nearest donors of each request on a thread of its own. No call raises, or waits for an embedding.
 
     `open_embedder` and `open_decoder` are called on the thread; a decoder turns token ids int32 [n] into text. When
     either fails, one warning says why, and nothing is found from then on. At most `queue_length` texts wait; further
-    texts are dropped and counted. The neighbours found go to `audit` and `metrics`, the donors' vectors to `publisher`.
-    The thread ends with `close`, or with the last reference.
-
-    `near` are found donors that the scheduler has not taken yet. `refusal` says why nothing is found in this process.
+    texts are dropped and counted. The neighbours found go to `audit` and `metrics`, the donors' vectors to `announcer`.
+    The thread ends with `close`, or with the last reference. `refusal` says why nothing is found in this process.
     """
 
     def __init__(
@@ -68,12 +55,12 @@ class Neighbours:
         open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]],
         audit: AuditEvents,
         metrics: Metrics,
-        publisher: DonorPublisher,
+        announcer: DonorAnnouncer | None,
         *,
         min_similarity: float,
         queue_length: int = QUEUE_LENGTH,
     ) -> None:
-        self._audit, self._metrics, self._publisher = audit, metrics, publisher
+        self._audit, self._metrics, self._announcer = audit, metrics, announcer
         self._min_similarity, self._queue_length = min_similarity, queue_length
         # Held for moments only, never while a text is decoded, embedded or searched.
         self._lock = threading.Lock()
@@ -81,22 +68,32 @@ class Neighbours:
         self._live: set[str] = set()
         self._found: OrderedDict[int, tuple[Neighbour, ...]] = OrderedDict()
         self._is_closed = self._has_failed = False
-        self.near: deque[str] = deque(maxlen=_MOST_NEAR)
+        self._near: deque[str] = deque(maxlen=_MOST_NEAR)
+        self._key_of_donor: dict[str, str] = {}
         self.refusal: str | None = None
         self._thread = Background("semblend-neighbours")
         self._finalizer = weakref.finalize(self, self._thread.close, 0.0)
         self._thread.submit(lambda: self._open(open_embedder, open_decoder))
 
-    def donor_held(self, namespace_key: str, donor_id: str, tokens: npt.NDArray[np.int32]) -> None:
-        """Has a donor's text, token ids int32 [n], embedded and entered."""
+    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:  # noqa: ARG002 - in the key
+        self._key_of_donor[donor_id] = namespace.key
+
+    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
+        """Has a donor's text embedded and entered."""
+        if (namespace_key := self._key_of_donor.pop(donor_id, None)) is not None:
+            self.found(donor_id, namespace_key, tokens, tier)
+
+    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:  # noqa: ARG002
+        """Has a donor's text embedded and entered."""
         self._submit(namespace_key, donor_id, tokens)
 
     def look_up(self, request_id: int, namespace_key: str, tokens: npt.NDArray[np.int32]) -> None:
         """Has the nearest donors of a prompt, token ids int32 [n], found among the donors entered by then."""
         self._submit(namespace_key, request_id, tokens)
 
-    def donor_gone(self, donor_id: str) -> None:
+    def gone(self, donor_id: str) -> None:
         """Takes a donor out, even when the queue is full; no later answer names it."""
+        self._key_of_donor.pop(donor_id, None)
         with self._lock:
             if donor_id not in self._live:
                 return
@@ -107,6 +104,10 @@ class Neighbours:
         """Held donors of at least `min_similarity`, the nearest first, as far as they are known by now."""
         with self._lock:
             return tuple(each for each in self._found.get(request_id, ()) if each.donor_id in self._live)
+
+    def near_donors(self) -> list[str]:
+        """Donors near the requests whose neighbours were found since the last call, the nearest of each first."""
+        return [self._near.popleft() for _ in range(len(self._near))]
 
     def drain(self) -> None:
         """Waits until everything submitted is done."""
@@ -196,7 +197,8 @@ class Neighbours:
             is_live = donor_id in self._live
         if is_live and vector.any():
             self._index.add(namespace_key, [donor_id], vector[None])
-            self._publisher.embedded(donor_id, vector)
+            if self._announcer is not None:
+                self._announcer.embedded(donor_id, vector)
 
     def _search(self, namespace_key: str, request_id: int, vector: npt.NDArray[np.float32]) -> None:
         hits = self._index.find(namespace_key, vector, NEAREST) if vector.any() else []
@@ -209,77 +211,17 @@ class Neighbours:
                 self._found.popitem(last=False)
         self._audit.neighbours(request_id, found)
         self._metrics.neighbours_found(found)
-        self.near.extend(each.donor_id for each in found)
+        self._near.extend(each.donor_id for each in found)
 
 
-class Neighbourhood(DonorPublisher):
-    """Passes the donor index's calls on to `publisher`, and to `neighbours` where there are any.
-
-    All methods but `report` belong to the scheduler's thread.
-    """
-
-    def __init__(self, neighbours: Neighbours | None, publisher: DonorPublisher) -> None:
-        self.neighbours, self._publisher = neighbours, publisher
-        self._key_of_donor: dict[str, str] = {}
-
-    def look_up(self, tracked: TrackedRequest) -> None:
-        """Has the nearest donors of the request found."""
-        if self.neighbours is not None:
-            self.neighbours.look_up(tracked.request_id, tracked.namespace_key, tracked.prompt)
-
-    def near_donors(self) -> list[str]:
-        """Donors near the requests whose neighbours were found since the last call, the nearest of each first."""
-        near = deque[str]() if self.neighbours is None else self.neighbours.near
-        return [near.popleft() for _ in range(len(near))]
-
-    def report(self, request_id: int, report: ReuseReport) -> ReuseReport:
-        """The report with the nearest donors that are known by now."""
-        return report if self.neighbours is None else replace(report, nearest=self.neighbours.nearest(request_id))
-
-    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
-        self._key_of_donor[donor_id] = namespace.key
-        self._publisher.intended(donor_id, namespace, salt)
-
-    def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        namespace_key = self._key_of_donor.pop(donor_id, None)
-        self._publisher.held(donor_id, tokens, tier)
-        if self.neighbours is not None and namespace_key is not None:
-            self.neighbours.donor_held(namespace_key, donor_id, tokens)
-
-    def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        self._publisher.found(donor_id, namespace_key, tokens, tier)
-        if self.neighbours is not None:
-            self.neighbours.donor_held(namespace_key, donor_id, tokens)
-
-    def moved(self, donor_id: str, tier: str) -> None:
-        self._publisher.moved(donor_id, tier)
-
-    def gone(self, donor_id: str) -> None:
-        self._key_of_donor.pop(donor_id, None)
-        if self.neighbours is not None:
-            self.neighbours.donor_gone(donor_id)
-        self._publisher.gone(donor_id)
-
-    def close(self) -> None:
-        if self.neighbours is not None:
-            self.neighbours.close()
-        self._publisher.close()
-
-
-def neighbourhood_for(
+def neighbours_for(
     settings: Settings,
-    refusal: str | None,
     tokenizer_folder: Callable[[], Path | None],
     audit: AuditEvents,
     metrics: Metrics,
-    publisher: DonorPublisher,
-) -> Neighbourhood:
-    """The neighbourhood that the settings ask for; `refusal` is why this engine reuses nothing, if it does not.
-
-    `tokenizer_folder` is called once, on the neighbours' thread.
-    """
-    if settings.embedder is EmbedderKind.OFF or not settings.enabled or refusal is not None:
-        return Neighbourhood(None, publisher)
+    announcer: DonorAnnouncer | None,
+) -> Neighbours:
+    """The neighbours that the settings ask for. `tokenizer_folder` is called once, on the neighbours' thread."""
 
     def open_embedder() -> Embedder:
         return embedder_for(settings.embedder, settings.embedder_model)
@@ -291,9 +233,7 @@ def neighbourhood_for(
         return text_decoder(folder)
 
     least = settings.min_similarity
-    return Neighbourhood(
-        Neighbours(open_embedder, open_decoder, audit, metrics, publisher, min_similarity=least), publisher
-    )
+    return Neighbours(open_embedder, open_decoder, audit, metrics, announcer, min_similarity=least)
 
 
 def text_decoder(folder: Path) -> Callable[[npt.NDArray[np.int32]], str]:

@@ -46,8 +46,8 @@ def serve(llm, prompt, **options):
     scheduler = llm.connector_scheduler
     scheduler.reuse_of(output.request_id)
     scheduler.take_events()
-    if scheduler._neighbourhood.neighbours is not None:
-        scheduler._neighbourhood.neighbours.drain()
+    if scheduler._neighbours is not None:
+        scheduler._neighbours.drain()
     return output, scheduler.reuse_of(output.request_id)
 
 

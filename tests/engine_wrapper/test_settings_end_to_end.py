@@ -13,7 +13,6 @@ from tests.engine_wrapper.serving import (
     DONOR,
     GREEDY,
     INSTRUCTION,
-    OTHER_INSTRUCTION,
     QUESTION,
     SHIFTED,
     assert_same,
@@ -40,21 +39,6 @@ def test_discovery_only_reports_donors_and_places_nothing(engine, shifted):
     assert llm.connector_scheduler.donor_index.catalog.stats().leases == 0
     assert engine.events("lookup")[-1]["diagnostics"]["tokens_reused"] == len(DOCUMENT)
     assert_same(output, serve(engine.cold(), SHIFTED))
-
-
-def test_fuzzy_chunks_reuse_a_document_with_changed_tokens(engine):
-    edited = [token ^ (index % 40 == 39) for index, token in enumerate(DOCUMENT)]
-    prompt = OTHER_INSTRUCTION + edited + QUESTION
-    plain = engine(FUZZY_CHUNKS=0)
-    teach(plain, DONOR)
-    assert serve(plain, prompt).reuse_reason == "no_donor_match"
-    llm = engine(FUZZY_CHUNKS=1, FUZZY_MARGIN=3)
-    teach(llm, DONOR)
-    output = serve(llm, prompt)
-    assert output.reused_tokens == 39 + 4 * (39 - 3)
-    assert output.computed_tokens == len(prompt) - output.reused_tokens
-    (chunk,) = engine.events("lookup")[-1]["diagnostics"]["fuzzy_chunks"]
-    assert (chunk["runs"], chunk["tokens_reused"]) == (5, output.reused_tokens)
 
 
 def test_a_strict_prefix_boundary_promises_whole_blocks_without_a_hole(engine, shifted):
@@ -116,7 +100,7 @@ def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
     for number in range(24):
         serve(llm, DOCUMENT, cache_salt=f"tenant-{number}")
         index = scheduler.donor_index
-        owners = scheduler, scheduler._neighbourhood, scheduler._profiles, index, index._index, index.offload
+        owners = scheduler, scheduler._profiles, index, index._index, index.offload
         kept.append([sizes(each) for each in owners])
     assert len(index._index) == len(index._index._namespaces) == 4
     # From the fifth on every salt leaves the engine as it found it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from kernels.layout import ContiguousKv
 from semblend_trt.donors.catalog import DonorCatalog
 from semblend_trt.donors.donor_file import DonorText, KvForm
 from semblend_trt.donors.donor_table import Capacities, TierMoves
-from semblend_trt.donors.eviction import Eviction, eviction_factory
+from semblend_trt.donors.eviction import Eviction
 from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:
@@ -25,17 +24,18 @@ if TYPE_CHECKING:
 
 BYTES_PER_TOKEN = 10
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
-LRU = eviction_factory(Eviction.LRU, time.monotonic)
 
 
-def catalog_of(host_tokens: int = 100, max_donors: int = 10, eviction: Any = LRU, **limits: int) -> DonorCatalog:
+def catalog_of(
+    host_tokens: int = 100, max_donors: int = 10, eviction: Eviction = Eviction.LRU, **limits: int
+) -> DonorCatalog:
     """A catalog of donors with BYTES_PER_TOKEN a token; `limits` are the other `Capacities`."""
     return DonorCatalog(Capacities(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, **limits), eviction)
 
 
-def keep(catalog: DonorCatalog, donor_id: str, tokens: int, text: bytes = b"") -> TierMoves:
+def keep(catalog: DonorCatalog, donor_id: str, tokens: int) -> TierMoves:
     """Has the catalog hold a ready donor; returns what made room for it."""
-    moves = catalog.reserve(donor_id, tokens, text)
+    moves = catalog.reserve(donor_id, tokens)
     catalog.commit(donor_id, tokens)
     return moves
 

@@ -41,8 +41,6 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "min_span_tokens": ("128", 128),
     "min_reuse_ratio": ("0.25", 0.25),
     "discovery_only": ("true", True),
-    "fuzzy_chunks": ("1", True),
-    "fuzzy_margin_tokens": ("0", 0),
     "strict_prefix_boundary": ("1", True),
     "exact_materialization_only": ("1", True),
     "lookup_deadline_ms": ("2.5", 2.5),
@@ -56,7 +54,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "disk_bytes": ("3145728", 3145728),
     "disk_path": ("/tmp/donors", Path("/tmp/donors")),
     "disk_key_path": ("/tmp/donor-key", Path("/tmp/donor-key")),
-    "eviction": ("adaptive_semantic", Eviction.ADAPTIVE_SEMANTIC),
+    "eviction": ("size_aware", Eviction.SIZE_AWARE),
     "max_donors": ("12", 12),
     "min_donor_tokens": ("96", 96),
     "donor_tenant": ("acme", "acme"),
@@ -223,16 +221,22 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("DONOR_DTYPE", "donors are kept in the dtype of the cache"),
+        ("FUZZY_CHUNKS", "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"),
+    ],
+)
 def test_a_retired_setting_is_ignored_with_one_warning_that_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for prefix in PREFIXES:
-        monkeypatch.setenv(f"{prefix}DONOR_DTYPE", "model")
+        monkeypatch.setenv(f"{prefix}{setting}", "model")
     for _ in range(2):
         load_settings()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{name} is ignored: donors are kept in the dtype of the cache"
-        for name in ("SEMBLEND_DONOR_DTYPE", "TRTLLM_SEMBLEND_DONOR_DTYPE")
+        f"{name} is ignored: {why}" for name in (f"SEMBLEND_{setting}", f"TRTLLM_SEMBLEND_{setting}")
     ]
 
 

@@ -56,7 +56,7 @@ def _found_in_memory(runner: ModelRunner, folder: Path, embedder: str, texts: Se
     found = 0
     with _engine(runner, folder, embedder, MIN_DONOR_TOKENS=str(POOL_TOKENS)) as llm:
         find_donors(llm)
-        neighbours = llm.connector_scheduler._neighbourhood.neighbours
+        neighbours = llm.connector_scheduler._neighbours
         if neighbours is not None:
             neighbours.drain()
         for seed, text in enumerate(texts):

@@ -14,7 +14,6 @@ from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
-from semblend_trt.fleet.announcer import DonorPublisher
 from semblend_trt.plan import EngineMode, PlanKind
 from semblend_trt.runtime import SavedDonor
 
@@ -81,7 +80,7 @@ class Serving:
         """With a `profile` the settings' policy must be verified; every check then passes."""
         self._pool, self._profile = pool, profile
         self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
-        self._donors = DonorIndex(settings, pool, DonorPublisher(), None, lambda _kind: None, None)
+        self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
         self._served = 0
 
     def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:

@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 
 from kernels.files import write_bytes
 from kernels.results import Measured
-from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from semblend_trt.fleet.routing_policy import POLICIES
 from validation import arguments
 from validation.output import markdown_table, png, progress, say, show, table_of, write_json, write_text
 from validation.replay.latency import H200_PROFILE, MIN_OF_A_TRACE, LatencyModel, recorded_observations
+from validation.replay.policies import ReplayPolicy
 from validation.replay.simulation import (
     EXACT_PREFIX,
     OPTIMUM,
@@ -79,7 +79,7 @@ def parse_replay(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, metavar="N", help=told)
     arguments.add(parser, "--seed", help="seed of a built-in trace and of the bootstrap")
     parser.add_argument("--write-trace", type=Path, metavar="FILE.jsonl", help="save the built-in trace")
-    names = [each.value for each in Eviction]
+    names = [each.value for each in ReplayPolicy]
     told = f"eviction policies: {', '.join(names)}; lru is always among them"
     parser.add_argument("--policies", nargs="+", default=names, metavar="NAME", help=told)
     told = "tokens that a cache holds (default: a tenth, a quarter and half of the trace's distinct tokens)"
@@ -129,7 +129,7 @@ def run_replay(options: argparse.Namespace, command: str) -> bool:
 
 def _policies(names: Sequence[str]) -> tuple[str, ...]:
     """The baseline, the policies that were asked for, and the optimum."""
-    known = [each.value for each in Eviction]
+    known = [each.value for each in ReplayPolicy]
     for name in names:
         if name not in known:
             raise ConfigurationError(f"--policies names {name!r}; there are {', '.join(known)}.")
@@ -295,7 +295,7 @@ def ratio_interval(numerators: npt.ArrayLike, denominators: npt.ArrayLike, seed:
     return Interval(float(above.sum() / below.sum()), float(low), float(high))
 
 
-BASELINE = Eviction.LRU.value
+BASELINE = ReplayPolicy.LRU.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.donors.eviction import DonorHistory, Eviction, EvictionPolicy, eviction_factory
+from semblend_trt.donors.eviction import Eviction, EvictionPolicy, policy_of
 from semblend_trt.fleet.routing_policy import POLICIES, Holder, Replica, RoutingRequest
+from validation.replay.policies import BlockHistory, ReplayPolicy, replay_policy
 from validation.replay.trace import NONE
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ class BlockCache:
     or NONE.
     """
 
-    def __init__(self, blocks: Blocks, policy: EvictionPolicy, capacity: int, *, looks_ahead: bool = False) -> None:
+    def __init__(
+        self, blocks: Blocks, policy: EvictionPolicy[BlockHistory], capacity: int, *, looks_ahead: bool = False
+    ) -> None:
         self._blocks, self._policy, self._capacity = blocks, policy, capacity
         self._looks_ahead = looks_ahead
         self.before: dict[int, int] = {}
         self._donor_of: dict[int, str] = {}
         self._block_of: dict[str, int] = {}
-        self._histories: dict[int, DonorHistory] = {}
+        self._histories: dict[int, BlockHistory] = {}
         self._children: dict[int, int] = {}  # held ones of each held block
         self._gone: set[int] = set()
         self._tick = self._added = 0
@@ -95,8 +98,8 @@ class BlockCache:
         self._added += 1
         donor_id = self._donor_of[block] = str(self._added)
         self._block_of[donor_id] = block
-        history = self._histories[block] = DonorHistory(
-            tokens, tick, tick, seconds, text=block.to_bytes(8, "little"), kinds=self._blocks.mix(block)
+        history = self._histories[block] = BlockHistory(
+            tokens, tick, block=block, kind=self._blocks.kind(block), added=tick, last_seconds=seconds
         )
         self._children[parent] = self._children.get(parent, 0) + 1
         self._gone.discard(block)
@@ -136,7 +139,7 @@ class BlockCache:
         self._policy.removed(donor_id, evicted=True)
 
 
-class Optimum(EvictionPolicy):
+class Optimum(EvictionPolicy[BlockHistory]):
     """Evicts the block whose next use is farthest (Belady 1966), in a `BlockCache` that looks ahead.
 
     No policy has more hits where all blocks have one size. Where sizes differ it is no bound.
@@ -153,8 +156,8 @@ class Optimum(EvictionPolicy):
             uses.reverse()
         self._request = request
 
-    def _next_use(self, history: DonorHistory) -> tuple[float]:
-        later = self._uses[int.from_bytes(history.text, "little")]
+    def _next_use(self, history: BlockHistory) -> tuple[float]:
+        later = self._uses[history.block]
         while later and later[-1] <= self._request():
             later.pop()
         return (-later[-1] if later else -math.inf,)
@@ -211,14 +214,14 @@ class Outcome:
 
 
 def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -> Outcome:
-    """Serves the requests one after the other, each whole before the next; `policy` is an `Eviction` or OPTIMUM."""
+    """Serves the requests one after the other, each whole before the next; `policy` is a `ReplayPolicy` or OPTIMUM."""
     blocks, looks_ahead = rule.blocks(trace), policy == OPTIMUM
     index, seconds = 0, 0.0
     cache = BlockCache(
         blocks,
         Optimum((request for _, request in trace.requests(as_prefixes=rule.as_prefixes)), lambda: index)
         if looks_ahead
-        else eviction_factory(Eviction(policy), lambda: seconds)(),
+        else replay_policy(ReplayPolicy(policy), lambda: seconds),
         capacity_tokens,
         looks_ahead=looks_ahead,
     )
@@ -319,7 +322,7 @@ def simulate_fleet(
             number,
             rule,
             model,
-            BlockCache(blocks, eviction_factory(Eviction.LRU, lambda: 0.0)(), capacity_tokens),
+            BlockCache(blocks, policy_of(Eviction.LRU), capacity_tokens),
             blocks,
         )
         for number in range(replicas)

@@ -10,23 +10,20 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from itertools import islice
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from pydantic_core import from_json
 
-from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import MAX_LINE_BYTES, bounded_lines, open_input, too_long
+from semblend_trt.fleet.block_kind import BlockKind
 from semblend_trt.fleet.telemetry import MAX_BLOCKS, Label, Milliseconds, Tokens, TraceBlock, TraceLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from semblend_trt.donors.block_kind import KindMix
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,6 @@ class Observation:
 
 
 _KINDS = tuple(BlockKind)
-_PURE = {kind: MappingProxyType({kind: 1.0}) for kind in BlockKind}
 NONE = -1
 
 
@@ -83,8 +79,8 @@ class Blocks:
             self._kinds.append(_KINDS.index(kind))
         return found
 
-    def mix(self, block: int) -> KindMix:
-        return _PURE[_KINDS[self._kinds[block]]]
+    def kind(self, block: int) -> BlockKind:
+        return _KINDS[self._kinds[block]]
 
     def __len__(self) -> int:
         return len(self.tokens)

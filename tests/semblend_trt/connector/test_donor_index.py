@@ -21,14 +21,14 @@ from semblend_trt.connector.donor_index import (
     MAX_PREFETCHES,
     MAX_PROMOTIONS,
     DonorIndex,
+    HeldDonors,
 )
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.donor_file import DonorText, file_bytes
 from semblend_trt.donors.donor_table import FULL_SECONDS, Tier
+from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
-from semblend_trt.fleet.announcer import DonorPublisher
-from semblend_trt.metrics import HeldDonors
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.runtime import PoolFacts, SavedDonor
@@ -41,7 +41,7 @@ TEXT = 64
 FILE_BYTES = file_bytes(GEOMETRY.num_layers, TOKEN_BYTES, TEXT)
 
 
-class Publisher(DonorPublisher):
+class Observer(DonorObserver):
     """Keeps what it is told of donors that come, move and go."""
 
     def __init__(self):
@@ -57,10 +57,10 @@ class Publisher(DonorPublisher):
         self.told.append(("gone", donor_id))
 
 
-def index_of(host_tokens=1000, publisher=None, link=None, count=lambda kind: None, **overrides):
+def index_of(host_tokens=1000, observer=None, link=None, count=lambda kind: None, **overrides):
     chosen = {"policy": "position_fix", "min_reuse_ratio": 0, "host_bytes": host_tokens * TOKEN_BYTES} | overrides
     pool = PoolFacts(GEOMETRY, 64, torch.float32)
-    return DonorIndex(load_settings(**chosen), pool, publisher or DonorPublisher(), link, count, None)
+    return DonorIndex(load_settings(**chosen), pool, () if observer is None else (observer,), link, count)
 
 
 def text(seed, length=TEXT):
@@ -304,20 +304,20 @@ def test_a_conversation_takes_its_own_room_and_evicts_nothing():
 
 
 def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
-    class Told(Publisher):
+    class Told(Observer):
         def held(self, donor_id, tokens, tier):
             self.told.append(("held", donor_id))
 
-    publisher = Told()
-    index, said = index_of(publisher=publisher), text(1, 300)
+    observer = Told()
+    index, said = index_of(observer=observer), text(1, 300)
     keep(index, "turn-1", said[:200])
     begin(index, "turn-2", said)
     assert (moves(index), reused(index, said)) == (OffloadCommands(), 200)
     index.saved(SavedDonor("turn-2", 0, "no memory"))
     assert (moves(index).drops, reused(index, said)) == (["turn-2"], 200)
-    publisher.told.clear()
+    observer.told.clear()
     keep(index, "turn-3", said)
-    assert publisher.told == [("held", "turn-3"), ("gone", "turn-1")]
+    assert observer.told == [("held", "turn-3"), ("gone", "turn-1")]
     assert (moves(index).drops, reused(index, said)) == (["turn-1"], 300)
 
 
@@ -415,17 +415,17 @@ class Tiers:
     """An index with room for so many texts in memory, on the card and on disk, and what it told."""
 
     def __init__(self, host=4, device=0, disk=64, is_read=True, **overrides):
-        self.publisher, self.events = Publisher(), []
+        self.observer, self.events = Observer(), []
         self.link = DiskLink() if disk else None
         room = {"device_bytes": device * TEXT * TOKEN_BYTES, "disk_bytes": disk * FILE_BYTES}
-        self.index = index_of(host * TEXT, self.publisher, self.link, self.events.append, **room | overrides)
+        self.index = index_of(host * TEXT, self.observer, self.link, self.events.append, **room | overrides)
         if is_read:
             self.hear(OffloadEventKind.FILES_READ)
 
     @property
     def told(self):
-        """What the publisher heard since the last time."""
-        told, self.publisher.told = self.publisher.told, []
+        """What the observer heard since the last time."""
+        told, self.observer.told = self.observer.told, []
         return told
 
     def hear(self, kind, *donor_ids):

@@ -59,18 +59,6 @@ def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift: int, 
     assert (planned.outcome_reason, planned.runs_found) == (reason, 1)
 
 
-def test_fuzzy_chunks_are_cut_too() -> None:
-    changed = np.concatenate([TEXT[:300], some(3), TEXT[303:]])
-    prompt = np.concatenate([some(90), changed, some(20)])
-    donor = np.concatenate([some(20), TEXT])
-    made = planner({"a": donor}, chunk=CHUNK, min_span_tokens=SPAN, fuzzy_chunks=True, fuzzy_margin_tokens=4)
-    spans = plan_of(made.plan(request(prompt))).spans
-    assert len(spans) > 2
-    for span in spans:
-        for start in (span.donor_start, span.target_start):
-            assert start // CHUNK == (start + span.length - 1) // CHUNK
-
-
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(1, 900), st.integers(1, 300))
 def test_pieces_are_the_run_and_each_lies_in_one_chunk(donor: int, target: int, length: int, chunk: int) -> None:
     run = Run("a", donor, target, length)

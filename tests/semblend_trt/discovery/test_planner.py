@@ -559,7 +559,6 @@ def test_a_strict_plan_ends_where_a_block_ends(min_span: int, expected: list[Pla
     mode=st.sampled_from([STOCK, WRAPPER]),
     guard=st.booleans(),
     discovery_only=st.booleans(),
-    fuzzy_chunks=st.booleans(),
     strict=st.booleans(),
     exact_only=st.booleans(),
 )
@@ -570,7 +569,6 @@ def test_every_plan_moves_equal_tokens_only(
     mode: EngineMode,
     guard: bool,
     discovery_only: bool,
-    fuzzy_chunks: bool,
     strict: bool,
     exact_only: bool,
 ) -> None:
@@ -594,7 +592,6 @@ def test_every_plan_moves_equal_tokens_only(
         min_span_tokens=int(rng.integers(1, 80)),
         min_reuse_ratio=float(rng.uniform(0, 0.4)),
         discovery_only=discovery_only,
-        fuzzy_chunks=fuzzy_chunks,
         strict_prefix_boundary=strict,
         exact_materialization_only=exact_only,
     )

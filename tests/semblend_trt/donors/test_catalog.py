@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.donors.donor_table import CatalogStats, Tier, TierMoves
-from semblend_trt.donors.eviction import Eviction, eviction_factory
+from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
@@ -273,7 +272,7 @@ def test_what_a_donor_continues_makes_room_before_others_and_counts_as_no_evicti
 
 
 def test_a_donor_is_as_often_used_as_the_one_that_it_continues():
-    catalog = catalog_of(host_tokens=100, eviction=eviction_factory(Eviction.LFU, time.monotonic))
+    catalog = catalog_of(host_tokens=100, eviction=Eviction.LFU)
     for donor_id in ("turn-1", "other"):
         keep(catalog, donor_id, 30)
     catalog.touch("turn-1")

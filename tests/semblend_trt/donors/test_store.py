@@ -18,11 +18,12 @@ from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.donor_table import Capacities, Tier
+from semblend_trt.donors.eviction import Eviction
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.staging import HostWriter, Staging
-from tests.semblend_trt.held_donors import LRU, fill, held_in, used_blocks
+from tests.semblend_trt.held_donors import fill, held_in, used_blocks
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1), 4)
@@ -282,7 +283,7 @@ class TwoTiers(RuleBasedStateMachine):
         limits = Capacities(
             HOST_TOKENS * TOKEN_BYTES, TOKEN_BYTES, MAX_DONORS, device_blocks=ARENA_BLOCKS, block_size=4
         )
-        self.catalog = DonorCatalog(limits, LRU)
+        self.catalog = DonorCatalog(limits, Eviction.LRU)
         self.number = 0
         self.admitted: list[tuple[str, int, Tier]] = []
         self.saving: dict[int, tuple[str, int]] = {}

@@ -21,8 +21,9 @@ from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
+from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.fleet import announcer
-from semblend_trt.fleet.announcer import DonorAnnouncer, DonorPublisher, announcer_for, generation, worker_id_of
+from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
 from semblend_trt.fleet.wire import Emitter, decode
@@ -31,7 +32,7 @@ from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.runtime import PoolFacts, SavedDonor
 from semblend_trt.semantic.embedder import embedder_for
-from semblend_trt.semantic.neighbours import neighbourhood_for, text_decoder
+from semblend_trt.semantic.neighbours import neighbours_for, text_decoder
 from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
@@ -39,7 +40,7 @@ GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=8, block_size=16)
 TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 
 
-class Recorded(DonorPublisher):
+class Recorded(DonorObserver):
     """Keeps the calls."""
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Recorded(DonorPublisher):
 def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone() -> None:
     recorded = Recorded()
     settings = load_settings(policy="position_fix", host_bytes=500 * TOKEN_BYTES)
-    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None, None)
+    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), (recorded,), None, lambda kind: None)
     for seed, donor_id in enumerate("abcd"):
         tokens, is_saved = text(seed, 200), donor_id != "d"
         intent = index.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
@@ -77,7 +78,7 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
 def test_a_donor_built_from_approximate_kv_is_not_announced() -> None:
     recorded = Recorded()
     settings = load_settings(policy="verified", host_bytes=500 * TOKEN_BYTES)
-    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), recorded, None, lambda kind: None, None)
+    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), (recorded,), None, lambda kind: None)
     request = TrackedRequest(1, "namespace", text(1, 200), 0)
     request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
     intent = index.intend("approximate", request, 0, 1)
@@ -91,9 +92,7 @@ def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch) -
     monkeypatch.delenv("SEMBLEND_NATS_URL", raising=False)
     before = threading.active_count()
     for settings in (load_settings(), load_settings(nats_url="nats://127.0.0.1:1", enabled=False)):
-        publisher = announcer_for(settings)
-        assert type(publisher) is DonorPublisher
-        publisher.close()
+        assert announcer_for(settings) is None
     assert threading.active_count() == before
 
 
@@ -180,7 +179,7 @@ def test_nothing_is_raised_into_serving(caplog) -> None:
 def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "msgspec", None)
     donors = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
-    assert type(donors) is DonorPublisher
+    assert donors is None
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
 
 
@@ -249,23 +248,20 @@ def test_embeddings_reach_readers_only_when_they_are_to(
         nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
     )
     reader = make_reader(nats_server.url)
-    neighbourhood = neighbourhood_for(
-        settings,
-        None,
-        lambda: MODEL,
-        AuditEvents(tmp_path / "audit"),
-        metrics_for(True, CollectorRegistry()),
-        announcer_for(settings),
-    )
+    donors, audit = announcer_for(settings), AuditEvents(tmp_path / "audit")
+    neighbours = neighbours_for(settings, lambda: MODEL, audit, metrics_for(True, CollectorRegistry()), donors)
+    observers = donors, neighbours
     tokens = np.random.default_rng(1).integers(300, 5000, 400, dtype=np.int32)
     if is_found_on_disk:
-        neighbourhood.found("a", NAMESPACE.key, tokens, "disk")
-        neighbourhood.neighbours.drain()
-        neighbourhood.intended("b", NAMESPACE, None)
+        for each in observers:
+            each.found("a", NAMESPACE.key, tokens, "disk")
+        neighbours.drain()
+        donors.intended("b", NAMESPACE, None)
     else:
-        neighbourhood.intended("a", NAMESPACE, None)
-        neighbourhood.held("a", tokens, "host")
-        neighbourhood.neighbours.drain()
+        for each in observers:
+            each.intended("a", NAMESPACE, None)
+            each.held("a", tokens, "host")
+        neighbours.drain()
 
     def sent() -> list[str | None]:
         events = [decode(payload).data for payload in reader.payloads]
@@ -282,7 +278,8 @@ def test_embeddings_reach_readers_only_when_they_are_to(
             assert not any(sent())
         assert not reader.directory.problems
     finally:
-        neighbourhood.close()
+        neighbours.close()
+        donors.close()
 
 
 @pytest.mark.parametrize(

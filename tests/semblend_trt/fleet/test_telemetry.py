@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet import telemetry
+from semblend_trt.fleet.block_kind import BlockKind
 from semblend_trt.fleet.router.config import TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader

@@ -18,57 +18,38 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
-from semblend_trt.config import Settings, load_settings
+from semblend_trt.config import load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
-from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.announcer import DonorPublisher
-from semblend_trt.metrics import metrics_for
-from semblend_trt.outcome import Outcome, ReuseReport
+from semblend_trt.metrics import TEXT_EVENTS, metrics_for
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.index import SemanticIndex
-from semblend_trt.semantic.neighbours import EVENTS, Neighbours, neighbourhood_for
+from semblend_trt.semantic.neighbours import Neighbours, neighbours_for
 from tests.semblend_trt import samples
 
 WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
-COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
-class Recorded(DonorPublisher):
-    """Keeps the calls, and the vectors."""
+class Announcer:
+    """Keeps the vectors."""
 
     def __init__(self):
-        self.calls, self.embedded_donors = [], {}
-
-    def intended(self, donor_id, namespace, salt):
-        self.calls.append(("intended", donor_id))
-
-    def held(self, donor_id, tokens, tier):
-        self.calls.append(("held", donor_id))
-
-    def moved(self, donor_id, tier):
-        self.calls.append(("moved", donor_id))
-
-    def gone(self, donor_id):
-        self.calls.append(("gone", donor_id))
-
-    def close(self):
-        self.calls.append(("close",))
+        self.embedded_donors = {}
 
     def embedded(self, donor_id, vector):
         self.embedded_donors[donor_id] = vector
 
 
 class Records:
-    """Where neighbours are reported: the audit log, the metrics and the publisher of donors."""
+    """Where neighbours are reported: the audit log, the metrics and the announcer of donors."""
 
     def __init__(self, path):
         self._path, self._registry = path, CollectorRegistry()
-        self.audit, self.metrics, self.publisher = (
+        self.audit, self.metrics, self.announcer = (
             AuditEvents(path),
             metrics_for(True, self._registry),
-            Recorded(),
+            Announcer(),
         )
 
     def events(self):
@@ -80,7 +61,7 @@ class Records:
         return self._registry.get_sample_value("semblend_neighbour_texts_total", {"event": event})
 
     def counts(self):
-        return {event: count for event in EVENTS if (count := self.count(event))}
+        return {event: count for event in TEXT_EVENTS if (count := self.count(event))}
 
     def similarities(self):
         return self._registry.get_sample_value("semblend_neighbour_similarity_count")
@@ -123,7 +104,7 @@ def neighbours_of(records):
     with contextlib.ExitStack() as ending:
 
         def make(open_embedder=static, open_decoder=decoder, **rest):
-            reported_to = records.audit, records.metrics, records.publisher
+            reported_to = records.audit, records.metrics, records.announcer
             made = Neighbours(open_embedder, open_decoder, *reported_to, min_similarity=0.6, **rest)
             ending.callback(made.close)
             return made
@@ -138,8 +119,8 @@ def made(neighbours_of):
 
 def test_the_donor_of_a_shared_document_is_found(made, records):
     for number in range(5):
-        made.donor_held("space", f"donor-{number}", text(number))
-    made.donor_held("another salt", "foreign", text(3))
+        made.found(f"donor-{number}", "space", text(number), "host")
+    made.found("foreign", "another salt", text(3), "host")
     made.look_up(7, "space", np.concatenate([text(50, 40), text(3)]))
     made.look_up(8, "space", text(99))
     made.drain()
@@ -155,29 +136,29 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
     assert records.similarities() == 1
     for number in range(5):
         (vector,) = static().embed([decoder()(text(number))])
-        np.testing.assert_array_equal(records.publisher.embedded_donors[f"donor-{number}"], vector)
+        np.testing.assert_array_equal(records.announcer.embedded_donors[f"donor-{number}"], vector)
 
 
 def test_a_donor_that_left_is_named_no_more(made):
-    made.donor_held("space", "donor", text(1))
+    made.found("donor", "space", text(1), "host")
     made.look_up(1, "space", text(1))
     made.drain()
     assert [near.donor_id for near in made.nearest(1)] == ["donor"]
-    made.donor_gone("donor")
+    made.gone("donor")
     assert made.nearest(1) == ()
     made.look_up(2, "space", text(1))
     made.drain()
     assert made.nearest(2) == ()
-    made.donor_gone("never known")
+    made.gone("never known")
 
 
 def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
     gate = Gate()
     made = neighbours_of(lambda: gate)
-    made.donor_held("space", "donor", text(1))
+    made.found("donor", "space", text(1), "host")
     for _ in range(2):  # the first text is the warm-up
         assert gate.begun.acquire(timeout=WAIT)
-    made.donor_gone("donor")
+    made.gone("donor")
     made.look_up(1, "space", text(1))
     gate.let.release(5)
     made.drain()
@@ -188,14 +169,14 @@ def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
 def test_a_full_queue_drops_texts_but_no_removals(records, neighbours_of):
     gate = Gate()
     made = neighbours_of(lambda: gate, queue_length=3)
-    made.donor_held("space", "donor-0", text(0))
+    made.found("donor-0", "space", text(0), "host")
     for _ in range(2):
         assert gate.begun.acquire(timeout=WAIT)
     for number in range(1, 6):
-        made.donor_held("space", f"donor-{number}", text(number))
+        made.found(f"donor-{number}", "space", text(number), "host")
     assert records.count("dropped") == 2
-    made.donor_gone("donor-0")
-    made.donor_gone("donor-2")
+    made.gone("donor-0")
+    made.gone("donor-2")
     gate.let.release(100)
     made.drain()
     for number in range(6):
@@ -216,10 +197,10 @@ def test_one_text_that_fails_costs_only_itself(records, caplog, neighbours_of):
         return decode
 
     made = neighbours_of(open_decoder=broken)
-    made.donor_held("space", "bad", text(0, 1))
-    made.donor_held("space", "worse", text(0, 1))
-    made.donor_held("space", "empty", text(0, 0))
-    made.donor_held("space", "good", text(1))
+    made.found("bad", "space", text(0, 1), "host")
+    made.found("worse", "space", text(0, 1), "host")
+    made.found("empty", "space", text(0, 0), "host")
+    made.found("good", "space", text(1), "host")
     made.look_up(1, "space", text(1))
     made.look_up(2, "space", text(1, 0))
     made.drain()
@@ -238,7 +219,7 @@ def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, 
         made = neighbours_of(raises)
         made.drain()
         for number in range(1000):
-            made.donor_held("space", str(number), text(number, 5))
+            made.found(str(number), "space", text(number, 5), "host")
     made.drain()
     assert made.refusal == str(error)
     assert made.nearest(1) == ()
@@ -262,14 +243,14 @@ def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(
 
     monkeypatch.setattr(SemanticIndex, "remove", broken)
     made = neighbours_of()
-    made.donor_held("space", "donor", text(1))
+    made.found("donor", "space", text(1), "host")
     made.drain()
-    made.donor_gone("donor")
+    made.gone("donor")
     made.drain()
     assert made.refusal == "injected"
-    made.donor_held("space", "another", text(2))
+    made.found("another", "space", text(2), "host")
     made.drain()
-    assert list(records.publisher.embedded_donors) == ["donor"]
+    assert list(records.announcer.embedded_donors) == ["donor"]
 
 
 def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
@@ -277,9 +258,9 @@ def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of
     made.drain()
     made.close()
     made.close()
-    made.donor_held("space", "donor", text(1))
+    made.found("donor", "space", text(1), "host")
     made.look_up(1, "space", text(1))
-    made.donor_gone("donor")
+    made.gone("donor")
     made.drain()
     assert made.nearest(1) == ()
     assert records.counts() == {}
@@ -301,7 +282,7 @@ def test_what_opened_the_embedder_is_let_go(neighbours_of):
 
 
 def test_the_thread_ends_with_the_last_reference(records):
-    made = Neighbours(static, decoder, records.audit, records.metrics, records.publisher, min_similarity=0.6)
+    made = Neighbours(static, decoder, records.audit, records.metrics, records.announcer, min_similarity=0.6)
     made.drain()
     thread, gone = made._thread._thread, weakref.ref(made)
     del made
@@ -315,39 +296,38 @@ def test_the_thread_ends_with_the_last_reference(records):
 
 
 class Scheduled(Records):
-    """A neighbourhood as the scheduler has it, with the tokenizer of the shipped model."""
+    """Neighbours as the scheduler has them, with the tokenizer of the shipped model."""
 
-    def __init__(self, path, refusal=None, model=MODEL, **overrides):
+    def __init__(self, path, model=MODEL, **overrides):
         super().__init__(path)
-        self.neighbourhood = neighbourhood_for(
+        self.neighbours = neighbours_for(
             load_settings(**{"embedder": "static"} | overrides),
-            refusal,
             partial(tokenizer_folder, SimpleNamespace(model=str(model))),
             self.audit,
             self.metrics,
-            self.publisher,
+            self.announcer,
         )
 
     def hold(self, donor_id, tokens, key="space"):
-        self.neighbourhood.intended(donor_id, SimpleNamespace(key=key), None)
-        self.neighbourhood.held(donor_id, tokens, "host")
+        self.neighbours.intended(donor_id, SimpleNamespace(key=key), None)
+        self.neighbours.held(donor_id, tokens, "host")
 
     def nearest(self, request_id, tokens, key="space"):
-        self.neighbourhood.look_up(TrackedRequest(request_id, key, tokens, 0))
-        self.neighbourhood.neighbours.drain()
-        return [each.donor_id for each in self.neighbourhood.report(request_id, COLD).nearest]
+        self.neighbours.look_up(request_id, key, tokens)
+        self.neighbours.drain()
+        return [each.donor_id for each in self.neighbours.nearest(request_id)]
 
 
 def test_donors_near_a_request_are_given_to_the_scheduler_once(tmp_path):
     made = Scheduled(tmp_path / "audit")
     made.hold("one", text(1))
     made.nearest(5, text(7))
-    assert made.neighbourhood.near_donors() == []
+    assert made.neighbours.near_donors() == []
     made.nearest(6, text(1))
-    assert [made.neighbourhood.near_donors() for _ in range(2)] == [["one"], []]
-    made.neighbourhood.gone("one")
-    assert made.neighbourhood.report(6, COLD).nearest == ()
-    made.neighbourhood.close()
+    assert [made.neighbours.near_donors() for _ in range(2)] == [["one"], []]
+    made.neighbours.gone("one")
+    assert made.neighbours.nearest(6) == ()
+    made.neighbours.close()
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0.2, ["one"]), (0.95, [])])
@@ -355,31 +335,18 @@ def test_min_similarity_decides_what_is_near(tmp_path, least, expected):
     made = Scheduled(tmp_path / "audit", min_similarity=least)
     made.hold("one", text(1))
     assert made.nearest(1, np.concatenate([text(1), text(2)])) == expected
-    made.neighbourhood.close()
+    made.neighbours.close()
 
 
-@pytest.mark.parametrize("embedder", ["off", "static"])
-def test_calls_reach_the_publisher_with_and_without_an_embedder(tmp_path, embedder):
-    made = Scheduled(tmp_path / "audit", embedder=embedder)
-    made.hold("one", text(1))
-    made.neighbourhood.moved("one", "device")
-    made.neighbourhood.gone("one")
-    made.neighbourhood.close()
-    calls = [("intended", "one"), ("held", "one"), ("moved", "one"), ("gone", "one"), ("close",)]
-    assert made.publisher.calls == calls
-
-
-@pytest.mark.parametrize(
-    ("refusal", "overrides"),
-    [(None, {"embedder": Settings.model_fields["embedder"].default}), (None, {"enabled": False}), ("policy_off", {})],
-)
-def test_no_thread_runs_where_nothing_can_be_reported(tmp_path, refusal, overrides):
-    made = Scheduled(tmp_path / "audit", refusal=refusal, **overrides)
-    assert made.neighbourhood.neighbours is None
-    assert made.neighbourhood.near_donors() == []
-    made.neighbourhood.look_up(TrackedRequest(1, "space", text(1), 0))
-    assert made.neighbourhood.report(1, COLD) is COLD
-    made.neighbourhood.close()
+def test_a_donor_whose_namespace_no_request_named_is_not_entered(tmp_path):
+    made = Scheduled(tmp_path / "audit")
+    made.neighbours.held("one", text(1), "host")
+    made.hold("two", text(2))
+    made.neighbours.intended("three", SimpleNamespace(key="space"), None)
+    made.neighbours.gone("three")
+    made.neighbours.held("three", text(3), "host")
+    assert [made.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
+    made.neighbours.close()
 
 
 @pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty"])
@@ -388,5 +355,5 @@ def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, mode
     made = Scheduled(tmp_path / "audit", model=tmp_path / "empty" if model == "empty" else model)
     made.hold("one", text(1))
     assert made.nearest(1, text(1)) == []
-    assert made.neighbourhood.neighbours.refusal is not None
-    made.neighbourhood.close()
+    assert made.neighbours.refusal is not None
+    made.neighbours.close()

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.donors.eviction import Eviction, eviction_factory
+from semblend_trt.donors.eviction import Eviction, policy_of
 from semblend_trt.fleet.routing_policy import POLICIES
 from validation.replay.latency import LatencyModel
+from validation.replay.policies import ReplayPolicy, replay_policy
 from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate, simulate_fleet
 from validation.replay.trace import NONE, trace_of, workload_lines
 
@@ -37,7 +38,7 @@ def requests_of(most: int, longest: int) -> st.SearchStrategy[list[list[str]]]:
 
 
 def lru(blocks: Blocks, capacity: int) -> BlockCache:
-    return BlockCache(blocks, eviction_factory(Eviction.LRU, lambda: 0.0)(), capacity)
+    return BlockCache(blocks, policy_of(Eviction.LRU), capacity)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +98,17 @@ def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(workload: st
     assert adaptive > 0.97 * plain
 
 
-@pytest.mark.parametrize("policy", list(Eviction))
+@pytest.mark.parametrize("policy", list(ReplayPolicy))
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
 def test_what_holds_after_every_request(
-    trace_from: Maker, policy: Eviction, as_prefixes: bool, requests: list[list[str]], capacity: int
+    trace_from: Maker, policy: ReplayPolicy, as_prefixes: bool, requests: list[list[str]], capacity: int
 ) -> None:
     trace = trace_from(requests, SIZES)
     blocks = trace.prefixes if as_prefixes else trace.spans
     now = [0.0]
-    cache = BlockCache(blocks, eviction_factory(policy, lambda: now[0])(), capacity)
+    cache = BlockCache(blocks, replay_policy(policy, lambda: now[0]), capacity)
     for seconds, request in trace.requests(as_prefixes=as_prefixes):
         now[0] = seconds
         before = {block for block in range(len(blocks)) if block in cache}

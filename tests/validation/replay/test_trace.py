@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from semblend_trt.donors.block_kind import BlockKind
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.fleet.block_kind import BlockKind
 from semblend_trt.fleet.telemetry import TraceBlock
 from validation.replay import trace as trace_module
 from validation.replay.trace import WORKLOADS, Observation, Trace, TraceFormat, trace_file, trace_of, workload_lines
