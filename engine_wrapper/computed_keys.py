@@ -11,7 +11,10 @@ from kernels.layout import layer_view
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kernels.layout import KvGeometry
+    from kernels.sparse_prefill import SequenceRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,10 +39,15 @@ class ComputedKeys:
             ) from error
 
     def write(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes rotated `keys`, [rows, kv_heads, head_dim], at `slots`, int64 [rows]: block * block_size and the place
-        within it.
-
-        Slot -1 is one of the last block: CUDA graphs can hold no choice of rows.
-        """
+        """Writes rotated `keys`, [rows, kv_heads, head_dim], at `slots`, int64 [rows], as from `slots_of`."""
         held, size = layer_view(self.tensor, replace(self.geometry, kv_factor=1), layer, 0), self.geometry.block_size
         held[slots // size, :, slots % size] = keys.to(held.dtype)
+
+
+def slots_of(sequences: Sequence[SequenceRows], block_size: int) -> torch.Tensor:
+    """Returns where each row is in the pool: block id * block_size + slot, int64 [rows], on the rows' device."""
+    slots = [
+        sequence.block_ids[sequence.positions // block_size] * block_size + sequence.positions % block_size
+        for sequence in sequences
+    ]
+    return slots[0] if len(slots) == 1 else torch.cat(slots)

@@ -130,11 +130,6 @@ class KvCacheConnectorManager:
         if self.scheduler is not None and "wait_for_initialization" in self.version.scheduler_methods:
             self.scheduler.wait_for_initialization()
 
-    @property
-    def uses_layer_hooks(self) -> bool:
-        """False when the worker says by an attribute of this name that its layer hooks do nothing."""
-        return bool(getattr(self.worker, "uses_layer_hooks", True))
-
     # -- a new request --------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
@@ -366,13 +361,10 @@ class KvCacheConnectorManager:
 def uses_v2(llm_args: LlmArgs) -> bool:
     """Whether the engine takes the V2 cache manager. With a connector, a version that supports V1 only takes V1.
 
-    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that allows
-    no connector beside them.
+    Raises ConfigurationError for layer groups under V1, which has none.
     """
     version = contract_version(llm_args.contract)
     has_connector = llm_args.kv_connector_config is not None
-    if has_connector and not llm_args.layer_hooks and not version.allows_cuda_graphs:
-        raise ConfigurationError(f"contract {version.name} allows no CUDA graphs beside a connector; set layer_hooks")
     wanted = llm_args.kv_cache_config.use_kv_cache_manager_v2
     if wanted and has_connector and not version.allows_v2:
         logger.warning(

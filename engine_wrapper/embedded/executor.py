@@ -109,12 +109,6 @@ class Executor:
         self.pool.keys = self.model_runner.keep_keys()
         return self.pool.keys
 
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        """Layers in which the connector's plans may check their spans."""
-        layers = runtime_for(self.llm_args).check_layers
-        return tuple(layer for layer in layers if layer < self.model_runner.facts.num_layers)
-
     # -- requests -------------------------------------------------------------------------------------------------
 
     def enqueue(self, requests: list[LlmRequest]) -> None:
@@ -254,7 +248,7 @@ class Executor:
         return None
 
     def _run(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        if self.connector is not None and self.llm_args.layer_hooks and self.connector.uses_layer_hooks:
+        if self.connector is not None:
             worker = self.connector.worker
             self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
             self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)

@@ -75,8 +75,6 @@ class LlmArgs(StrictModel):
     - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
-    - `layer_hooks`: off calls no layer hooks, as in CUDA-graph replay. Short iterations on a card then run as CUDA
-      graphs; they also do when the connector says that its hooks do nothing.
     - `disable_overlap_scheduler`: off handles an iteration's results after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows.
     - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
@@ -103,7 +101,6 @@ class LlmArgs(StrictModel):
     speculative_config: None = None
     kv_cache_config: KvCacheConfig = Field(default_factory=lambda: KvCacheConfig())
     kv_connector_config: KvCacheConnectorConfig | None = None
-    layer_hooks: bool = True
     disable_overlap_scheduler: bool = True
     attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
     cache_transceiver_config: dict[str, Any] | None = None

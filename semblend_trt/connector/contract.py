@@ -124,8 +124,7 @@ class ContractVersion:
       `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
     - `asks_without_reuse`: with block reuse off, V1 asks for tokens all the same, and applies none of the offer.
     - `flashinfer_layout`: the order of heads and tokens in a block of the attention backend FLASHINFER.
-    - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
-      the engine takes V1 in any case.
+    - `allows_v2`: whether a connector may be attached to the V2 cache manager; otherwise the engine takes V1.
     """
 
     name: str
@@ -144,7 +143,6 @@ class ContractVersion:
     keeps_windowed_kv: bool
     asks_without_reuse: bool
     flashinfer_layout: str
-    allows_cuda_graphs: bool
     allows_v2: bool
 
     @property
@@ -170,7 +168,6 @@ V11 = ContractVersion(
     keeps_windowed_kv=False,
     asks_without_reuse=False,
     flashinfer_layout="NHD",
-    allows_cuda_graphs=False,
     allows_v2=False,
 )
 V12 = replace(
@@ -181,7 +178,6 @@ V12 = replace(
     pins_with_transceiver=True,
     unpins_every_save=True,
     keeps_windowed_kv=True,
-    allows_cuda_graphs=True,
 )
 V13 = replace(
     V12,

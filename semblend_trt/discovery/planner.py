@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # A longer prompt's look-up may take longer in proportion. The fastest recorded prefill (benchmarks/results/h200,
-# cold_ttft_24k_ms) needs 0.030 ms for a token, and longer prompts need more: 5 ms for so many tokens are less than 1 %.
+# vllm_stock_cold_ttft_24k_ms) needs 0.029 ms for a token, and longer prompts need more: 5 ms are then less than 1 %.
 DEADLINE_TOKENS = 20_480
 # The part of a look-up's time that may go by before no further run is looked for. The rest is for choosing.
 _FINDING_SHARE = 0.6

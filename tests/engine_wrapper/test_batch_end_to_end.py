@@ -122,7 +122,7 @@ def test_plans_run_in_several_forwards_and_come_out_the_same(
     [
         {"contract": "1.1", "disable_overlap_scheduler": False},
         {"contract": "main", "cache": {"use_kv_cache_manager_v2": True}},
-        {"contract": "1.3rc", "disable_overlap_scheduler": False, "layer_hooks": False},
+        {"contract": "1.3rc", "disable_overlap_scheduler": False},
         {"max_batch_size": 1},
     ],
     ids=["1.1", "v2", "overlapping", "one by one"],

@@ -24,7 +24,6 @@ from tests.engine_wrapper.forward_bench import (
     load,
     tokens_of,
 )
-from tests.engine_wrapper.test_graph_forward import BLOCK_ROOM, GraphBench
 from tests.kernels.builders import FP8, error_of
 
 if TYPE_CHECKING:
@@ -55,8 +54,8 @@ NEAR = 0.02
 class KeepingBench(Bench):
     """A bench over a pool in fp8 with keys beside it; what was not written is NaN in both."""
 
-    def __init__(self, path: Path, fused: bool) -> None:
-        super().__init__(load(path), fused, kv_dtype=FP8)
+    def __init__(self, path: Path) -> None:
+        super().__init__(load(path), kv_dtype=FP8)
         self.keys = self.forward.keep_keys()
 
     def clear(self) -> None:
@@ -95,13 +94,9 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-@pytest.fixture(
-    params=[("qwen2", False), ("qwen2", True), ("qwen3", True), ("deepseek_v3", False)],
-    ids=lambda param: f"{param[0]}-{'fused' if param[1] else 'plain'}",
-)
+@pytest.fixture(params=["qwen2", "qwen3", "deepseek_v3"])
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> KeepingBench:
-    family, fused = request.param
-    return KeepingBench(tiny_model_paths[family], fused)
+    return KeepingBench(tiny_model_paths[request.param])
 
 
 def test_a_prompt_in_chunks_and_decode_steps_has_the_keys_of_one_prompt(bench: KeepingBench) -> None:
@@ -113,7 +108,7 @@ def test_a_prompt_in_chunks_and_decode_steps_has_the_keys_of_one_prompt(bench: K
 
 def test_keeping_keys_changes_no_logit_and_no_stored_bit(bench: KeepingBench) -> None:
     tokens = tokens_of(LENGTH)
-    without = Bench(bench.model, bench.forward.fused is not None, kv_dtype=FP8)
+    without = Bench(bench.model, kv_dtype=FP8)
     logits, kv = without.cold(tokens)
     found = bench.run(bench.slice(1, tokens))[0]
     assert torch.equal(found, logits)
@@ -181,15 +176,15 @@ def test_keys_are_the_donors_from_the_boundary_on(bench: KeepingBench, make_plan
 def test_the_kernels_keep_the_same_keys(
     tiny_qwen3_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
 ) -> None:
-    """The fused layers through Triton's interpreter, which truncates to e4m3, against the model's own in torch."""
-    plain, fused = (KeepingBench(tiny_qwen3_path, each) for each in (False, True))
+    """The kernels through Triton's interpreter, which truncates to e4m3, against torch."""
+    plain, kernels = (KeepingBench(tiny_qwen3_path) for _ in range(2))
     plan = make_plan(tokens_of(LENGTH), SPANS, check=CHECKS["with witnesses"], **SIZES)
-    for each in (plain, fused):
+    for each in (plain, kernels):
         planted(each, DENSE, MARK)
     plain.run(plain.planned(plan))
     interpret()
-    fused.run(fused.planned(plan))
-    found, expected = (each.kept(end=LENGTH) for each in (fused, plain))
+    kernels.run(kernels.planned(plan))
+    found, expected = (each.kept(end=LENGTH) for each in (kernels, plain))
     assert close(found[0], expected[0])
     # The marks stand at the same tokens, of which there are some.
     marks = expected > MARK / 2
@@ -198,28 +193,7 @@ def test_the_kernels_keep_the_same_keys(
     assert error_of(found - MARK * marks, expected - MARK * marks) < 0.2
 
 
-def test_spare_rows_of_a_graph_write_no_requests_keys(tiny_qwen2_path: Path, interpret: Callable[[], None]) -> None:
-    bench = GraphBench(tiny_qwen2_path, kv_dtype=FP8)
-    keys, schedule = bench.forward.keep_keys(), bench.schedule((1, 56, 61))
-    bench.eager(schedule)
-    expected = keys[:-1].clone()
-    keys.fill_(math.nan)
-    interpret()
-    from engine_wrapper.graph_forward import StaticInputs, run_static, shape_of
-
-    shape = shape_of(schedule, bench.decoder)
-    assert shape.rows > 5
-    inputs = StaticInputs(shape, BLOCK_ROOM, bench.pool, bench.geometry)
-    inputs.fill(schedule)
-    with torch.inference_mode():
-        run_static(bench.decoder, shape, inputs)
-    assert expected.isfinite().sum() == 5 * NUM_LAYERS * bench.geometry.kv_heads * bench.geometry.head_dim
-    assert torch.equal(keys[:-1].isfinite(), expected.isfinite())
-    assert close(keys[:-1, 0].nan_to_num(), expected[:, 0].nan_to_num())
-    assert error_of(keys[:-1], expected) < 0.1
-
-
 def test_keys_that_find_no_memory_stop_the_engine_with_a_sentence(tiny_qwen2_path: Path) -> None:
-    bench = Bench(load(tiny_qwen2_path), fused=False, kv_dtype=FP8)
+    bench = Bench(load(tiny_qwen2_path), kv_dtype=FP8)
     with pytest.raises(ConfigurationError, match=r"do not fit on .* beside the cache; .*SEMBLEND_DONOR_DTYPE to cache"):
         ComputedKeys.beside(1 << 50, bench.geometry, torch.float32, bench.pool.device)

@@ -69,12 +69,11 @@ def run(bench: Bench, plan: SemanticKvPlan) -> tuple[torch.Tensor, list[tuple[in
 
 
 @pytest.fixture(
-    params=[("qwen2", False, None), ("qwen2", True, None), ("deepseek_v3", False, None), ("deepseek_v3", False, FP8)],
-    ids=["plain", "fused", "latent", "latent in fp8"],
+    params=[("qwen2", None), ("deepseek_v3", None), ("deepseek_v3", FP8)], ids=["plain", "latent", "latent in fp8"]
 )
 def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
-    family, fused, kv_dtype = request.param
-    return Bench(load(tiny_model_paths[family]), fused, kv_dtype=kv_dtype)
+    family, kv_dtype = request.param
+    return Bench(load(tiny_model_paths[family]), kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("check", [WATCHING, SAMPLED], ids=["dense", "sampled"])
@@ -118,14 +117,12 @@ def test_without_witnesses_nothing_is_copied_or_compared(bench: Bench, make_plan
     assert not bench.forward.witnesses(works_of([bench.planned(plan)], NUM_LAYERS))
 
 
-@pytest.mark.parametrize(
-    ("family", "fused"), [("qwen2", False), ("qwen2", True), ("deepseek_v3", False)], ids=["plain", "fused", "latent"]
-)
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 def test_what_is_restored_is_the_donors_in_the_pool_and_beside_it(
-    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, fused: bool
+    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str
 ) -> None:
     """To the bit, and nothing but witnesses."""
-    bench, plan = KeepingBench(tiny_model_paths[family], fused), make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=ALL)
+    bench, plan = KeepingBench(tiny_model_paths[family]), make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=ALL)
     placed(bench, plan, wrong_from=0)
     donor = torch.randn(bench.kept().shape, generator=torch.Generator().manual_seed(6)).to(bench.keys.device)
     for start, end in SPANS:
@@ -157,7 +154,7 @@ def test_ranks_that_share_the_heads_refuse_alike(tiny_qwen2_path: Path, make_pla
     plan = make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=WATCHING)
 
     def refused(model: Any, ranks: Ranks) -> tuple[int, CheckEvidence]:
-        bench = Bench(model, fused=False, ranks=ranks)
+        bench = Bench(model, ranks=ranks)
         placed(bench, plan, wrong_from=NUM_LAYERS - 1)
         _, again, evidence = run(bench, plan)
         return len(again), evidence

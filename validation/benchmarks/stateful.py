@@ -155,7 +155,6 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
         "engine_wrapper.connector" if case.wrapper else "semblend_trt.connector",
         contract=case.contract,
         disable_overlap_scheduler=not case.overlap,
-        layer_hooks=case.contract == "1.1",
         max_num_tokens=ROUGH_ROWS if case.rough else 48,
         max_batch_size=6,
         attn_backend=case.attn_backend,

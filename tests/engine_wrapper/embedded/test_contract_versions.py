@@ -490,13 +490,6 @@ def test_what_a_constructor_raises_in_its_thread_is_passed_on(make_llm, schedule
 # -- what a version refuses -------------------------------------------------------------------------------------------
 
 
-def test_cuda_graphs_are_refused_where_the_version_does(make_engine):
-    with pytest.raises(ConfigurationError, match=r"contract 1\.1 allows no CUDA graphs"):
-        make_engine("1.1", None, layer_hooks=False)
-    _, record = make_engine("1.2", None, layer_hooks=False)
-    assert record.count("register_kv_caches") == 1
-
-
 def test_older_versions_take_v1_even_if_v2_was_asked_for(make_engine):
     _, record = make_engine("1.3rc", ())
     assert record.count("register_kv_caches") == 1
