@@ -431,7 +431,7 @@ def test_a_profile_for_donors_in_another_dtype_is_refused_by_name(
 
 
 @of_both
-@pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.1"}], ids=["device", "snapshot"])
+@pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])
 def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(
     engine: Engines, way: dict[str, Any]
 ) -> None:
