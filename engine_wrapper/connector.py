@@ -73,9 +73,6 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     `attachment`: what was attached to TensorRT-LLM's executor; None with the embedded engine.
     """
 
-    # Its layer hooks do nothing, so the engine may replay CUDA graphs, which cannot call hooks.
-    uses_layer_hooks = False
-
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self.attachment: Attachment | None = None

@@ -315,15 +315,10 @@ def follow_all(
     num_layers: int,
     ranks: Ranks,
     sink: EvidenceSink | None = None,
-    rest: Callable[[LayerSchedule, int], torch.Tensor | None] | None = None,
     before: LayerHook = no_hook,
     after: LayerHook = no_hook,
 ) -> torch.Tensor:
-    """Runs all layers, from check to check; returns the output rows. `sink` gets what each check found.
-
-    `rest` may run the rows that a check leaves: it gets their schedule, on the host, and the layer within which it
-    begins. It returns output rows, or None if this loop has to run them.
-    """
+    """Runs all layers, from check to check; returns the output rows. `sink` gets what each check found."""
     begun: int | None = None
     while True:
         found = follow(rows, schedule, num_layers, ranks, begun, before, after)
@@ -334,7 +329,4 @@ def follow_all(
         if sink is not None:
             for each in evidence:
                 sink(each)
-        output = None if rest is None else rest(schedule, begun)
-        if output is not None:
-            return output
         schedule = schedule.to(found.device)

@@ -1,7 +1,7 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
 The model's own layers run with another attention: K and V of the active rows are written to the pool, then the queries
-attend to their whole sequence in the pool. Families that `engine_wrapper.fused_layers` knows run fused on a card.
+attend to their whole sequence in the pool.
 """
 
 from __future__ import annotations
@@ -18,20 +18,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from engine_wrapper.fused_layers import FusedRows, fuse
 from engine_wrapper.latent_cache import LatentCache, latent_attention
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
-from kernels.dispatch import triton_serves
 from kernels.layout import PoolLayer
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
@@ -200,27 +195,16 @@ class SparseForward:
 
     `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention
     implementation is set to ours. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's
-    device, in its dtype or in float8_e4m3fn. One model may have several forwards, each with its own pool.
-
-    With `fused`, by default on CUDA devices with Triton, layers of known families run fused (see
-    `engine_wrapper.fused_layers`). `ranks` run the same forward, each with its part of the model's heads.
+    device, in its dtype or in float8_e4m3fn. One model may have several forwards, each with its own pool. `ranks` run
+    the same forward, each with its part of the model's heads.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        pool: torch.Tensor,
-        geometry: KvGeometry,
-        fused: bool | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry, ranks: Ranks | None = None) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._pool = pool
         self._geometry = geometry
         self._ranks = ranks or Ranks()
-        wanted = pool.is_cuda and triton_serves(pool, ()) if fused is None else fused
-        self.fused = fuse(model, pool, geometry) if wanted else None
 
     @torch.inference_mode()
     def __call__(
@@ -229,27 +213,16 @@ class SparseForward:
         before_layer: LayerHook | None = None,
         after_layer: LayerHook | None = None,
         evidence_sink: EvidenceSink | None = None,
-        graphs: GraphForward | None = None,
     ) -> torch.Tensor:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
         `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checks only. Without `after_layer`, `graphs` run the rows
-        that a check leaves, if they fit; then `before_layer` is called ahead of several layers. Raises ValueError when
-        a sequence exceeds its blocks or a block id the pool.
+        each check found. The host waits for the device at checks only. Raises ValueError when a sequence exceeds its
+        blocks or a block id the pool.
         """
-        if after_layer is not None:
-            graphs = None
         before, after = before_layer or no_hook, after_layer or no_hook
-        rows = self._rows(schedule)
-
-        def replayed(left: LayerSchedule, begun: int) -> torch.Tensor | None:
-            if graphs is None or not isinstance(rows, FusedRows) or not graphs.fits(left, begun):
-                return None
-            return graphs(left, rows.begun(begun, left.stages[0].keep), before)
-
         layers = self._geometry.num_layers
-        return follow_all(rows, schedule, layers, self._ranks, evidence_sink, replayed, before, after)
+        return follow_all(self._rows(schedule), schedule, layers, self._ranks, evidence_sink, before, after)
 
     @torch.inference_mode()
     def lowest(
@@ -277,27 +250,17 @@ class SparseForward:
         return logits if cap is None else (logits / cap).tanh() * cap
 
     @torch.inference_mode()
-    def warm_up(self, lengths: Iterable[int]) -> None:
-        """Prepares the card for prompts of these lengths (see `WholeAttention`) and for deviation checks."""
-        if self.fused is not None and self._pool.is_cuda:
-            if self.fused.keeps_fresh:
-                self.fused.whole.prepare(lengths, self._pool.dtype, self._pool.device)
-            self.compile_kernels()
-
-    @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Runs checked plans over a small pool, so that no request waits for a kernel to be compiled."""
         geometry, tokens = self._geometry, (0,) * MAX_TOKENS
         blocks = tuple(range(geometry.blocks_for(len(tokens))))
         pool = self._pool.new_zeros(len(blocks), *self._pool.shape[1:])
-        forward = SparseForward(self._model, pool, geometry, self.fused is not None, self._ranks)
+        forward = SparseForward(self._model, pool, geometry, self._ranks)
         # The first plan computes every token; from that KV the second plan does not deviate.
         for threshold in (0.0, KEEP_ALL):
             plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
             sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
             forward(build_schedule([sequence], geometry.num_layers).to(pool.device))
 
-    def _rows(self, schedule: LayerSchedule) -> FusedRows | PlainRows:
-        if self.fused is not None:
-            return FusedRows(self.fused, schedule)
+    def _rows(self, schedule: LayerSchedule) -> PlainRows:
         return PlainRows(self._model.model, schedule, self._pool, self._geometry)

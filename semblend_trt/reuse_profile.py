@@ -27,7 +27,7 @@ from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
 from semblend_trt.files import open_input, writers_of
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
-from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
+from semblend_trt.policy import ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -486,14 +486,6 @@ class ProfileMatcher:
             self._profile = profile
         except ProfileError as error:
             self._without = ProfileMatch(None, error.reason, (str(error),))
-
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        """Layers in which plans of these settings may check their spans, should the profile hold."""
-        if self._policy is ReusePolicy.CACHEBLEND:
-            return (CACHEBLEND_LAYER,)
-        terms = None if self._profile is None else self._profile.terms
-        return () if terms is None or terms.check is None else (terms.check.layer,)
 
     def forget_matches(self) -> None:
         """Compare and log again: the engine's own namespace is another one from now on."""

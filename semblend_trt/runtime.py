@@ -188,8 +188,8 @@ class Runtime:
     """Shared state of one engine; `engine` is the embedded one, and `scheduler` the connector's, None without one.
 
     `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
-    registered, and stays None when it refuses their layout (`refusal` then says why). `ranks` share the model; the
-    scheduler stands on rank 0 alone, and its plans may check their spans in `check_layers`.
+    registered, and stays None when it refuses their layout (`refusal` then says why). `ranks` share the model; rank 0
+    alone has a scheduler.
 
     The newest MAX_EVENTS of each kind wait for the scheduler: the worker's `saved` and `failed_loads`, the wrapper's
     `evidence` of every plan whose check ran, and the tiers' `offload_events`. `disk` links the tiers to the scheduler
@@ -216,7 +216,6 @@ class Runtime:
     refusal: str | None = None
     is_forward_open: bool = False
     faults: Counter[str] = field(default_factory=Counter)
-    check_layers: tuple[int, ...] = ()
     weights: Weights | None = None
     weights_changes: int = 0
     ranks: Ranks = field(default_factory=Ranks)

@@ -53,7 +53,7 @@ VOCAB_SIZE = 257  # one token a byte, and the end of text
 EOS_TOKEN_ID = 256
 
 FAMILIES = SUPPORTED_MODEL_TYPES
-# Mixtures of experts, whose layers are never fused.
+# Mixtures of experts.
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 
 

@@ -44,7 +44,6 @@ from validation.page import page
 from validation.quality import parse_quality, run_quality
 from validation.quality_plot import parse_quality_plot, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
-from validation.replay.latency import shipped_observations
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
 
 if TYPE_CHECKING:
@@ -101,19 +100,17 @@ _BOUNDS = {
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    told = "Prints all result rows; compares or rewrites what is made of them: tables on pages, the package's times."
+    told = "Prints all result rows; compares or rewrites the tables on pages that are made of them."
     parser = arguments.Parser("scoreboard", told)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
     names = ("README.md", "docs/results.md", "docs/quality.md")
     told = f"pages that hold tables (default: {' '.join(names)})"
     pages = [Path(name) for name in names]
     parser.add_argument("--pages", type=Path, nargs="+", default=pages, metavar="FILE", help=told)
-    told = "the package's times to the first token, made from the H200's rows"
-    parser.add_argument("--times", type=Path, default=Path("validation/assets/h200_ttft.json"), help=told)
     action = parser.add_mutually_exclusive_group()
-    told = "exit with 1 when the pages' tables, or the times, differ from the rows"
+    told = "exit with 1 when the pages' tables differ from the rows"
     action.add_argument("--check", action="store_true", help=told)
-    action.add_argument("--write", action="store_true", help="rewrite the pages' tables, and the times")
+    action.add_argument("--write", action="store_true", help="rewrite the pages' tables")
     return parser.parse_args(given)
 
 
@@ -124,9 +121,6 @@ def run_scoreboard(options: argparse.Namespace, command: str) -> bool:  # noqa: 
         show([scoreboard.terminal_table(rows)])
         return True
     made = {page: scoreboard.with_tables(read_text(page), rows) for page in options.pages}
-    measured = options.results / "h200"
-    if measured.is_dir() and options.times.is_file():
-        made[options.times] = shipped_observations(measured)
     old = [path for path, text in made.items() if text != read_text(path)]
     for path in old:
         if options.write:

@@ -1,7 +1,7 @@
 """Builds a connector, calls it in TensorRT-LLM's order and holds it to the contract.
 
-Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); `ContractVersion` says
-how versions differ. The scheduler is on rank 0, and its answers are sent to every rank. With one rank, metadata still
+Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); `Contract` says how
+versions differ. The scheduler is on rank 0, and its answers are sent to every rank. With one rank, metadata still
 goes through pickle, as sending needs it.
 """
 
@@ -13,15 +13,9 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from engine_wrapper.embedded.contracts import CONTRACTS, EMBEDDED
 from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
-from semblend_trt.connector.contract import (
-    EMBEDDED,
-    GROUPED_SCHEDULER_METHODS,
-    ContractVersion,
-    KvCacheConnectorScheduler,
-    RequestDataV11,
-    contract_version,
-)
+from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, KvCacheConnectorScheduler
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import runtime_for
@@ -32,9 +26,11 @@ if TYPE_CHECKING:
     import torch
 
     from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+    from engine_wrapper.embedded.contracts import Contract
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.pool import KvCacheLayout
     from engine_wrapper.embedded.request import LlmRequest
+    from semblend_trt.connector.contract import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +100,7 @@ class KvCacheConnectorManager:
         self,
         worker: Any,
         scheduler: Any,
-        version: ContractVersion = EMBEDDED,
+        version: Contract = EMBEDDED,
         num_layer_groups: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
@@ -120,20 +116,14 @@ class KvCacheConnectorManager:
 
     def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
         """Registers the pool, by its `layout` under V2, and finishes initialisation. Call once, before any request."""
-        if "register_forward_pass_callable" in self.version.worker_methods:
-            self._forward_pass_callable = self.worker.register_forward_pass_callable()
+        self._forward_pass_callable = self.worker.register_forward_pass_callable()
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
             self._check_grouped_methods()
             self.worker.register_kv_cache_layout(layout)
-        if self.scheduler is not None and "wait_for_initialization" in self.version.scheduler_methods:
+        if self.scheduler is not None and self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
-
-    @property
-    def uses_layer_hooks(self) -> bool:
-        """False when the worker says by an attribute of this name that its layer hooks do nothing."""
-        return bool(getattr(self.worker, "uses_layer_hooks", True))
 
     # -- a new request --------------------------------------------------------------------------------------------
 
@@ -327,7 +317,7 @@ class KvCacheConnectorManager:
             raise SemBlendError(f"the connector failed on rank 0 ({told})")
         return answer
 
-    def _request_data(self, request: LlmRequest, block_ids: list[int]) -> RequestDataV11:
+    def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
         told_tokens, told_blocks = self._reported.get(request.request_id, (0, 0))
         num_tokens = request.get_num_tokens(0)
         self._reported[request.request_id] = num_tokens, len(block_ids)
@@ -341,7 +331,6 @@ class KvCacheConnectorManager:
             "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
             "num_scheduled_tokens": request.context_chunk_size if request.is_in_context else 1,
             "cache_salt": request.cache_salt,
-            "cache_salt_id": request.cache_salt_id,
             "new_block_ids_by_layer_group": self._by_group(new_block_ids),
         }
         known = self.version.request_fields
@@ -366,13 +355,10 @@ class KvCacheConnectorManager:
 def uses_v2(llm_args: LlmArgs) -> bool:
     """Whether the engine takes the V2 cache manager. With a connector, a version that supports V1 only takes V1.
 
-    Raises ConfigurationError for layer groups under V1, which has none, and for CUDA graphs with a version that allows
-    no connector beside them.
+    Raises ConfigurationError for layer groups under V1, which has none.
     """
-    version = contract_version(llm_args.contract)
+    version = CONTRACTS[llm_args.contract]
     has_connector = llm_args.kv_connector_config is not None
-    if has_connector and not llm_args.layer_hooks and not version.allows_cuda_graphs:
-        raise ConfigurationError(f"contract {version.name} allows no CUDA graphs beside a connector; set layer_hooks")
     wanted = llm_args.kv_cache_config.use_kv_cache_manager_v2
     if wanted and has_connector and not version.allows_v2:
         logger.warning(
@@ -412,7 +398,7 @@ def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager |
         scheduler = None if ranks.rank else threads.submit(scheduler_class, llm_args)
     groups = len(llm_args.layer_groups or ((),)) if uses_v2(llm_args) else 0
     return KvCacheConnectorManager(
-        worker.result(), scheduler and scheduler.result(), contract_version(llm_args.contract), groups, ranks
+        worker.result(), scheduler and scheduler.result(), CONTRACTS[llm_args.contract], groups, ranks
     )
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
+from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks, pool_dtype
 from engine_wrapper.embedded.request import LlmRequestState
 from engine_wrapper.embedded.sampling import largest_of, sample
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import KvGeometry
-from semblend_trt.connector.contract import contract_version
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for
 from semblend_trt.streams import current_stream
@@ -64,9 +64,7 @@ class Executor:
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
                 f"{runner.facts.chunk} tokens that the model attends in; use a number that does"
             )
-        self._version = contract_version(llm_args.contract)
-        # With a transceiver, most versions leave the blocks of saved requests unpinned.
-        self._pins_saved = self._version.pins_with_transceiver or llm_args.cache_transceiver_config is None
+        self._version = CONTRACTS[llm_args.contract]
         self._is_v2 = uses_v2(llm_args)
         self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
         self._eos_token_ids = runner.eos_token_ids
@@ -102,12 +100,6 @@ class Executor:
         self._scheduler = BatchScheduler(
             llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
         )
-
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        """Layers in which the connector's plans may check their spans."""
-        layers = runtime_for(self.llm_args).check_layers
-        return tuple(layer for layer in layers if layer < self.model_runner.facts.num_layers)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -248,7 +240,7 @@ class Executor:
         return None
 
     def _run(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        if self.connector is not None and self.llm_args.layer_hooks and self.connector.uses_layer_hooks:
+        if self.connector is not None:
             worker = self.connector.worker
             self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
             self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
@@ -362,10 +354,8 @@ class Executor:
         request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
         if self._holds_saved_blocks:
             self.block_manager.stop_growing(request_id)
-        elif self._pins_saved:
-            self.block_manager.pin(request_id)
         else:
-            self.block_manager.release(request_id)
+            self.block_manager.pin(request_id)
 
     def _cut_short(self, request: LlmRequest, reason: str) -> None:
         """Ends a running request early. If its load is under way and the version waits for that, it ends when the
@@ -381,10 +371,10 @@ class Executor:
         if self.connector is None:
             return
         saved, loaded = self.connector.get_finished()
-        for index, request in enumerate(saved):
+        for request in saved:
             if self._holds_saved_blocks:
                 self.block_manager.release(request.request_id)
-            elif index == 0 or self._version.unpins_every_save:
+            else:
                 self.block_manager.unpin(request.request_id)
             request.state = LlmRequestState.GENERATION_COMPLETE
         for request in loaded:

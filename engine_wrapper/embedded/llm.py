@@ -290,14 +290,9 @@ class LLM:
             )
         return WarmReport(len(documents), tokens, already_held, failed)
 
-    def warm_up(self, prompt_lengths: Sequence[int]) -> None:
-        """Prepares the card for prompts of about these lengths, in a third of a second for each bucket, and for the
-        checks of the connector's plans.
-
-        Prompts of other lengths are up to a tenth slower. Call it from the thread that will run the requests; on the
-        CPU it does nothing.
-        """
-        self.executor.model_runner.warm_up(prompt_lengths, self.executor.check_layers)
+    def warm_up(self) -> None:
+        """Compiles the card's kernels, so that no request waits for them; on the CPU it does nothing."""
+        self.executor.model_runner.warm_up()
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from semblend_trt.connector.contract import contract_version
+from engine_wrapper.embedded.contracts import CONTRACTS
 from semblend_trt.errors import ConfigurationError
 
 
@@ -75,10 +75,8 @@ class LlmArgs(StrictModel):
     - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
-    - `layer_hooks`: off calls no layer hooks, as in CUDA-graph replay. Short iterations on a card then run as CUDA
-      graphs; they also do when the connector says that its hooks do nothing.
     - `disable_overlap_scheduler`: off handles an iteration's results after the next one was launched.
-    - `contract`: the version of TensorRT-LLM whose connector contract the engine follows.
+    - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
     - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
     - `attn_backend`: sets the order of heads and tokens inside the pool's blocks, which depends on the version.
     - `cache_transceiver_config`: makes the engine treat saved requests as in a disaggregated set-up.
@@ -103,11 +101,10 @@ class LlmArgs(StrictModel):
     speculative_config: None = None
     kv_cache_config: KvCacheConfig = Field(default_factory=lambda: KvCacheConfig())
     kv_connector_config: KvCacheConnectorConfig | None = None
-    layer_hooks: bool = True
     disable_overlap_scheduler: bool = True
     attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
     cache_transceiver_config: dict[str, Any] | None = None
-    contract: Literal["1.1", "1.2", "1.3rc", "main", "embedded"] = "embedded"
+    contract: Literal["1.2", "main", "embedded"] = "embedded"
     layer_groups: tuple[tuple[int, ...], ...] | None = None
     transfer_timeout: float = Field(default=60.0, gt=0)
     follows_transformers: ClassVar[bool] = True
@@ -121,7 +118,7 @@ class LlmArgs(StrictModel):
     @property
     def flashinfer_layout(self) -> str:
         """How a block is ordered under `attn_backend` FLASHINFER."""
-        return contract_version(self.contract).flashinfer_layout
+        return CONTRACTS[self.contract].flashinfer_layout
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod

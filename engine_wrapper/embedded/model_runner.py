@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -12,7 +12,7 @@ import torch
 
 from engine_wrapper.batch import micro_batches, run_works
 from engine_wrapper.embedded.models import adopt_model, load_model
-from engine_wrapper.layer_schedule import lowest_schedule, no_hook, schedule_of
+from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
 from semblend_trt.errors import ConfigurationError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.models import ModelSource
-    from engine_wrapper.graph_forward import GraphForward
     from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
     from engine_wrapper.sequence_work import SequenceWork
     from kernels.layout import KvGeometry
@@ -40,8 +39,7 @@ class ModelRunner:
     The engine wrapper sets three attributes. `plan_source`: `forward` asks it once for each slice that has no plan yet.
     `readiness`: while KV is on its way into the pool, every layer waits for its own. `evidence_sink`: gets what the
     checks of a forward found. `before_layer` and `after_layer` are called with the layer's index around every layer of
-    every forward. On a card, short iterations without these two replay CUDA graphs. Several `ranks` run each
-    forward together, on the same slices, and have the same logits; they replay no graphs.
+    every forward. Several `ranks` run each forward together, on the same slices, and have the same logits.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class ModelRunner:
 
     def _detach(self) -> None:
         self._forward: SparseForward | None = None
-        self._graphs: GraphForward | None = None
         self._max_rows: int | None = None
         self.plan_source: PlanSource | None = None
         self.readiness: LayerReadiness | None = None
@@ -111,25 +108,17 @@ class ModelRunner:
         """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward. Plans
         that add more rows run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
-        self._graphs, self._max_rows = None, max_rows
-        if self._forward.fused is not None and pool.is_cuda and self.ranks.size == 1:
-            from engine_wrapper.graph_forward import GraphForward
+        self._max_rows = max_rows
 
-            self._graphs = GraphForward(self._forward.fused)
+    def warm_up(self) -> None:
+        """Compiles the card's kernels, so that no request waits for them. Does nothing on the CPU.
 
-    def warm_up(self, prompt_lengths: Iterable[int], check_layers: Iterable[int] = ()) -> None:
-        """Prepares kernels, libraries and graphs of the card for prompts of about these lengths, whole or behind reused
-        KV, for the decode steps after them, and for checks in `check_layers`. Does nothing on the CPU.
-
-        The first prompts of other lengths are slower. Call it behind `attach_pool`, from the thread that will run
-        `forward`.
+        Call it after `attach_pool`. Raises ConfigurationError without a pool.
         """
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before warm_up")
-        lengths = tuple(prompt_lengths)
-        self._forward.warm_up(lengths)
-        if self._graphs is not None:
-            self._graphs.prepare(lengths, tuple(check_layers))
+        if self.device.type == "cuda":
+            self._forward.compile_kernels()
 
     @overload
     def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...
@@ -163,21 +152,16 @@ class ModelRunner:
                 return list(logits.split(lengths)) if all_rows else logits
             for part, rows in zip(parts, logits.split(lengths), strict=True):
                 if part.scheduled:
-                    found[part.owner].append(rows.clone())  # the next replay of a graph writes over them
+                    found[part.owner].append(rows)
         logits_of = [torch.cat(rows) for rows in found]
         return logits_of if all_rows else torch.cat(logits_of)
 
     def _run(self, works: Sequence[SequenceWork]) -> torch.Tensor:
         """Runs one forward; returns logits of its output rows. The evidence sink gets what its checks found."""
         assert self._forward is not None
-        schedule = schedule_of(works, self.facts.num_layers)
-        before_layer = self._before_layer()
-        graphs = self._graphs if self.before_layer is None and self.after_layer is None else None
-        if graphs is not None and graphs.fits(schedule):
-            return graphs(schedule, wait=before_layer or no_hook)
-        schedule = schedule.to(self.device)
+        schedule = schedule_of(works, self.facts.num_layers).to(self.device)
         found: list[CheckEvidence] = []
-        hidden = self._forward(schedule, before_layer, self.after_layer, found.append, graphs)
+        hidden = self._forward(schedule, self._before_layer(), self.after_layer, found.append)
         logits = self._forward.logits(hidden)
         if self.evidence_sink is not None:
             for evidence in found:

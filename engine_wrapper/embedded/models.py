@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_wrapper.fused_layers import SharedLinear
 from engine_wrapper.latent_cache import check_latent_cache
 from semblend_trt.connector.model_facts import configuration_digest, model_facts
 from semblend_trt.connector.model_files import file_states, snapshot
@@ -37,6 +36,24 @@ SUPPORTED_MODEL_TYPES = (
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class SharedLinear(nn.Linear):
+    """This rank's part of a linear layer's inputs. The ranks' results are added up: each has the layer's outputs.
+
+    Rank 0 alone adds the bias.
+    """
+
+    def __init__(self, linear: nn.Linear, inputs: slice, ranks: Ranks) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(linear.weight[:, inputs].clone(), requires_grad=False)
+        self.bias = linear.bias if ranks.rank == 0 else None  # type: ignore[assignment]
+        self.out_features, self.in_features = self.weight.shape
+        self.ranks = ranks
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: [..., this rank's inputs]; returns [..., outputs] of all ranks."""
+        return self.ranks.add_up(super().forward(input))
 
 
 @dataclass(frozen=True, slots=True)

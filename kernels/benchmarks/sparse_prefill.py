@@ -1,7 +1,5 @@
 """Measures sparse_prefill and write_rows: dense against torch's flash SDPA, sparse rows, suffixes, windows and decode.
 
-One part measures how a captured launch's inputs are read from pinned memory.
-
 The shape is one layer of Qwen2.5-7B (28 query heads, 4 KV heads, head dimension 128, bf16) in a pool of 28 layers whose
 blocks are shuffled. Every output is checked before it is timed.
 """
@@ -23,7 +21,6 @@ from kernels.benchmarks.ceilings import (
     add_share,
     check_close,
     copy_gbps,
-    host_gbps,
     run_on_card,
     time_ms,
     wall_ms,
@@ -31,7 +28,6 @@ from kernels.benchmarks.ceilings import (
 from kernels.layout import PoolLayer, indexable, pool_view
 from kernels.results import say
 from kernels.sparse_prefill import SequenceRows
-from kernels.sparse_prefill.captured import read_pinned
 from kernels.sparse_prefill.tiles import TileConfig, attention_work
 from kernels.sparse_prefill.triton_attention import choose_config, processors_of, sparse_prefill, write_rows
 
@@ -56,8 +52,6 @@ DECODE = {
     "decode_8x4k": (torch.bfloat16, [4096] * 8),
 }
 WINDOW = 128  # that of gpt-oss
-# A decode step's inputs, and those of a forward of 256 rows with the block ids of 128k tokens and more.
-READ_WORDS = {"1k": 1 << 10, "16k": 1 << 14}
 SDPA_GOAL, SPARSE_GOAL = 0.70, 1.6
 
 
@@ -231,24 +225,6 @@ def measure_write(results: Results) -> None:
     add_share(results, "write_rows_24k", ours, 4 * k.nbytes)
 
 
-def measure_read(results: Results) -> None:
-    """Adds the rows of read_pinned beside torch's copy of the same words, and checks what it read."""
-    for size, words in READ_WORDS.items():
-        source = torch.randint(1 << 40, (words,)).pin_memory()
-        source[0] = words
-        target = torch.full((words,), -1, device="cuda")
-        read_pinned(source, target)
-        if not torch.equal(target.cpu(), source):
-            sys.exit("read_pinned is wrong: the words on the card are others")
-        ours = time_ms(partial(read_pinned, source, target))
-        copied = time_ms(partial(target.copy_, source, non_blocking=True))
-        speed, limit = source.nbytes / ours / 1e6, host_gbps(to_device=True)
-        baseline = f"torch copies the words in {copied:.4f} ms; one large copy {limit:.1f} GB/s"
-        results.add(f"read_pinned_{size}_ms", ours, "ms", baseline)
-        results.add(f"read_pinned_{size}_gbps", speed, "GB/s", baseline, better="higher")
-        results.add(f"read_pinned_{size}_share_of_pcie", speed / limit, "", baseline, better="higher")
-
-
 def measure_plans(results: Results) -> None:
     """Adds the host time that a stage spends before its first layer: rows checked and moved, the launch planned."""
     blocks = torch.randperm(SPARSE_TOKENS // QWEN_7B.block_size)
@@ -271,7 +247,6 @@ def measure(results: Results) -> None:
     measure_few_rows(results, dense_ms)
     measure_window(results, dense_ms)
     measure_write(results)
-    measure_read(results)
     measure_plans(results)
 
 

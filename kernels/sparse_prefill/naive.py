@@ -1,4 +1,4 @@
-"""sparse_prefill and what it reads, written to be read: one query, one head, one word at a time, in float32."""
+"""sparse_prefill and write_rows, written to be read: one query and one head at a time, in float32."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
                 row_of(held, 0, layer, head, position).copy_(saturated(k[row, head], pool.dtype))
                 if v is not None:
                     row_of(held, 1, layer, head, position).copy_(saturated(v[row, head], pool.dtype))
-
-
-def read_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
-    """As `kernels.sparse_prefill.captured.read_pinned`."""
-    for word in range(int(source[0])):
-        target[word] = source[word]
 
 
 def sparse_prefill(

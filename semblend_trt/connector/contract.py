@@ -1,8 +1,8 @@
 """The connector contract: what each of its versions calls, and the one place that imports TensorRT-LLM's base classes.
 
 Where tensorrt_llm can be imported (from either module path it has used) our connector derives from its classes,
-elsewhere from the classes below, which have the same abstract methods. The embedded engine takes its rules from the
-versions, so that the connector is tested with each. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`:
+elsewhere from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM, under
+`_torch/pyexecutor/`:
 `kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3 release candidates and main).
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +28,7 @@ NEW_MODULE = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 
 
 @dataclass(slots=True)
-class RequestDataV11:
+class ScheduledRequest:
     """One scheduled request, as 1.1 and 1.2 tell it: new requests in full, cached ones as deltas."""
 
     request_id: int
@@ -41,15 +39,7 @@ class RequestDataV11:
 
 
 @dataclass(slots=True)
-class RequestDataV13(RequestDataV11):
-    """As the 1.3 release candidates tell it: with retention priorities, and the salt as a number."""
-
-    priorities: list[int] | None = None
-    cache_salt_id: int | None = None
-
-
-@dataclass(slots=True)
-class RequestData(RequestDataV11):
+class RequestData(ScheduledRequest):
     """As main tells it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
 
     `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1; with more
@@ -63,16 +53,9 @@ class RequestData(RequestDataV11):
 
 
 @dataclass(slots=True)
-class SchedulerOutputV11:
-    """What one iteration runs, up to 1.3: requests seen for the first time, and requests seen before."""
-
-    new_requests: list[RequestDataV11] = field(default_factory=list)
-    cached_requests: list[RequestDataV11] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class SchedulerOutput:
-    """As main tells it: with the owner of the block ids under attention data parallelism."""
+    """What one iteration runs, as main tells it: requests seen for the first time, requests seen before, and the owner
+    of the block ids under attention data parallelism."""
 
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
@@ -95,136 +78,44 @@ WORKER_METHODS = frozenset(
 )
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
-# Bound by nanobind; what V1 hands to the query has these and nothing else.
-_BOUND_ATTRIBUTES = (
-    "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
-    "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
-    "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
-    "is_context_only_request is_generation_only_request is_dummy_request client_id"
-)
-BOUND_ATTRIBUTES = frozenset(_BOUND_ATTRIBUTES.split())
-
 
 @dataclass(frozen=True, slots=True)
 class ContractVersion:
-    """One version of the contract.
+    """One version of the contract: its module, the fields of a scheduled request, and the methods that the engine may
+    call.
 
-    `scheduler_methods` and `worker_methods` are those that the engine may call. `request_attributes` are what the query
-    can read of a request under the V1 cache manager, which hands it another object than the later calls. The rest:
-
-    - `floors_local_match`: V1 tells the query of whole shared blocks only.
-    - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
-      disappears.
-    - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
-    - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
-    - `pins_with_transceiver`: saved requests are pinned in a disaggregated set-up, too.
-    - `unpins_every_save`: all requests that one `get_finished` names are unpinned; otherwise the first one is, and the
-      others' blocks are lost.
-    - `keeps_windowed_kv`: a layer with a window writes each token's KV to a place of its own, as other layers do, where
-      `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
-    - `asks_without_reuse`: with block reuse off, V1 asks for tokens all the same, and applies none of the offer.
-    - `flashinfer_layout`: the order of heads and tokens in a block of the attention backend FLASHINFER.
-    - `allows_cuda_graphs`, `allows_v2`: whether a connector may be attached to such an engine. Without `allows_v2`
-      the engine takes V1 in any case.
+    `keeps_windowed_kv`: a layer with a window writes each token's KV to a place of its own, as other layers do, where
+    `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
     """
 
     name: str
     module_path: str
-    request_data: type[RequestDataV11]
-    scheduler_output: type[SchedulerOutputV11] | type[SchedulerOutput]
+    request_fields: frozenset[str]
     scheduler_methods: frozenset[str]
     worker_methods: frozenset[str]
-    request_attributes: frozenset[str]
-    floors_local_match: bool
-    tells_cut_short: bool
-    survives_failed_forward: bool
-    defers_cancel: bool
-    pins_with_transceiver: bool
-    unpins_every_save: bool
-    keeps_windowed_kv: bool
-    asks_without_reuse: bool
-    flashinfer_layout: str
-    allows_cuda_graphs: bool
-    allows_v2: bool
-
-    @property
-    def request_fields(self) -> tuple[str, ...]:
-        """The fields of RequestData, in order."""
-        return tuple(each.name for each in fields(self.request_data))
+    keeps_windowed_kv: bool = True
 
 
-V11 = ContractVersion(
-    name="1.1",
-    module_path=OLD_MODULE,
-    request_data=RequestDataV11,
-    scheduler_output=SchedulerOutputV11,
-    scheduler_methods=SCHEDULER_METHODS,
-    worker_methods=WORKER_METHODS,
-    request_attributes=BOUND_ATTRIBUTES | {"cache_salt_id"},
-    floors_local_match=False,
-    tells_cut_short=True,
-    survives_failed_forward=True,
-    defers_cancel=False,
-    pins_with_transceiver=False,
-    unpins_every_save=False,
-    keeps_windowed_kv=False,
-    asks_without_reuse=False,
-    flashinfer_layout="NHD",
-    allows_cuda_graphs=False,
-    allows_v2=False,
+_FIELDS, _FIELDS_OF_MAIN = (frozenset(each.name for each in fields(kind)) for kind in (ScheduledRequest, RequestData))
+V11 = ContractVersion("1.1", OLD_MODULE, _FIELDS, SCHEDULER_METHODS, WORKER_METHODS, keeps_windowed_kv=False)
+V12 = ContractVersion(
+    "1.2", OLD_MODULE, _FIELDS, SCHEDULER_METHODS, WORKER_METHODS | {"register_forward_pass_callable"}
 )
-V12 = replace(
-    V11,
-    name="1.2",
-    worker_methods=WORKER_METHODS | {"register_forward_pass_callable"},
-    tells_cut_short=False,
-    pins_with_transceiver=True,
-    unpins_every_save=True,
-    keeps_windowed_kv=True,
-    allows_cuda_graphs=True,
+V13 = ContractVersion(
+    "1.3rc",
+    NEW_MODULE,
+    _FIELDS | {"priorities", "cache_salt_id"},
+    SCHEDULER_METHODS | {"wait_for_initialization"},
+    V12.worker_methods,
 )
-V13 = replace(
-    V12,
-    name="1.3rc",
-    module_path=NEW_MODULE,
-    request_data=RequestDataV13,
-    scheduler_methods=SCHEDULER_METHODS | {"wait_for_initialization"},
-    flashinfer_layout="HND",
+MAIN = ContractVersion(
+    "main",
+    NEW_MODULE,
+    _FIELDS_OF_MAIN,
+    V13.scheduler_methods | GROUPED_SCHEDULER_METHODS,
+    V13.worker_methods | {"register_kv_cache_layout"},
 )
-MAIN = replace(
-    V13,
-    name="main",
-    request_data=RequestData,
-    scheduler_output=SchedulerOutput,
-    scheduler_methods=V13.scheduler_methods | GROUPED_SCHEDULER_METHODS,
-    worker_methods=V12.worker_methods | {"register_kv_cache_layout"},
-    request_attributes=BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
-    floors_local_match=True,
-    defers_cancel=True,
-    asks_without_reuse=True,
-    allows_v2=True,
-)
-# What the embedded engine does when no version is asked for: main, which tells parts of blocks as 1.3 does, tells every
-# end as 1.1 does, hands over prompts as arrays, which are faster to read, and tells which requests are to be exact.
-EMBEDDED = replace(
-    MAIN,
-    name="embedded",
-    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
-    floors_local_match=False,
-    tells_cut_short=True,
-    survives_failed_forward=False,
-    asks_without_reuse=False,
-)
-
-VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN, EMBEDDED)}
-
-
-def contract_version(name: str) -> ContractVersion:
-    """The version of this name. Raises ConfigurationError for any other."""
-    version = VERSIONS.get(name)
-    if version is None:
-        raise ConfigurationError(f"contract is {name!r}; it must be one of {', '.join(VERSIONS)}")
-    return version
+VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN)}
 
 
 def match_of(module: ModuleType) -> tuple[ContractVersion, tuple[str, ...]]:
@@ -233,25 +124,25 @@ def match_of(module: ModuleType) -> tuple[ContractVersion, tuple[str, ...]]:
     Compared are its path, the fields of RequestData and the methods of the base classes: releases are told apart by
     what they have, not by their number. Of versions that are as near the oldest is taken, which promises least.
     """
-    matches = [(version, _differences(module, version)) for version in (V11, V12, V13, MAIN)]
+    matches = [(version, _differences(module, version)) for version in VERSIONS.values()]
     return min(matches, key=lambda match: len(match[1]))
 
 
 def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
     found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
     has = {each.name for each in fields(module.RequestData)}
-    found += _compared("field RequestData", has, set(version.request_fields))
+    found += _compared("field RequestData", has, version.request_fields)
     for base, ours, known in (
         ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
         ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
     ):
         kind = getattr(module, base)
         has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
-        found += _compared(f"method {base}", has, set(ours))
+        found += _compared(f"method {base}", has, ours)
     return tuple(found)
 
 
-def _compared(what: str, has: set[str], expected: set[str]) -> list[str]:
+def _compared(what: str, has: set[str], expected: frozenset[str]) -> list[str]:
     missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
     return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]
 
@@ -371,7 +262,7 @@ KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else
 def version_of(llm_args: Any) -> ContractVersion:
     """The version of the contract that the engine of `llm_args` keeps.
 
-    The embedded engine names it in `contract`; TensorRT-LLM's follows from its module. Where nothing is known it is the
+    The arguments may name it in `contract`; TensorRT-LLM's follows from its module. Where nothing is known it is the
     oldest, which promises least.
     """
     named = VERSIONS.get(getattr(llm_args, "contract", ""))

@@ -81,7 +81,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
         lowest = 1 if self._facts is None else self._facts.lowest_check_layer
         self._profiles = ProfileMatcher(self._settings, lowest)
-        self._runtime.check_layers = self._profiles.check_layers
         self._runtime.scheduler = self
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from semblend_trt.reuse_profile import ReuseProfile
 
 
-# The default of 5 ms for these is under 1 % of every recorded prefill (benchmarks/results/h200, cold_ttft_*).
+# The default of 5 ms for these is under 1 % of every prefill in validation/assets/h200_ttft.json.
 DEADLINE_TOKENS = 24_576
 # A look-up has a fixed cost: a prompt with fewer tokens has the deadline of one with these.
 DEADLINE_SHORTEST = 4_096

@@ -118,13 +118,11 @@ def kv_dtype_of(llm_args: Any) -> str:
 
 
 def _embedded() -> Finding:
-    from semblend_trt.connector.contract import EMBEDDED
-
     if (refusal := embedded_engine_refusal()) is not None:
         return _engine.failed(f"no engine serves here: TensorRT-LLM is not installed, and {refusal}")
     return _engine.note(
-        f"TensorRT-LLM is not installed; the embedded engine serves here, by the contract {EMBEDDED.name!r}",
-        contract=EMBEDDED.name,
+        "TensorRT-LLM is not installed; the embedded engine serves here, by the contract 'embedded'",
+        contract="embedded",
     )
 
 

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from engine_wrapper.fused_layers import FusedDecoder
     from engine_wrapper.sequence_work import SequenceWork
     from semblend_trt.plan import CheckEvidence
 
 PlanMaker = Callable[..., SemanticKvPlan]
 Tokens = tuple[int, ...]
 
-FUSED = ("qwen2", "qwen3", "llama", "mistral")
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_LAYERS = 8, 12, 3
 SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
 TOLERANCE = 1e-4
@@ -43,9 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Bench:
     """One tiny model, or a rank's part of it, over a pool whose unwritten KV is NaN."""
 
-    def __init__(
-        self, model: Any, fused: bool, ranks: Ranks | None = None, kv_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: Any, ranks: Ranks | None = None, kv_dtype: torch.dtype | None = None) -> None:
         self.model = model
         keep_shard(model, ranks or Ranks())
         config = model.config
@@ -55,17 +51,11 @@ class Bench:
             self.geometry = KvGeometry(NUM_LAYERS, 1, sum(latent_row(config)), BLOCK_SIZE, kv_factor=1)
         shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, self.geometry.kv_factor, self.geometry.row_elements)
         self.pool = torch.full(shape, float("nan"), device=DEVICE, dtype=kv_dtype or model.dtype)
-        self.forward = SparseForward(model, self.pool, self.geometry, fused, ranks)
-        assert (self.forward.fused is not None) == fused
+        self.forward = SparseForward(model, self.pool, self.geometry, ranks)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
         self.evidence: list[CheckEvidence] = []
         self.lowest: list[tuple[SequenceWork, int]] = []
-
-    @property
-    def decoder(self) -> FusedDecoder:
-        assert self.forward.fused is not None
-        return self.forward.fused
 
     def clear(self) -> None:
         self.pool.fill_(float("nan"))

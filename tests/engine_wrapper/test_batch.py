@@ -44,9 +44,9 @@ TERMS: dict[str, dict[str, Any]] = {
 LENGTH, SPANS, MAX_ROWS = 90, [(9, 24), (24, 40), (66, 80)], 20
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fused"])
-def bench(request: pytest.FixtureRequest, tiny_qwen2_path: Path) -> Bench:
-    return Bench(load(tiny_qwen2_path), fused=request.param)
+@pytest.fixture
+def bench(tiny_qwen2_path: Path) -> Bench:
+    return Bench(load(tiny_qwen2_path))
 
 
 def long_plan(make_plan: PlanMaker, terms: str, request_id: int = 1, **options: Any) -> SemanticKvPlan:
@@ -173,14 +173,11 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_ranks_that_share_the_heads_decide_over_all_parts(
-    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool
-) -> None:
+def test_ranks_that_share_the_heads_decide_over_all_parts(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
     plan = long_plan(make_plan, "largest share")
 
     def run(model: Any, ranks: Ranks, max_rows: int | None) -> tuple[torch.Tensor, list[CheckEvidence]]:
-        bench = Bench(model, fused, ranks)
+        bench = Bench(model, ranks)
         place_donor(bench, plan)
         return bench.run(bench.planned(plan), max_rows=max_rows)[0], bench.evidence
 

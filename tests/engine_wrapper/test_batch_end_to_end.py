@@ -118,12 +118,11 @@ def test_plans_run_in_several_forwards_and_come_out_the_same(
 @pytest.mark.parametrize(
     "options",
     [
-        {"contract": "1.1", "disable_overlap_scheduler": False},
+        {"contract": "1.2", "disable_overlap_scheduler": False},
         {"contract": "main", "cache": {"use_kv_cache_manager_v2": True}},
-        {"contract": "1.3rc", "disable_overlap_scheduler": False, "layer_hooks": False},
         {"max_batch_size": 1},
     ],
-    ids=["1.1", "v2", "overlapping", "one by one"],
+    ids=["1.2", "v2", "one by one"],
 )
 def test_every_kind_of_engine_runs_plans_in_parts(
     engine: Engines, profile: Callable[..., Path], rows: list[int], options: dict[str, Any]

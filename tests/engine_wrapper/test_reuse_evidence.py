@@ -168,11 +168,6 @@ def test_evidence_of_ended_requests_is_dropped(shifted, profile):
     assert len(llm.connector_scheduler._requests) == 0
 
 
-def test_the_engine_knows_which_checks_to_prepare(engine):
-    assert engine(POLICY="cacheblend").executor.check_layers == (1,)
-    assert engine(POLICY="position_fix").executor.check_layers == ()
-
-
 @pytest.mark.known_defect(22)
 @pytest.mark.parametrize("asked", ["auto", "bfloat16"])
 def test_a_namespace_names_the_dtype_that_runs(engine, asked):

@@ -1,5 +1,5 @@
-"""The sparse forward equals Hugging Face's own wherever nothing approximate is used, through the model's layers and
-through fused ones; in checked plans what differs is computed, and nothing else."""
+"""The sparse forward equals Hugging Face's own wherever nothing approximate is used; in checked plans what differs is
+computed, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.conftest import FAMILIES, MIXTURES
 from tests.engine_wrapper.forward_bench import (
     BLOCK_SIZE,
     DEVICE,
-    FUSED,
     KEEP_ALL,
     NUM_LAYERS,
     SIZES,
@@ -37,30 +36,22 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def benches(tiny_model_paths: dict[str, Path]) -> Callable[[str, bool], Bench]:
-    return cache(lambda family, fused: Bench(load(tiny_model_paths[family]), fused))
+def benches(tiny_model_paths: dict[str, Path]) -> Callable[[str], Bench]:
+    return cache(lambda family: Bench(load(tiny_model_paths[family])))
 
 
-@pytest.fixture(
-    params=[(family, fused) for family in FAMILIES for fused in (False, True) if family in FUSED or not fused],
-    ids=lambda param: f"{param[0]}-{'fused' if param[1] else 'plain'}",
-)
-def family_bench(request: pytest.FixtureRequest, benches: Callable[[str, bool], Bench]) -> Bench:
-    bench = benches(*request.param)
+@pytest.fixture(params=FAMILIES)
+def family_bench(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
+    bench = benches(request.param)
     bench.clear()
     return bench
 
 
 @pytest.fixture
-def bench(benches: Callable[[str, bool], Bench], fused: bool) -> Bench:
-    bench = benches("qwen2", fused)
+def bench(benches: Callable[[str], Bench]) -> Bench:
+    bench = benches("qwen2")
     bench.clear()
     return bench
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "fused"])
-def fused(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 # -- without plans ----------------------------------------------------------------------------------------------------
@@ -228,7 +219,7 @@ def test_dropped_rows_are_not_computed(
     tiny_model_paths: dict[str, Path], make_plan: PlanMaker, boundary: int, family: str, part: str
 ) -> None:
     """Nor are they routed to experts."""
-    tokens, bench = tokens_of(50), Bench(load(tiny_model_paths[family]), fused=False)
+    tokens, bench = tokens_of(50), Bench(load(tiny_model_paths[family]))
     bench.place(1, bench.cold(tokens)[1], 5, 40)
     with rows_by_layer(bench.model, part) as counts:
         bench.run(bench.planned(make_plan(tokens, [(5, 40)], boundary=boundary, **SIZES)))
@@ -237,7 +228,7 @@ def test_dropped_rows_are_not_computed(
 
 def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
     calls: list[tuple[str, int]] = []
-    bench = Bench(load(tiny_qwen2_path), fused=False)
+    bench = Bench(load(tiny_qwen2_path))
     schedule = build_schedule([bench.slice(1, tokens_of(9))], NUM_LAYERS).to(DEVICE)
     with rows_by_layer(bench.model) as counts:
         bench.forward(
@@ -248,8 +239,8 @@ def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
     assert calls == [(when, layer) for layer in range(NUM_LAYERS) for when in ("before, 0 rows", "after, 9 rows")]
 
 
-def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool) -> None:
-    tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16), fused)
+def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
+    tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16))
     half.place(1, half.cold(tokens)[1], 5, 40)
     logits = half.run(half.planned(make_plan(tokens, [(5, 40)], boundary=1, **SIZES)))[0]
     reference = half.reference(tokens)[40:]
@@ -365,20 +356,20 @@ def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
 def test_the_kernels_find_the_same_tokens(
     tiny_qwen3_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
 ) -> None:
-    """The fused layers through Triton's interpreter against the model's own layers in torch."""
+    """The kernels through Triton's interpreter against torch."""
     tokens = tokens_of(44)
-    plain, fused = (Bench(load(tiny_qwen3_path), fused=fused) for fused in (False, True))
+    plain, kernels = (Bench(load(tiny_qwen3_path)) for _ in range(2))
     donor, other = plain.cold(tokens)[1], plain.cold(tokens_of(44, seed=3))[1]
     donor[:, :, :, 18:27] = other[:, :, :, 18:27]
     plan = make_plan(tokens, [(5, 20), (22, 40)], check=SpanCheck(1, 0.2), **SIZES)
     plain.place(1, donor, 5, 40)
-    fused.place(1, donor, 5, 40)
+    kernels.place(1, donor, 5, 40)
     wanted = plain.run(plain.planned(plan))[0]
     interpret()
-    logits = fused.run(fused.planned(plan))[0]
+    logits = kernels.run(kernels.planned(plan))[0]
     assert close(logits, wanted)
-    assert close(fused.kv(1, 44), plain.kv(1, 44))
-    (found,), (expected,) = fused.evidence, plain.evidence
+    assert close(kernels.kv(1, 44), plain.kv(1, 44))
+    (found,), (expected,) = kernels.evidence, plain.evidence
     assert expected.recomputed_tokens == 7
     assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
 
@@ -391,14 +382,12 @@ def test_compiling_kernels_leaves_the_pool_alone(bench: Bench) -> None:
     assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)
 
 
-def test_ranks_that_share_the_heads_decide_what_one_would(
-    tiny_qwen2_path: Path, make_plan: PlanMaker, fused: bool
-) -> None:
+def test_ranks_that_share_the_heads_decide_what_one_would(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
     tokens, other = tokens_of(60), tokens_of(60, seed=9)
     plan = make_plan(tokens, [(5, 45)], check=SpanCheck(1, largest_share=0.3), **SIZES)
 
     def run(model: Any, ranks: Ranks) -> tuple[torch.Tensor, list[CheckEvidence]]:
-        bench = Bench(model, fused, ranks)
+        bench = Bench(model, ranks)
         bench.place(1, bench.cold(other)[1], 5, 45)
         return bench.run(bench.planned(plan))[0], bench.evidence
 

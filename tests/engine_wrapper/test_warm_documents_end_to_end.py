@@ -27,7 +27,7 @@ def test_the_first_prompt_reuses_a_document_behind_other_text(engine):
     assert_same(output, serve(engine.cold(), SHIFTED))
 
 
-@pytest.mark.parametrize("contract", ["1.1", "embedded"])
+@pytest.mark.parametrize("contract", ["1.2", "embedded"])
 def test_what_is_held_is_not_computed_again_and_another_salt_holds_nothing(engine, contract):
     llm = engine(contract=contract)
     assert llm.warm_documents([DOCUMENT], cache_salt="a").tokens == len(DOCUMENT)

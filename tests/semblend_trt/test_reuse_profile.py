@@ -740,14 +740,3 @@ def test_what_the_own_group_of_a_user_can_write_is_not_open_to_others(
     assert refusal(path) is None
     members.append("you")
     assert "others can write" in str(refusal(path))
-
-
-def test_the_layers_to_prepare_checks_for_are_known_before_any_request(tmp_path: Path, path: Path) -> None:
-    check = ProfileCheck(layer=2, threshold=0.1, max_span_share=0.5, min_saved_share=0.1)
-    checked = tmp_path / "checked.json"
-    profile(check=check, figures=evidence("verified layer 2 threshold 0.1")).write(checked)
-    assert matcher(checked).check_layers == (2,)
-    assert matcher(checked, "position_fix").check_layers == ()
-    assert matcher(path).check_layers == ()
-    assert matcher(None).check_layers == ()
-    assert matcher(None, "cacheblend").check_layers == (1,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 import pytest
@@ -129,24 +129,6 @@ def test_the_command_checks_and_rewrites(
     assert main([*where, "--write"]) == main([*where, "--check"]) == 0
     assert main(["scoreboard", "--results", str(tmp_path / "missing")]) == 2
     assert main([*where, "--check", "--write"]) == 2
-
-
-def test_the_times_that_ship_are_checked_and_rewritten_with_the_tables(
-    tmp_path: Path, row: Callable[..., Row], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, readme, times = tmp_path / "rows" / "h200", tmp_path / "README.md", tmp_path / "times.json"
-    reused = replace(row("verified_ttft_4k_ms", 9.0), baseline="cold; 4000 tokens reused, 96 computed")
-    results.write_rows(folder / "ttft.json", [row("cold_ttft_4k_ms", 94.66139)])
-    results.write_rows(folder / "verified.json", [reused])
-    readme.write_text("No table.\n")
-    times.write_text("[]\n")
-    where = ["scoreboard", "--results", str(folder.parent), "--pages", str(readme), "--times", str(times)]
-    assert main([*where, "--check"]) == 1
-    assert f"{times} differs from the rows" in capsys.readouterr().err
-    assert main([*where, "--write"]) == main([*where, "--check"]) == 0
-    cold, checked = json.loads(times.read_text())
-    assert cold == {"ttft_ms": 94.661, "computed": 4096, "reused": 0, "is_checked": False}
-    assert checked == {"ttft_ms": 9.0, "computed": 96, "reused": 4000, "is_checked": True}
 
 
 def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, row: Callable[..., Row]) -> None:

@@ -226,10 +226,8 @@ class CheckedStopwatch(Stopwatch):
 
 @dataclass(slots=True)
 class Hits:
-    """Times to the first token of prompts with a donor; `split` are the parts' medians over further runs.
-
-    `first`: the time of the first prompt, which may have captured a CUDA graph.
-    """
+    """Times to the first token of prompts with a donor, and the `first` prompt's; `split` are the parts' medians over
+    further runs."""
 
     times: list[float]
     first: float
@@ -283,8 +281,8 @@ class Bench:
     ) -> Iterator[LLM]:
         """An engine with a pool of `room` of the longest prompts, and at most `batch` requests at once.
 
-        `variables` are the settings of its connector, without SEMBLEND_; without any it has none. `warm` prepares it
-        for the sizes that are measured. A prompt runs in one forward, or in chunks of `max_num_tokens`.
+        `variables` are the settings of its connector, without SEMBLEND_; without any it has none. `warm` compiles
+        the card's kernels. A prompt runs in one forward, or in chunks of `max_num_tokens`.
         """
         with open_llm(
             self.folder,
@@ -299,7 +297,7 @@ class Bench:
             contract=contract,
         ) as llm:
             if warm:
-                llm.warm_up(self.sizes)
+                llm.warm_up()
             yield llm
 
     def donor_bytes(self, donors: int) -> int:

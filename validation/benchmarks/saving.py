@@ -2,7 +2,7 @@
 
 In `python -m validation.benchmarks.saving` two engines of one random model decode a steady batch while long prompts
 come one after the other; one engine saves each prompt to host memory, the other saves none. They take turns, and every
-figure is the median over pairs of turns. It is measured a second time as TensorRT-LLM 1.3rc serves, whose saves are
+figure is the median over pairs of turns. It is measured a second time as TensorRT-LLM 1.2 serves, whose saves are
 read from snapshots. `--layers` is a dry run with a narrow model, which needs no card.
 """
 
@@ -31,7 +31,7 @@ DECODING, DECODING_PROMPT, STEPS = 8, 1_024, 32
 DONORS = 6
 PARTS = ("prefill", "decode", "worst_step")
 # The version that gives an ended request's blocks to others, and the name of its rows.
-SNAPSHOT_CONTRACT, SNAPSHOT_ROWS = "1.3rc", "snapshot_"
+SNAPSHOT_CONTRACT, SNAPSHOT_ROWS = "1.2", "snapshot_"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
 from kernels.results import Count, Results, run_counted
-from semblend_trt.connector.contract import contract_version
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
 from validation.benchmarks.bench_model import make_runner
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_wrapper.embedded.contracts import Contract
     from engine_wrapper.embedded.llm import LLM
-    from semblend_trt.connector.contract import ContractVersion
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class Case:
         return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
 
     @property
-    def version(self) -> ContractVersion:
-        return contract_version(self.contract)
+    def version(self) -> Contract:
+        return CONTRACTS[self.contract]
 
     @property
     def holds_saved_blocks(self) -> bool:
@@ -97,9 +97,7 @@ class Case:
 
 
 CASES = (
-    Case("1.1", v2=False, overlap=False),
     Case("1.2", v2=False, overlap=True),
-    Case("1.3rc", v2=False, overlap=True),
     Case("main", v2=False, overlap=False),
     Case("main", v2=True, overlap=False),
     Case("main", v2=True, overlap=True),
@@ -108,18 +106,16 @@ CASES = (
     Case("main", v2=True, overlap=True, wrapper=True),
 )
 HABIT_CASES = (
-    Case("1.1", v2=False, overlap=False, rough=True),
-    Case("1.1", v2=False, overlap=True, wrapper=True, rough=True),
     Case("1.2", v2=False, overlap=True, rough=True),
-    Case("1.3rc", v2=False, overlap=False, wrapper=True, rough=True),
+    Case("1.2", v2=False, overlap=False, wrapper=True, rough=True),
     Case("main", v2=False, overlap=False, rough=True),
     Case("main", v2=False, overlap=True, wrapper=True, rough=True),
     Case("main", v2=True, overlap=True, wrapper=True, rough=True),
     Case("embedded", v2=False, overlap=True, rough=True),
     Case("main", v2=False, overlap=False, rough=True, block_reuse=False),
-    Case("1.1", v2=False, overlap=True, rough=True, transceiver=True),
-    Case("1.1", v2=False, overlap=False, rough=True, attn_backend="FLASHINFER"),
-    Case("1.3rc", v2=False, overlap=True, rough=True, attn_backend="FLASHINFER"),
+    Case("1.2", v2=False, overlap=True, rough=True, transceiver=True),
+    Case("1.2", v2=False, overlap=False, rough=True, attn_backend="FLASHINFER"),
+    Case("main", v2=False, overlap=True, rough=True, attn_backend="FLASHINFER"),
 )
 
 
@@ -155,7 +151,6 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
         "engine_wrapper.connector" if case.wrapper else "semblend_trt.connector",
         contract=case.contract,
         disable_overlap_scheduler=not case.overlap,
-        layer_hooks=case.contract == "1.1",
         max_num_tokens=ROUGH_ROWS if case.rough else 48,
         max_batch_size=6,
         attn_backend=case.attn_backend,

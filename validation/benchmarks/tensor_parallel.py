@@ -121,7 +121,7 @@ def add_rows(run: Namespace, told: Sequence[dict[str, Any]], rows: Results) -> N
     alone, cold = found["alone"], found["cold"]
     rows.add(f"{name}_cold_ttft_{size}_ms", cold, "ms", f"one rank {alone:,.1f} ms")
     shifted = Hits(**found["shifted"])
-    baseline = f"cold {cold:,.1f} ms; {shifted.sentence()}, no CUDA graphs"
+    baseline = f"cold {cold:,.1f} ms; {shifted.sentence()}"
     rows.add(f"{name}_shifted_ttft_{size}_ms", shifted.ttft, "ms", baseline)
     shifted.add_split(rows, f"{name}_shifted_{size}")
     rows.add(f"{name}_shifted_over_cold_{size}", shifted.ttft / cold, "x", f"cold {cold:,.1f} ms, {of_ranks}")

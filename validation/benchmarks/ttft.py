@@ -37,12 +37,12 @@ BOUNDARY_LAYER = 3
 
 
 def run(bench: Bench, rows: Results, sizes: Sequence[int]) -> None:
-    """Measures all rows. Transformers comes first, as the engines fuse the model's projections."""
+    """Measures all rows, Transformers first."""
     link_gbps = _ceilings(rows)
     plain = {size: bench.transformers_cold(size) for size in sizes}
     for size, milliseconds in plain.items():
         rows.add(f"transformers_cold_{label(size)}_ms", milliseconds, "ms", "Transformers, SDPA, KV cache on")
-    with bench.engine(warm=False) as without, bench.engine(bench.donors_in("DEVICE", DEVICE_DONORS)) as connected:
+    with bench.engine() as without, bench.engine(bench.donors_in("DEVICE", DEVICE_DONORS)) as connected:
         cold = _cold(bench, without, plain, rows)
         _miss(bench, without, connected, sizes, cold, rows)
         near = {size: bench.hits(connected, size) for size in sizes}
@@ -67,14 +67,10 @@ def _ceilings(rows: Results) -> float | None:
 
 
 def _cold(bench: Bench, llm: LLM, plain: dict[int, float], rows: Results) -> dict[int, float]:
-    unprepared = {size: bench.cold(llm, size) for size in plain}
-    llm.warm_up(bench.sizes)
     cold = {size: bench.cold(llm, size) for size in plain}
     for size, milliseconds in cold.items():
         baseline = f"Transformers with SDPA {plain[size]:,.1f} ms"
         rows.add(f"cold_ttft_{label(size)}_ms", milliseconds, "ms", baseline, cold_goal(size))
-        baseline = f"{milliseconds:,.1f} ms after warm_up for this length"
-        rows.add(f"cold_ttft_unprepared_{label(size)}_ms", unprepared[size], "ms", baseline)
     return cold
 
 

@@ -57,7 +57,7 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
         cold_retrieval = bench.cold(plain, SHOWN * each + NEW_TOKENS)
     with bench.engine(variables) as llm:
         check_every_plan(llm, check)
-        llm.executor.model_runner.warm_up((size,), (check_layer,))
+        llm.executor.model_runner.warm_up()
         found = bench.hits(llm, size, CheckedStopwatch, CHECKED_PARTS)
     at_once = min(LlmArgs.model_fields["max_num_tokens"].default, size // 3)
     with bench.engine(variables, max_num_tokens=at_once) as llm:
@@ -66,7 +66,7 @@ def run(bench: Bench, rows: Results, size: int, check_layer: int) -> None:
     sampled_check = replace(check, sample_every=SAMPLE_EVERY, sample_threshold=KEEP_ALL)
     with bench.engine(variables) as llm:
         check_every_plan(llm, sampled_check)
-        llm.executor.model_runner.warm_up((size,), (check_layer,))
+        llm.executor.model_runner.warm_up()
         sampled = bench.hits(llm, size)
         retrieval = retrieval_ms(bench, llm, each)
     name = label(size)

@@ -581,7 +581,6 @@ class VllmArm:
         self._profile.model_copy(update=own | {"check": check}).write(path)
         settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
         scheduler._profiles = ProfileMatcher(settings)
-        runtime.check_layers = scheduler._profiles.check_layers
 
     @property
     def device(self) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     Integers = npt.NDArray[np.int64]
 
 MIN_OF_A_TRACE = 30
-# Made of result rows by `python -m validation scoreboard --write`; an installed package does not have the rows.
 H200_PROFILE = Path(str(files("validation") / "assets" / "h200_ttft.json"))
 _COMPUTED, _REUSED, _PAIRS = 1, 2, 3
 
@@ -177,14 +175,6 @@ def recorded_observations(path: Path) -> list[Observation]:
     if wrong is not None:
         raise ConfigurationError(f"{path} holds {wrong}, which cannot have been observed; mend the file.")
     return observations
-
-
-def shipped_observations(folder: Path) -> str:
-    """The content of H200_PROFILE, made of the rows of the H200 in `folder`. Raises ConfigurationError."""
-    checked = [each for each in recorded_observations(folder / "verified.json") if each.is_checked]
-    seen = [*recorded_observations(folder / "ttft.json"), *checked]
-    lines = (json.dumps({**asdict(each), "ttft_ms": round(each.ttft_ms, 3)}) for each in seen)
-    return "[\n " + ",\n ".join(lines) + "\n]\n"
 
 
 def _observation(row: Row) -> Observation | None:

@@ -1,4 +1,4 @@
-"""Every version of the contract, under both cache managers and in both forms, through the real loop."""
+"""The contracts that the engine plays, under both cache managers and in both forms, through the real loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine_wrapper.embedded.connector_manager import ConnectorContractError
+from engine_wrapper.embedded.contracts import BOUND_ATTRIBUTES
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
-from semblend_trt.connector.contract import BOUND_ATTRIBUTES, VERSIONS
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
@@ -33,16 +33,12 @@ from tests.engine_wrapper.embedded.conftest import (
 
 BASE_FIELDS = ("request_id", "new_tokens", "new_block_ids", "computed_position", "num_scheduled_tokens")
 FIELDS = {
-    "1.1": BASE_FIELDS,
     "1.2": BASE_FIELDS,
-    "1.3rc": (*BASE_FIELDS, "priorities", "cache_salt_id"),
     "main": (*BASE_FIELDS, "block_hashes", "priorities", "cache_salt", "new_block_ids_by_layer_group"),
 }
 V1_CONTRACTS = [*FIELDS, "embedded"]
 FORMS = [
-    pytest.param("1.1", None, id="1.1-flat"),
     pytest.param("1.2", None, id="1.2-flat"),
-    pytest.param("1.3rc", None, id="1.3rc-flat"),
     pytest.param("embedded", None, id="embedded"),
     pytest.param("main", None, id="main-flat"),
     pytest.param("main", (), id="main-one-group"),
@@ -129,22 +125,19 @@ def make_engine(make_llm):
 
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
 def test_calls_and_their_order(make_engine, contract, groups):
-    version = VERSIONS[contract]
     llm, record = make_engine(contract, groups)
     registered = "register_kv_caches" if groups is None else "register_kv_cache_layout"
-    waits = ["wait_for_initialization"] if contract not in ("1.1", "1.2") else []
+    waits = ["wait_for_initialization"] if contract != "1.2" else []
     assert record.names() == [registered, *waits]
     record.calls.clear()
     llm.generate([prompt(5)], TWO)
-    after = ["wait_for_save"] if contract == "1.1" else ["forward_pass_callable", "wait_for_save"]
     layers = ["wait_for_layer_load", "save_kv_layer"] * LAYERS
-    forward = ["build_connector_meta", "start_load_kv", *layers, *after]
+    forward = ["build_connector_meta", "start_load_kv", *layers, "forward_pass_callable", "wait_for_save"]
     grouped = [] if groups is None else ["by_layer_group"]
     assert record.names() == [
         *["get_num_new_matched_tokens", *grouped, "update_state_after_alloc", *forward, "get_finished"],
         *[*forward, *grouped, "request_finished", "get_finished"],
     ]
-    assert {name for name in record.names() if name in version.worker_methods} <= version.worker_methods
 
 
 @pytest.mark.parametrize(("contract", "groups"), FORMS)
@@ -160,7 +153,6 @@ def test_fields_of_a_scheduled_request(make_engine, contract, groups):
     assert len(data.new_block_ids) == (0 if groups and len(groups) > 1 else 3)
     assert getattr(data, "block_hashes", []) == []
     assert getattr(data, "cache_salt", "s") == "s"
-    assert isinstance(getattr(data, "cache_salt_id", 0), int)
 
 
 @pytest.mark.parametrize("contract", FIELDS)
@@ -184,7 +176,7 @@ def test_v2_asks_with_the_request_itself(make_engine):
 
 
 @pytest.mark.parametrize(
-    ("contract", "groups", "told"), [("1.3rc", None, 14), ("main", None, 8), ("main", (), 14), ("embedded", None, 14)]
+    ("contract", "groups", "told"), [("1.2", None, 14), ("main", None, 8), ("main", (), 14), ("embedded", None, 14)]
 )
 def test_which_local_match_is_told(make_engine, contract, groups, told):
     llm, record = make_engine(contract, groups)
@@ -273,14 +265,11 @@ def test_a_cancelled_load_holds_its_blocks_where_the_version_waits_for_it(make_e
     stream = llm.generate_async(donor, TWO)
     llm.executor.step()
     llm.abort(stream.request_id)
-    assert (free - llm.block_manager.num_free_blocks, record.count("request_finished")) == {
-        "1.1": (0, 1),
-        "main": (5, 0),
-        "embedded": (5, 0),
-    }.get(contract, (0, 0))
+    held = 0 if contract == "1.2" else 5
+    assert (free - llm.block_manager.num_free_blocks, record.count("request_finished")) == (held, 0)
     llm.settle()
     assert llm.block_manager.num_free_blocks == free
-    assert record.count("request_finished") == (contract in ("1.1", "embedded"))
+    assert record.count("request_finished") == (contract == "embedded")
     assert next(stream).outputs[0].finish_reason == "cancelled"
     assert llm.generate([donor], TWO)[0].cached_tokens == 0  # nothing of the abandoned load was published
 
@@ -299,9 +288,8 @@ def cut_short(llm, tokens, how):
     assert output.outputs[0].finish_reason == "error"
 
 
-# 1.1 tells the connector of every request that it frees; later versions of those that finished by themselves.
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
-@pytest.mark.parametrize(("contract", "times"), [("1.1", 1), ("1.2", 0), ("1.3rc", 0), ("main", 0), ("embedded", 1)])
+@pytest.mark.parametrize(("contract", "times"), [("1.2", 0), ("main", 0), ("embedded", 1)])
 def test_a_request_cut_short_is_told_or_just_disappears(make_engine, contract, times, how):
     llm, record = make_engine(contract, None)
     cut_short(llm, prompt(9), how)
@@ -341,27 +329,15 @@ def test_a_forward_that_fails_ends_the_running_requests(make_engine, cold, contr
     assert all("injected" in output.error for output in ended)
     assert record.names()[-1] == "get_finished"
     assert record.count("wait_for_save") == 0
-    assert record.count("request_finished") == 2 * (contract == "1.1")
+    assert record.count("request_finished") == 0
     assert llm.block_manager.num_reusable_blocks == published
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     # What waited is served as if nothing had been.
     assert [list(streams[2])[-1].outputs[0].token_ids] == cold([prompt(20, 2)])
 
 
-def test_a_request_that_a_failed_forward_ends_can_be_saved(make_engine):
-    llm, record = make_engine("1.1", None)
-    stream = llm.generate_async(prompt(20), SIX)
-    next(stream)
-    record.saves_any, record.saves, record.polls_a_save_takes = True, True, 2
-    with fails_once(llm.executor.model_runner, "forward"):
-        llm.executor.step()
-    assert llm.executor.pending_transfers == [stream.request_id]
-    llm.settle()
-    assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-
-
 def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(make_engine):
-    llm, record = make_engine("1.1", None)
+    llm, record = make_engine("embedded", None)
     stream = llm.generate_async(prompt(20), SIX)
     next(stream)
     record.saves_any, record.saves = True, True
@@ -411,14 +387,14 @@ def test_which_blocks_a_save_holds(make_engine, contract, groups):
     forget_prefixes(llm)
     assert {node.block_id for _, node in blocks._tree.walk()} == shared  # no other request gets them meanwhile
     llm.settle()
-    assert blocks.num_blocks - blocks.num_free_blocks == (3 if contract == "1.1" else 0)  # of one of the two
+    assert blocks.num_free_blocks == blocks.num_blocks
 
 
 @pytest.mark.parametrize("contract", FIELDS)
 def test_what_a_disaggregated_set_up_pins(make_engine, contract):
     llm, _ = twins_being_saved(make_engine, contract, cache_transceiver_config={"backend": "DEFAULT"})
     forget_prefixes(llm)
-    assert (llm.block_manager.num_reusable_blocks == 0) == (contract == "1.1")
+    assert llm.block_manager.num_reusable_blocks > 0
     llm.settle()
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
 
@@ -429,20 +405,6 @@ def test_with_block_reuse_off_a_save_pins_nothing(make_engine, contract):
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
     llm.settle()
     assert llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
-
-
-@pytest.mark.parametrize("contract", V1_CONTRACTS)
-def test_of_saves_that_end_together_one_may_be_unpinned(make_engine, contract):
-    llm, record = make_engine(contract, None)
-    record.saves, record.polls_a_save_takes = True, 2
-    for _ in range(2):
-        llm.generate([prompt(20, seed) for seed in range(3)], TWO)
-        llm.settle()
-    assert llm.executor.pending_transfers == []
-    lost = llm.block_manager.num_blocks - llm.block_manager.num_free_blocks
-    assert lost == (4 if contract == "1.1" else 0)  # two of three, of two full blocks each, and the same ones again
-    forget_prefixes(llm)
-    assert llm.block_manager.num_reusable_blocks == lost
 
 
 @pytest.mark.parametrize("contract", V1_CONTRACTS)
@@ -469,7 +431,7 @@ def test_flashinfer_orders_heads_and_tokens_as_the_version_does(make_engine, con
         pools.append(llm.executor.pool.tensor.view(-1, LAYERS, 2, 2 * BLOCK, 16))
     assert outputs[0] == outputs[1]
     heads_first, registered = pools
-    if contract in ("1.1", "1.2"):
+    if contract == "1.2":
         assert not torch.equal(registered, heads_first)
         registered = registered.view(-1, LAYERS, 2, BLOCK, 2, 16).transpose(3, 4).reshape(heads_first.shape)
     assert torch.equal(registered, heads_first)
@@ -490,18 +452,11 @@ def test_what_a_constructor_raises_in_its_thread_is_passed_on(make_llm, schedule
 # -- what a version refuses -------------------------------------------------------------------------------------------
 
 
-def test_cuda_graphs_are_refused_where_the_version_does(make_engine):
-    with pytest.raises(ConfigurationError, match=r"contract 1\.1 allows no CUDA graphs"):
-        make_engine("1.1", None, layer_hooks=False)
-    _, record = make_engine("1.2", None, layer_hooks=False)
+def test_1_2_takes_v1_even_if_v2_was_asked_for(make_engine):
+    _, record = make_engine("1.2", ())
     assert record.count("register_kv_caches") == 1
-
-
-def test_older_versions_take_v1_even_if_v2_was_asked_for(make_engine):
-    _, record = make_engine("1.3rc", ())
-    assert record.count("register_kv_caches") == 1
-    with pytest.raises(ConfigurationError, match=r"layer_groups is .* contract 1\.3rc"):
-        make_engine("1.3rc", ((0, 1), (2,)))
+    with pytest.raises(ConfigurationError, match=r"layer_groups is .* contract 1\.2"):
+        make_engine("1.2", ((0, 1), (2,)))
 
 
 @pytest.mark.parametrize("groups", [((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2, 3),)])

@@ -30,14 +30,6 @@ from tests.engine_wrapper.serving import token_ids
 # -- the order and number of calls ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("does_nothing", [False, True])
-def test_layer_hooks_can_be_left_out_or_do_nothing(make_recorded_llm, does_nothing):
-    llm, record = make_recorded_llm(layer_hooks=does_nothing)
-    llm.connector_worker.uses_layer_hooks = not does_nothing
-    llm.generate([prompt(5)], TWO)
-    assert record.count("wait_for_layer_load") == record.count("save_kv_layer") == 0
-
-
 def test_call_counts_over_chunks(make_recorded_llm):
     llm, record = make_recorded_llm(max_num_tokens=16)
     llm.generate([prompt(40)], TWO)

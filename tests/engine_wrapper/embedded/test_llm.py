@@ -401,7 +401,7 @@ def raises():
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("act", [interrupt, raises])
-@pytest.mark.parametrize("fields", [{}, {"contract": "1.1"}, {"contract": "1.2", "disable_overlap_scheduler": False}])
+@pytest.mark.parametrize("fields", [{}, {"contract": "1.2", "disable_overlap_scheduler": False}])
 def test_the_engine_serves_on(make_recorded_llm, make_llm, fields, act, number):
     expected = answers(make_llm().generate(PROMPTS, EIGHT))
     llm, _ = make_recorded_llm(max_num_tokens=32, **fields)

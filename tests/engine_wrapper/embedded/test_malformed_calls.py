@@ -346,7 +346,7 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
 
 def test_an_id_is_held_until_the_engine_is_told_of_the_end_of_its_save(make_llm):
     # This version is told of one end at a time.
-    engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.1"))
+    engine, runtime = with_donor(make_llm(*NAMES, module="semblend_trt.connector", contract="1.2"))
     for request_id, blocks in ((1001, BLOCKS), (1002, [block + 14 for block in BLOCKS])):
         engine.ask(request_id, prompt(100, request_id), 0, 4, None)
         engine.run([RequestData(request_id, [], blocks, 0, 100)], [])

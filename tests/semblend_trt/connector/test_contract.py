@@ -10,7 +10,7 @@ from tests.semblend_trt.doctor.test_trtllm import CALLABLE, FIELDS, OLD, RELEASE
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_the_embedded_engine_names_its_version(name):
+def test_arguments_may_name_the_version(name):
     assert version_of(SimpleNamespace(contract=name)).name == name
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.connector.contract import RequestDataV11
+from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
@@ -156,7 +156,7 @@ def test_behind_moved_kv_only_what_was_checked_becomes_a_donor(generation, evide
 
 def told(request, position, scheduled, blocks=(), *, is_first=False):
     iteration = Iteration()
-    iteration.add(request, RequestDataV11(7, [], list(blocks), position, scheduled), is_first=is_first)
+    iteration.add(request, ScheduledRequest(7, [], list(blocks), position, scheduled), is_first=is_first)
     request.is_followed = request.is_followed or bool(iteration.followed)
     return iteration
 
@@ -210,7 +210,7 @@ def test_beginnings_that_cannot_be(position, scheduled):
     request = savable(matched=30)
     iteration = Iteration()
     with pytest.raises((TypeError, ValueError)):
-        iteration.add(request, RequestDataV11(7, [], BLOCKS, position, scheduled), is_first=True)
+        iteration.add(request, ScheduledRequest(7, [], BLOCKS, position, scheduled), is_first=True)
     assert iteration.plans == [request.plan]  # its tokens were promised
     assert (iteration.followed, iteration.progress, request.block_ids) == ([], [], [])
 

@@ -181,7 +181,7 @@ def test_a_save_ends_with_its_exact_part_or_where_a_block_cannot_be_the_requests
     assert (told.tokens, told.error is None) == (kept, kept > 0)
 
 
-@pytest.fixture(params=["1.1", "main"])
+@pytest.fixture(params=["1.2", "main"])
 def early(tiny_qwen2_path, request):
     """A worker of an engine that gives a request's blocks to others while they are saved."""
     built = SemBlendKvConnectorWorker(LlmArgs(model=tiny_qwen2_path, contract=request.param))
@@ -227,7 +227,7 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
 
 @pytest.mark.parametrize(
     ("contract", "has_layout", "held"),
-    [("1.3rc", False, False), ("main", False, False), ("main", True, True), ("embedded", False, True)],
+    [("1.2", False, False), ("main", False, False), ("main", True, True), ("embedded", False, True)],
 )
 def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, has_layout, held):
     args = LlmArgs(model=tiny_qwen2_path, contract=contract)

@@ -36,6 +36,7 @@ def test_every_variable_is_read_or_told(monkeypatch) -> None:
 
 
 def test_a_retired_setting_is_a_note(monkeypatch) -> None:
+    monkeypatch.delenv("SEMBLEND_LOOKUP_DEADLINE_MS")
     monkeypatch.setenv("SEMBLEND_DONOR_DTYPE", "model")
     note, _ = variables(load_settings(), None)
     assert (note.status, note.text) == (

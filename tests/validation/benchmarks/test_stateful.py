@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine_wrapper.embedded.block_manager import BlockManager
 from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.runtime import ActivePlans
 from tests.validation.benchmarks.dry_runs import dry_rows
@@ -15,7 +15,7 @@ from validation.benchmarks import stateful
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch):
     monkeypatch.setattr(stateful, "CASES", stateful.CASES[-2:])
-    habits = [case for case in stateful.HABIT_CASES if case.name in ("1.1-v1-rough", "main-v1-rough")]
+    habits = [case for case in stateful.HABIT_CASES if case.name in ("1.2-v1-overlap-rough", "main-v1-rough")]
     monkeypatch.setattr(stateful, "HABIT_CASES", habits)
 
 
@@ -43,13 +43,7 @@ def test_approximate_blocks_in_the_prefix_cache_end_the_count(tmp_path, monkeypa
 
 
 def test_blocks_that_stay_pinned_are_counted(tmp_path, monkeypatch):
-    get_finished = SemBlendKvConnectorWorker.get_finished
-
-    def all_at_once(self, finished, loading):
-        ended, loaded = get_finished(self, finished, loading)
-        return [*ended, *(self._runtime.ended_saves.popleft() for _ in range(len(self._runtime.ended_saves)))], loaded
-
-    monkeypatch.setattr(SemBlendKvConnectorWorker, "get_finished", all_at_once)
+    monkeypatch.setattr(BlockManager, "unpin", lambda self, request_id: None)
     assert lived(tmp_path, 600)["trtllm_habits_leaked_blocks"] > 0
 
 

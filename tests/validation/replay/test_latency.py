@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
-from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations, shipped_observations
+from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
 from validation.replay.trace import Observation
 
 if TYPE_CHECKING:
@@ -73,18 +73,17 @@ def test_too_little_to_fit_is_refused(seen: list[Observation]) -> None:
 def test_recorded_rows_make_a_close_fit(recorded_rows: Path) -> None:
     seen = recorded_observations(recorded_rows)
     assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
-    assert sorted(each.computed + each.reused for each in seen if each.reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
+    reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
+    assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
     model = LatencyModel.fitted(seen, "rows")
     assert model.r2 > 0.99
     assert min(model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms) > 0.0
 
 
-def test_the_shipped_observations_are_those_of_the_recorded_rows(recorded_rows: Path) -> None:
-    """`make scoreboard ARGS=--write` makes them anew."""
-    assert H200_PROFILE.read_text() == shipped_observations(recorded_rows.parent)
-    shipped, rows = recorded_observations(H200_PROFILE), recorded_observations(recorded_rows)
-    assert [replace(each, ttft_ms=round(each.ttft_ms, 3)) for each in rows] == shipped[:-1]
-    assert [each.is_checked for each in shipped] == [False] * len(rows) + [True]
+def test_result_rows_hold_what_a_list_of_observations_does(recorded_rows: Path) -> None:
+    shipped = recorded_observations(H200_PROFILE)
+    assert recorded_observations(recorded_rows) == shipped
+    assert any(each.is_checked for each in shipped)
 
 
 def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
