@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -23,17 +22,13 @@ _ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 
 
 class ServerProcess:
-    """Runs Python with `command`, one thread for torch and at most `descriptors`; kill it at the end.
+    """Runs Python with `command`, one thread for torch; kill it at the end.
 
     It prints its address on standard error when it listens.
     """
 
-    def __init__(self, *command: str, descriptors: int | None = None, **variables: str) -> None:
+    def __init__(self, *command: str, **variables: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-
-        def limit() -> None:
-            if descriptors is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
         self._process = subprocess.Popen(
             [sys.executable, *command],
@@ -41,7 +36,6 @@ class ServerProcess:
             stdout=subprocess.DEVNULL,
             text=True,
             env=inherited | {"OMP_NUM_THREADS": "1"} | variables,
-            preexec_fn=limit,
         )
         self._said: list[str] = []
         self._listens = threading.Event()
@@ -83,15 +77,15 @@ class ServerProcess:
         self._listens.set()
 
 
-def worker(*arguments: str, descriptors: int | None = None, **variables: str) -> ServerProcess:
+def worker(*arguments: str, **variables: str) -> ServerProcess:
     """An embedded engine with the shipped model, at a free port."""
     command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
-    return ServerProcess(*command, *arguments, descriptors=descriptors, **variables)
+    return ServerProcess(*command, *arguments, **variables)
 
 
-def router(config: Path, descriptors: int | None = None, **variables: str) -> ServerProcess:
+def router(config: Path, **variables: str) -> ServerProcess:
     """The router with a configuration."""
-    return ServerProcess("-c", _ROUTER, "router", "--config", str(config), descriptors=descriptors, **variables)
+    return ServerProcess("-c", _ROUTER, "router", "--config", str(config), **variables)
 
 
 @contextmanager
@@ -100,7 +94,6 @@ def fleet(
     workers: Sequence[ServerProcess],
     tenants: Sequence[str],
     *,
-    descriptors: int | None = None,
     variables: Mapping[str, str] | None = None,
     **fields: object,
 ) -> Iterator[ServerProcess]:
@@ -120,7 +113,7 @@ def fleet(
             text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
         config = folder / "router.toml"
         config.write_text(text)
-        front = router(config, descriptors, ROUTER_SECRET="a secret of the router", **(variables or {}))
+        front = router(config, ROUTER_SECRET="a secret of the router", **(variables or {}))
         ending.callback(front.kill)
         yield front
 

@@ -233,7 +233,7 @@ def soaked_fleet(folder: Path, more: Mapping[str, str] | None = None) -> Iterato
     with loopback_server() as nats:
         profile = str(MODEL / "reuse-profile.json")
         arguments = ("--worker-id", "1", "--nats", nats.url, "--profile", profile, "--max-batch-size", "2")
-        serving = worker(*arguments, descriptors=None, **variables)
+        serving = worker(*arguments, **variables)
         with fleet(folder, [serving], TENANTS, variables=ALLOCATOR, nats_url=nats.url) as front:
             front.address()
             yield {"router": front, "worker": serving}
