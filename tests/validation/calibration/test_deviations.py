@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.evidence.families import CHUNK, WINDOW, random_model
 from kernels.deviation import Move, deviation
 from kernels.rope import rotate_keys, saturated
 from semblend_trt.connector.model_facts import model_facts
-from validation.benchmarks.families import CHUNK, WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
