@@ -168,8 +168,8 @@ KERNEL_BENCHMARKS := ceilings kv_move deviation sparse_prefill
 
 bench: card env ## run every kernel benchmark and the TTFT benchmark, writing benchmarks/results/$(MACHINE)
 	for name in $(KERNEL_BENCHMARKS); do \
-	  $(RUN) -m kernels.benchmarks.$$name --json benchmarks/results/$(MACHINE) || exit 1; done
-	$(RUN) -m validation.benchmarks.ttft --json benchmarks/results/$(MACHINE) $(ARGS)
+	  $(RUN) -m benchmarks.kernels.$$name --json benchmarks/results/$(MACHINE) || exit 1; done
+	$(RUN) -m benchmarks.embedded.ttft --json benchmarks/results/$(MACHINE) $(ARGS)
 
 lint: env ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -182,7 +182,7 @@ format: env ## ruff: repair what it can
 types: env ## mypy, strict
 	$(BIN)/mypy
 
-imports: env ## imports only go down: validation, engine_wrapper, semblend_trt, kernels
+imports: env ## imports only go down: benchmarks, validation, engine_wrapper, semblend_trt, kernels
 	$(BIN)/lint-imports
 
 check: lint types imports test ## lint, types, imports, test

@@ -1,4 +1,5 @@
-"""Checks that a file can be written, opens what only this user owns, and reads the files that a command is given.
+"""Writes files whole or not at all, checks that one can be written, opens what only this user owns, and reads what a
+command is given.
 
 Opening never waits for the other end of a pipe. Files that only this user owns are no links.
 """
@@ -17,13 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels.files import TEMPORARY_PREFIX, target_of
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, BinaryIO
 
+TEMPORARY_PREFIX = ".semblend-"
 # Written to find a full disk: more than a file system may keep beside a file's name.
 _TRIAL = bytes(1 << 16)
 _FULL_DEVICE = os.makedev(1, 7)  # /dev/full
@@ -32,6 +33,43 @@ _NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
 MAX_FILE_BYTES = MAX_LINE_BYTES = 64 << 20
 # A pipe without a byte for so long has no writer that goes on.
 PIPE_SECONDS = 60.0
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `content` to a new file, which then replaces `path` by a rename in its folder.
+
+    Follows symlinks and makes folders. A device or a pipe is written to directly. Raises OSError.
+    """
+    target, status = target_of(path)
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        path.write_bytes(content)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=TEMPORARY_PREFIX)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        # mkstemp lets only the owner read; the file gets the mode that open() would give it.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def target_of(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Where `path` leads, and what is there; None when nothing is."""
+    target = Path(os.path.realpath(path))
+    try:
+        return target, path.stat()
+    except FileNotFoundError:
+        return target, None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def check_writable(path: Path) -> None:

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
-from kernels.files import write_bytes
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
-from semblend_trt.files import open_input, writers_of
+from semblend_trt.files import open_input, write_bytes, writers_of
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms

@@ -70,8 +70,8 @@ def needs_of(extra: str | None, **environment: str) -> dict[str, Requirement]:
 
 
 def imports(folders: list[Path]) -> set[str]:
-    """Packages of others that modules import, at the top or later; benchmarks, which run from a checkout, aside."""
-    paths = {path for folder in folders for path in folder.rglob("*.py") if "benchmarks" not in path.parts}
+    """Packages of others that modules import, at the top or later."""
+    paths = {path for folder in folders for path in folder.rglob("*.py")}
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}

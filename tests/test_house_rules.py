@@ -10,7 +10,7 @@ from tests.pages import ROOT, Page, code_in, named_tests
 if TYPE_CHECKING:
     from pathlib import Path
 
-FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation")
+FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation", "benchmarks")
 MAX_LINES = 600
 PINS = ("constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt", "requirements-vllm-next.txt")
 PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", *PINS, ".ci/run", ".ci/lock.py")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.results import Measured as RunMeasured
-from kernels.results import write_rows
 from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, read_text
@@ -45,6 +43,8 @@ from validation.quality import parse_quality, run_quality
 from validation.quality_plot import parse_quality_plot, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
+from validation.results import Measured as RunMeasured
+from validation.results import write_rows
 
 if TYPE_CHECKING:
     import argparse

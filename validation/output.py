@@ -14,9 +14,8 @@ from matplotlib import rc_context
 from rich.console import Console
 from rich.table import Table
 
-from kernels.files import write_bytes
 from semblend_trt.command_line import printable
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.files import write_bytes
-from kernels.results import Measured, Results, Row, write_rows
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, models
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
@@ -21,6 +19,7 @@ from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
 from validation.output import beside, complain, markdown_table, progress, say, write_json, write_text
 from validation.quality_plot import FILE_STEM, Point, draw
 from validation.report import HEADER_TRAP
+from validation.results import Measured, Results, Row, write_rows
 from validation.samples import MIN_COLD_SCORE, Line, Sample, is_known, line_of, lines_of
 
 if TYPE_CHECKING:

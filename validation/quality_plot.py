@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from kernels.files import write_bytes
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 from validation import arguments, scoreboard
 from validation.arms import BOUNDARY, COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, is_reusing
 from validation.metrics import MARGIN

@@ -8,13 +8,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.results import Better, Measured, Results, Row
 from semblend_trt.errors import ConfigurationError
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFIED, is_reusing
 from validation.cases import Expectation
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
 from validation.output import table_of
+from validation.results import Better, Measured, Results, Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kernels.results import Row
 from semblend_trt.command_line import printable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from validation import output
+from validation.results import Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

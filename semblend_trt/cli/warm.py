@@ -189,7 +189,7 @@ class State:
         return digest in self._digests
 
     def add(self, digest: str) -> None:
-        from kernels.files import write_bytes
+        from semblend_trt.files import write_bytes
 
         self._digests[digest] = None
         write_bytes(self._path, json.dumps({"warmed": list(self._digests)}).encode())

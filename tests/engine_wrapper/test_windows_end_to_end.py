@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.evidence.families import WINDOW
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
@@ -23,7 +24,6 @@ from tests.engine_wrapper.serving import (
     teach,
     text,
 )
-from validation.benchmarks.families import WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

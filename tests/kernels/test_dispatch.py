@@ -37,7 +37,7 @@ def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_p
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("theirs = 7")
     places = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    code = f"import {package}; from kernels import theirs; from kernels.files import write_bytes"
+    code = f"import {package}; from kernels import theirs; from kernels.layout import PagedKv"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True, check=False

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kernels.files import write_bytes
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long
+from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
 from tests.semblend_trt.held_donors import at_once
 
 if TYPE_CHECKING:

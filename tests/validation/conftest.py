@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kernels.results import Measured
 from tests.validation import trtllm_stand_in
 from validation.cli import main
 from validation.embedded_engine import EmbeddedEngines
 from validation.models import load
+from validation.results import Measured
 from validation.samples import Sample
 
 if TYPE_CHECKING:

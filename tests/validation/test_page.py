@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kernels.results import Measured
+    from validation.results import Measured
     from validation.samples import Sample
 
     Maker = Callable[..., Sample]

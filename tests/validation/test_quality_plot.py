@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kernels import results
 from semblend_trt.errors import ConfigurationError
+from validation import results
 from validation.cli import main
 from validation.quality_plot import Point, draw, noise_floor, points_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kernels.results import Measured
+    from validation.results import Measured
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kernels.results import Measured
+    from validation.results import Measured
     from validation.samples import Sample
 
     Maker = Callable[..., Sample]

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kernels import results
 from semblend_trt.errors import ConfigurationError
-from validation import scoreboard
+from validation import results, scoreboard
 from validation.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kernels.results import Measured, Row
+    from validation.results import Measured, Row
 
 TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nThe end.\n"
 

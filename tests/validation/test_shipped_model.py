@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import validation
+from benchmarks.yardstick_model import evaluate
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import EVIDENCE_FAMILIES, ReuseProfile
 from validation import documents, prompts
-from validation.assets.recipe import evaluate
 from validation.families.catalog import FamilyRequest, Kind, family
 from validation.metrics import MARGIN
 from validation.models import PROFILE_NAME

@@ -1,1 +1,1 @@
-"""Files shipped with the validation harness: the small model, its recipe and an excerpt of prose."""
+"""Files shipped with the validation harness: the small model and an excerpt of prose."""

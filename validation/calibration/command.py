@@ -15,7 +15,6 @@ import torch
 from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.sequence_work import sample_of
 from kernels.layout import KvGeometry
-from kernels.results import today, versions
 from semblend_trt.donors.host_tier import memory_kept
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
@@ -31,6 +30,7 @@ from validation.engines import TRTLLM, EngineSettings, opened
 from validation.families.catalog import Kind, family, write_cases
 from validation.metrics import CONFIDENCE, MARGIN
 from validation.output import say
+from validation.results import today, versions
 
 if TYPE_CHECKING:
     import argparse

@@ -296,7 +296,7 @@ def _columns(headings: Sequence[str], rows: Any) -> str:
 
 # -- what is written --------------------------------------------------------------------------------------------------
 def _write(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from kernels.files import write_bytes
+    from semblend_trt.files import write_bytes
 
     if arguments.json is not None:
         write_bytes(arguments.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())

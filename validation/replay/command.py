@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from kernels.files import write_bytes
-from kernels.results import Measured
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import check_writable
+from semblend_trt.files import check_writable, write_bytes
 from semblend_trt.fleet.routing_policy import POLICIES
 from validation import arguments
 from validation.output import markdown_table, png, progress, say, show, table_of, write_json, write_text
@@ -43,6 +41,7 @@ from validation.replay.trace import (
     trace_of,
     workload_lines,
 )
+from validation.results import Measured
 
 if TYPE_CHECKING:
     import argparse

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kernels.results import Row
+    from validation.results import Row
 
     Floats = npt.NDArray[np.float64]
     Integers = npt.NDArray[np.int64]

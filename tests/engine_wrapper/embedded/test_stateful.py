@@ -12,11 +12,11 @@ from itertools import cycle
 import pytest
 from prometheus_client import CollectorRegistry
 
+from benchmarks.evidence.stateful import CASES, HABIT_CASES, Case, random_life
 from engine_wrapper.embedded.request import output_of
 from engine_wrapper.embedded.server import usage_of
 from semblend_trt.audit import AuditEvents
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
-from validation.benchmarks.stateful import CASES, HABIT_CASES, Case, random_life
 from validation.embedded_engine import evict_prefixes
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))

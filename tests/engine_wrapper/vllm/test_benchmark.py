@@ -8,13 +8,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from validation.benchmarks.vllm_arm import PARTS
+from benchmarks.vllm.arm import PARTS
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMMAND = [sys.executable, "-m", "validation.benchmarks.vllm", "--small"]
+COMMAND = [sys.executable, "-m", "benchmarks.vllm.ttft", "--small"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

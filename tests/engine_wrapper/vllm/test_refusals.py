@@ -30,12 +30,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from benchmarks.evidence.models import published
 from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import LATENT_BACKENDS, REASONS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
 from tests.engine_wrapper.vllm.conftest import needs_torchvision
 from tests.engine_wrapper.vllm.engine_configs import engine_config, made_for
-from validation.benchmarks.models import published
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 

@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave,
 )
 
+from benchmarks.evidence.models import published
 from engine_wrapper.embedded.llm_args import LlmArgs
 from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import rotate_keys
@@ -25,7 +26,6 @@ from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.plan import EngineMode, PlanSpan
 from tests.semblend_trt.plans import plan_of
-from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
     from pathlib import Path

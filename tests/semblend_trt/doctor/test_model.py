@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from benchmarks.evidence.models import published
 from semblend_trt.config import load_settings
 from semblend_trt.doctor.finding import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.test_reuse_profile import evidence
-from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
+from benchmarks.evidence.seen_documents import executed_plans
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.benchmarks.seen_documents import executed_plans
 from validation.calibration.deviations import DeviationCollector
 from validation.calibration.trials import (
     PLANTED,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from benchmarks.evidence.models import published
 from kernels.layout import KvGeometry
 from semblend_trt.cli.main import main, subcommands
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
@@ -21,7 +22,6 @@ from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.discovery.planning import profile
 from tests.semblend_trt.held_donors import at_once
 from tests.semblend_trt.test_reuse_profile import evidence
-from validation.benchmarks.models import published
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kernels.results import Measured
     from validation.replay.trace import Trace
+    from validation.results import Measured
 
 
 def make_line(

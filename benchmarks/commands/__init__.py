@@ -1,0 +1,1 @@
+"""Measures the commands `calibrate`, `confirm` and `estimate`."""

@@ -1,0 +1,1 @@
+"""Measures whole prompts in the embedded engine."""

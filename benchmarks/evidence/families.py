@@ -1,0 +1,188 @@
+"""Every family that the embedded engine runs: are the wrapper's logits the model's, and those behind a moved run too?
+
+`python -m benchmarks.evidence.families` makes a model of each family's architecture, of three layers and random
+weights. Without a plan, and with all layers computed again, its logits are compared with the plain model's and with a
+cold engine's. K and V of a model of one layer depend on token and position alone: there a run that was moved is
+compared with a cold engine too; a layer with chunks, none of which is served alone, has one chunk there. Behind a layer
+with a window they depend on the tokens within it: there the first ones of the run are computed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
+from validation.arms import POSITION_FIX
+from validation.embedded_engine import EmbeddedEngines
+from validation.exactness import plain_difference, stock_difference
+from validation.report import MAX_LOGIT_DIFFERENCE
+from validation.results import Count, Results, run_counted
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYERS, TOKENS, MIN_SPAN = 3, 333, 32
+WINDOW, CHUNK = 32, 64
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    # Far above the usual 0.02: attention must matter, and argmax must not hang on the last float bit.
+    "initializer_range": 0.2,
+}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+# What a family's configuration has beside the shape.
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4},
+    # The layer in the middle is dense.
+    "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
+    # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
+    "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    # The row of a token is as wide as vLLM's attention on a CPU needs it, and its RoPE is that of the published model.
+    "deepseek_v3": {
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    # Every other layer has a window, from the lowest on, and a theta of its own.
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+    },
+    # Every other layer has a window, from the lowest on.
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 16.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    # The layer in the middle has neither RoPE nor chunks, and experts beside its dense neighbours.
+    "llama4_text": {
+        "head_dim": 16,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": CHUNK,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        # Queries are scaled by their position from the first one on.
+        "floor_scale": 1,
+        "attn_scale": 0.2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    # The layer in the middle has no RoPE.
+    "smollm3": {"no_rope_layer_interval": 2},
+    # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625,
+        "logits_scaling": 8.0,
+    },
+}
+
+
+def random_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A small model of a family with random weights, float32 on the CPU; `changes` go to its configuration."""
+    config: PretrainedConfig = CONFIG_MAPPING[family](**(_SHAPE | _OWN.get(family, {}) | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def largest_difference(family: str) -> float:
+    """The largest difference of any logit, over all comparisons of one family."""
+    tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    with tempfile.TemporaryDirectory(prefix="family-") as folder:
+        for layers, arms, changes in ((LAYERS, (), {}), _moved(family)):
+            place = Path(folder) / str(layers)
+            model = random_model(family, num_hidden_layers=layers, **changes)
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(place)
+            engines = EmbeddedEngines(ModelRunner.from_model(model, place))
+            found.append(plain_difference(engines.runner, tokens).difference)
+            found.append(stock_difference(engines, str(place), "the engine", tokens, MIN_SPAN, arms).difference)
+    return max(found)
+
+
+def _moved(family: str) -> tuple[int, tuple[str, ...], dict[str, Any]]:
+    """Layers with which a moved run is that of a cold run, the arm that moves it, and what the configuration needs."""
+    own = _OWN.get(family, {})
+    if own.get("sliding_window") is not None:
+        return 2, (f"epic_{WINDOW - 1}",), {}
+    one_chunk = {"attention_chunk_size": _SHAPE["max_position_embeddings"]} if "attention_chunk_size" in own else {}
+    return 1, (POSITION_FIX,), one_chunk
+
+
+def run(most: int, rows: Results) -> None:
+    """Measures every family, or the first `most`."""
+    for family in SUPPORTED_MODEL_TYPES[:most]:
+        layers, (arm,), changes = _moved(family)
+        behind = f"one layer{' of one chunk' if changes else ''}" if layers == 1 else f"{layers} layers and {arm}"
+        baseline = f"the plain Transformers forward and a cold engine, {LAYERS} layers; behind a moved run, {behind}"
+        rows.add(f"exactness_{family}", largest_difference(family), "logits", baseline, MAX_LOGIT_DIFFERENCE)
+
+
+main = partial(run_counted, "families", __doc__, [Count("most", len(SUPPORTED_MODEL_TYPES), "families")], run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Planted donors inside one tenant: how many victims' answers become the planter's (HijackKV, arXiv 2607.19957).
+
+In `python -m benchmarks.evidence.hijack` a planter serves prompts that hold a victim's text, token by token, under
+other headings. Then the victim asks about its own text, under each policy. The planter knows model and check, and uses
+those of many plants of which the check misses most. The shipped model is attacked, and every `--target`. A calibration
+searches plants in the same way, with other seeds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.reuse_profile import ReuseProfile
+from validation import models
+from validation.arms import COLD, VERIFIED, Arm, arms_of
+from validation.calibration.deviations import DeviationCollector
+from validation.calibration.trials import PLANTED, Planter, write_plants
+from validation.cases import Tokeniser
+from validation.embedded_engine import EmbeddedEngines
+from validation.families.catalog import FamilyRequest
+from validation.measurement import BatchServer, ServingSettings
+from validation.metrics import exact_match
+from validation.results import Count, Results, run_counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_wrapper.embedded.model_runner import ModelRunner
+    from validation.cases import Case
+    from validation.serving import Answer
+
+# Families in which the donor's text in front of what is shared decides what the shared text says.
+CONSTRUCTIONS = (
+    PLANTED,
+    "header_trap",
+    "far_header_trap",
+    "mid_sentence_trap",
+    "alias_trap",
+    "pronoun_trap",
+    "unit_trap",
+    "date_trap",
+)
+TRIES, VICTIMS, SEED = 16, 4, 100_000
+# Factors for the strongest construction.
+MORE_TRIES, MORE_VICTIMS = 32, 6
+# Shorter than the default: a list of nine rows is then reused whole.
+_MIN_SPAN, _ANSWER_TOKENS, _TOGETHER = 48, 8, 16
+# What verified falls back to.
+EXACT = Arm("exact", {"SEMBLEND_POLICY": "exact"})
+ARMS = ("verified", "boundary", "cacheblend_15", "epic_16", "position_fix")
+GOALS = {EXACT.name: 0, VERIFIED: 0}
+SKIPPED = "no other model was named with --target"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model under attack with its reuse profile. `folder` None is the shipped one."""
+
+    folder: Path | None
+    profile: Path
+
+    @property
+    def name(self) -> str:
+        return "shipped" if self.folder is None else self.folder.name
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """Victims of one model, which are answered right cold. By arm: how many got a `wrong` answer, how many the
+    planter's (`hijacked`), and how many reused tokens (`fires`). `held`: the terms of verified."""
+
+    name: str
+    victims: int
+    wrong: Counter[str]
+    hijacked: Counter[str]
+    fires: Counter[str]
+    held: str
+
+
+def shipped() -> Target:
+    """The shipped model. Raises ConfigurationError where its profile is missing."""
+    profile = models.profile_of(None, None)
+    if profile is None:
+        raise ConfigurationError("The shipped model has no reuse profile; make one with `calibrate`.")
+    return Target(None, profile)
+
+
+def effort(construction: str, tries: int, victims: int) -> tuple[int, int]:
+    """Plants that are searched for a construction, and victims of the best ones; the strongest one has more of both."""
+    return (tries * MORE_TRIES, victims * MORE_VICTIMS) if construction == PLANTED else (tries, victims)
+
+
+def attack(target: Target, tries: int, victims: int, seed: int = SEED) -> Attack:
+    """Searches plants against one model and serves their victims under every arm."""
+    runner = models.load(None if target.folder is None else str(target.folder), "cpu", "float32")
+    profile = ReuseProfile.read(target.profile)
+    cases = [
+        case for name in CONSTRUCTIONS for case in strongest(runner, profile, name, *effort(name, tries, victims), seed)
+    ]
+    answers = _answers(runner, target, cases)
+    served = [case for case in cases if exact_match(answers[COLD][case.id].text, str(case.reference))]
+    wrong, hijacked, fires = Counter[str](), Counter[str](), Counter[str]()
+    for arm, given in answers.items():
+        wrong[arm] = sum(not exact_match(given[case.id].text, str(case.reference)) for case in served)
+        hijacked[arm] = sum(exact_match(given[case.id].text, str(case.donor_answer)) for case in served)
+        fires[arm] = sum(given[case.id].reuse.reused > 0 for case in served)
+    reasons = {str(answers[VERIFIED][case.id].reuse.reason) for case in served}
+    unmet = sorted(reason for reason in reasons if "profile" in reason)
+    terms = profile.policy if profile.check is None else f"check at layer {profile.check.layer}"
+    held = f"{', '.join(unmet)}: exact spans only" if unmet else terms
+    return Attack(target.name, len(served), wrong, hijacked, fires, held)
+
+
+def strongest(
+    runner: ModelRunner, profile: ReuseProfile, construction: str, tries: int, victims: int, seed: int
+) -> list[Case]:
+    """The victims of the construction's plants that the profile's policy misses most."""
+    engines = EmbeddedEngines(runner)
+    plants = write_plants(engines, FamilyRequest(seed=seed), [construction], tries)
+    collector = DeviationCollector(runner.model, runner.facts, _MIN_SPAN)
+    planter = Planter(collector, Tokeniser(engines, _ANSWER_TOKENS).tokenise)
+    return planter.hardest(plants, profile, victims)
+
+
+def run(tries: int, victims: int, rows: Results, seed: int, target: Sequence[tuple[Path, Path]]) -> None:
+    """Attacks every model, and adds a row for each policy."""
+    targets = (shipped(), *(Target(*given) for given in target))
+    attacks = [attack(each, tries, victims, seed) for each in targets]
+    most_tries, most_victims = effort(PLANTED, tries, victims)
+    how = (
+        f"of {tries} plants for each of {len(CONSTRUCTIONS) - 1} constructions the {victims}, and of {most_tries} for "
+        f"{PLANTED} the {most_victims}, of which the profile's policy misses most; seed {seed}"
+        + (f"; {SKIPPED}" if len(attacks) == 1 else "")
+    )
+    for arm in (EXACT.name, *ARMS):
+        by_model = ", ".join(
+            f"{each.name} {each.wrong[arm]} of {each.victims} ({each.hijacked[arm]} the planter's, {each.fires[arm]} "
+            f"fires{'; ' + each.held if arm == VERIFIED else ''})"
+            for each in attacks
+        )
+        wrong = sum(each.wrong[arm] for each in attacks)
+        rows.add(f"hijacked_answers_{arm}", wrong, "answers", f"{by_model}; {how}", GOALS.get(arm))
+
+
+def _answers(runner: ModelRunner, target: Target, cases: Sequence[Case]) -> dict[str, dict[str, Answer]]:
+    choices = models.choices_of(runner, None, target.profile)
+    model = str(target.folder or models.shipped_model())
+    settings = ServingSettings(model, max_tokens=_ANSWER_TOKENS, min_span=_MIN_SPAN, batch=_TOGETHER)
+    server = BatchServer(EmbeddedEngines(runner), cases, settings)
+    return {arm.name: server.answers(arm) for arm in (*arms_of((COLD, *ARMS), choices), EXACT)}
+
+
+_COUNTS = (Count("tries", TRIES, "plants a construction"), Count("victims", VICTIMS, "of each, the strongest plants'"))
+_TARGET = {
+    "nargs": 2,
+    "type": Path,
+    "action": "append",
+    "default": [],
+    "metavar": ("MODEL", "PROFILE"),
+    "help": "attack the model of this folder, too, with its reuse profile",
+}
+_SEED = {"type": int, "default": SEED, "help": "seed of the plants"}
+main = partial(run_counted, "hijack", __doc__, _COUNTS, run, seed=_SEED, target=_TARGET)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+"""Random lives of engines, in which no stale byte is served and nothing is leaked.
+
+`python -m benchmarks.evidence.stateful` runs one life for each kind of engine, with admissions, aborts, pauses and
+evictions, and one for each habit of TensorRT-LLM's versions, with forwards that fail and saves that lag behind. KV
+carries a pattern that says whose it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import tempfile
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from benchmarks.embedded.bench_model import make_runner
+from benchmarks.evidence.pattern_runner import INJECTED, PatternRunner, chain, owner_number
+from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
+from engine_wrapper.embedded.contracts import CONTRACTS
+from engine_wrapper.embedded.llm_args import KvCacheConfig
+from engine_wrapper.embedded.request import LlmRequest
+from engine_wrapper.embedded.sampling import SamplingParams
+from kernels.layout import pool_view
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
+from semblend_trt.errors import SemBlendError
+from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
+from validation.results import Count, Results, run_counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from engine_wrapper.embedded.contracts import Contract
+    from engine_wrapper.embedded.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+LAYERS, BLOCK, BLOCKS = 3, 8, 60
+TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
+MOST_LIVE = 12
+QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
+# Each tier holds a few donors only, so that new ones evict others.
+HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
+# Of a rough life: rows of a forward, so that prompts that begin alike run together, and shares of steps.
+ROUGH_ROWS = 256
+SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
+STEPS = 100_000
+# The goal of hits: cancelled requests, whose end is not reported, must not keep donors from others.
+HITS = 2_400
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of engine. With the `wrapper` text is reused at any position, from all tiers; without it from position 0,
+    from host memory. In a `rough` life requests that run together begin alike, saves lag behind the iterations, and
+    forwards fail where the version survives that."""
+
+    contract: str
+    v2: bool
+    overlap: bool
+    wrapper: bool = False
+    rough: bool = False
+    block_reuse: bool = True
+    transceiver: bool = False
+    attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
+
+    @property
+    def name(self) -> str:
+        parts = ("v2" if self.v2 else "v1", "overlap" * self.overlap, "wrapper" * self.wrapper)
+        habits = ("rough" * self.rough, "no-reuse" * (not self.block_reuse), "transceiver" * self.transceiver)
+        backend = "" if self.attn_backend == "TRTLLM" else self.attn_backend.lower()
+        return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
+
+    @property
+    def version(self) -> Contract:
+        return CONTRACTS[self.contract]
+
+    @property
+    def holds_saved_blocks(self) -> bool:
+        """Whether a request keeps its own blocks until its save has ended."""
+        return self.v2 or self.contract == "embedded"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why our connector refuses this engine, None where it does not."""
+        if self.transceiver:
+            return "disaggregated"
+        if self.attn_backend == "FLASHINFER" and self.version.flashinfer_layout == "NHD":
+            return "attention_backend"
+        return None if self.block_reuse else "not_honoured"
+
+
+CASES = (
+    Case("1.2", v2=False, overlap=True),
+    Case("main", v2=False, overlap=False),
+    Case("main", v2=True, overlap=False),
+    Case("main", v2=True, overlap=True),
+    Case("1.2", v2=False, overlap=True, wrapper=True),
+    Case("main", v2=False, overlap=False, wrapper=True),
+    Case("main", v2=True, overlap=True, wrapper=True),
+)
+HABIT_CASES = (
+    Case("1.2", v2=False, overlap=True, rough=True),
+    Case("1.2", v2=False, overlap=False, wrapper=True, rough=True),
+    Case("main", v2=False, overlap=False, rough=True),
+    Case("main", v2=False, overlap=True, wrapper=True, rough=True),
+    Case("main", v2=True, overlap=True, wrapper=True, rough=True),
+    Case("embedded", v2=False, overlap=True, rough=True),
+    Case("main", v2=False, overlap=False, rough=True, block_reuse=False),
+    Case("1.2", v2=False, overlap=True, rough=True, transceiver=True),
+    Case("1.2", v2=False, overlap=False, rough=True, attn_backend="FLASHINFER"),
+    Case("main", v2=False, overlap=True, rough=True, attn_backend="FLASHINFER"),
+)
+
+
+@contextmanager
+def random_life(case: Case, folder: Path) -> Iterator[Life]:
+    """A new engine of the case; `folder` is for its model and its donors' files."""
+    executor_logger = logging.getLogger("engine_wrapper.embedded.executor")
+    level = executor_logger.level
+    runner = make_runner(folder, "cpu", LAYERS)
+    pattern = cast("PatternRunner", PatternRunner.from_model(runner.model, folder))
+    facts = runner.facts
+    token_bytes = LAYERS * 2 * facts.kv_heads * facts.head_dim * 4
+    variables = {
+        **RANDOM_WEIGHTS,
+        "POLICY": "exact",
+        "MIN_SPAN": "32",
+        "MIN_REUSE_RATIO": "0.1",
+        "MIN_DONOR_TOKENS": "32",
+        "HOST_BYTES": str(HOST_TOKENS * token_bytes),
+        "EMBEDDER": "off",
+        "METRICS": "0",
+    }
+    if case.wrapper:
+        variables |= {
+            "POLICY": "position_fix",
+            "DEVICE_BYTES": str(DEVICE_TOKENS * token_bytes),
+            **disk_tier(folder, DISK_BYTES),
+        }
+    llm = open_llm(
+        folder,
+        pattern,
+        variables,
+        "engine_wrapper.connector" if case.wrapper else "semblend_trt.connector",
+        contract=case.contract,
+        disable_overlap_scheduler=not case.overlap,
+        max_num_tokens=ROUGH_ROWS if case.rough else 48,
+        max_batch_size=6,
+        attn_backend=case.attn_backend,
+        cache_transceiver_config={"backend": "DEFAULT"} if case.transceiver else None,
+        kv_cache_config=KvCacheConfig(
+            tokens_per_block=BLOCK,
+            max_tokens=BLOCK * BLOCKS,
+            use_kv_cache_manager_v2=case.v2,
+            enable_block_reuse=case.block_reuse,
+        ),
+    )
+    with llm:
+        life = Life(llm, case)
+        executor_logger.setLevel(logging.CRITICAL)  # forwards fail by the hundred
+        try:
+            yield life
+        finally:
+            executor_logger.setLevel(level)
+            life.gate.open()  # otherwise the connector would wait for its saves at its end
+
+
+class SaverGate:
+    """Blocks the thread that saves, so that saves lag behind the iterations."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._opened: threading.Event | None = None
+
+    def close(self) -> None:
+        """Blocks all saves that begin from now on, where there are any."""
+        if self._opened is None and self._worker.saver is not None:
+            self._opened = threading.Event()
+            self._worker.saver._thread.submit(self._opened.wait)
+
+    def open(self) -> None:
+        """Lets the blocked saves go on, and waits for their end."""
+        if self._opened is not None:
+            self._opened.set()
+            self._opened = None
+            self._worker.saver.drain()
+
+
+class Life:
+    """One engine, random requests to it, and what must hold at any time.
+
+    `counts` tells what happened, `steps` without a fault among it. `step` and `quiet` raise AssertionError where
+    something does not hold, when `leaked_blocks` were lost.
+    """
+
+    def __init__(self, llm: LLM, case: Case) -> None:
+        self.counts: Counter[str] = Counter()
+        self._llm, self._random = llm, random.Random(case.name)
+        self._case = case
+        self.leaked_blocks = 0
+        self._executor = llm.executor
+        self._runner = cast("PatternRunner", llm.executor.model_runner)
+        self._texts = [self._tokens(TEXT_TOKENS) for _ in range(TEXTS)]
+        self._live: list[LlmRequest] = []
+        self.gate = SaverGate(llm.connector_worker)
+        # Blocks of the requests whose save began behind the closed gate that the engine freed at once.
+        self._freed: dict[int, set[int]] = {}
+        self._watch_pins()
+
+    @property
+    def wrong_tokens(self) -> int:
+        """Wrong tokens in answers, and in KV that was attended to, offered for reuse or held by donors."""
+        return self._runner.wrong_tokens
+
+    def step(self) -> None:
+        """One random action."""
+        if self._case.rough:
+            self._roughen()
+        action = self._random.random()
+        if action < 0.22 and len(self._live) < MOST_LIVE:
+            self._admit()
+        elif action < 0.26 and self._live:
+            self.counts["aborts"] += self._executor.abort(self._random.choice(self._live))
+        elif action < 0.30 and self._live and self._case.v2:
+            self._executor.pause(self._random.choice(self._live))
+        elif action < 0.32:
+            self._evict()
+        elif action < 0.36:
+            self._executor.poll_transfers()
+        else:
+            self._executor.step()
+        self._take_finished()
+        number = self.counts["steps"] + 1
+        if number % TREE_EVERY == 0:
+            self._check_tree()
+        if number % (ROUGH_QUIET_EVERY if self._case.rough else QUIET_EVERY) == 0:
+            self.quiet()
+        self.counts["steps"] = number
+
+    def let_saves_go_on(self) -> None:
+        """Opens the gate, and counts what has gathered behind it."""
+        behind = self._executor.pending_transfers
+        self.counts["saves_behind"] += len(behind)
+        self.counts["saves_together"] += len(behind) > 1
+        free = set(self._llm.block_manager._free)
+        self.counts["blocks_handed_on"] += sum(len(self._freed.get(each, free) - free) for each in behind)
+        self._freed.clear()
+        self.gate.open()
+
+    def quiet(self) -> None:
+        """Waits for the end of everything: then nothing is held, and donors hold the right KV."""
+        self.gate.open()
+        try:
+            self._llm.run_until(lambda: all(request.is_finished for request in self._live))
+        except SemBlendError:
+            # Where blocks are lost, requests may wait for them for ever.
+            for request in self._live:
+                self._executor.abort(request)
+            self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
+            raise
+        self._llm.settle()
+        self._take_finished()
+        scheduler, worker = self._llm.connector_scheduler, self._llm.connector_worker
+        connector = self._executor.connector
+        assert connector is not None
+        for _ in range(MAX_SILENT_ITERATIONS + 1 if len(scheduler._requests) else 0):  # cancelled, and not told of
+            connector.build_scheduler_output(ScheduledBatch(), self._llm.block_manager.block_ids)
+            connector.handle_metadata()
+            connector.start_load_kv(None)
+        self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
+        assert not self.leaked_blocks
+        assert self._executor.num_unfinished == 0
+        assert (self._executor.pending_transfers, connector._asked, connector._reported) == ([], set(), {})
+        assert len(scheduler._requests) == 0
+        assert set(worker._followed) <= set(scheduler._forgotten)
+        assert not scheduler._runtime.faults, scheduler._runtime.faults
+        assert scheduler.outcomes.reasons().get("internal_error", 0) == 0
+        scheduler.take_events()  # otherwise it hears of ended saves with the next request
+        assert (len(scheduler._runtime.active_plans), scheduler._runtime.active_plans._exact_tokens) == (0, {})
+        if scheduler.donor_index is not None:
+            stats = scheduler.donor_index.catalog.stats()
+            assert (stats.leases, stats.saving) == (0, 0)
+            for name in ("evicted", "offloaded", "released", "promoted", "fetched"):
+                self.counts[f"donors_{name}"] = getattr(stats, name)
+        self._check_donors()
+        self.counts["starts_again"] = self._runner.started_again
+        self.counts["failed_forwards"] = self._runner.failed_forwards
+        if self._case.refusal is not None:
+            self.counts[f"refused_{self._case.refusal}"] = scheduler.outcomes.reasons().get(self._case.refusal, 0)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(VOCABULARY) for _ in range(count)]
+
+    def _roughen(self) -> None:
+        """Now and then lets saves go on, evicts blocks, and has the next forward fail."""
+        if self._random.random() < SAVES_GO_ON:
+            self.let_saves_go_on()
+        self.gate.close()
+        if self._random.random() < EVICTS:
+            self._evict()
+        if self._case.version.survives_failed_forward and self._random.random() < FORWARD_FAILS:
+            self._runner.fails_behind = self._random.choice((0.0, 0.5))
+
+    def _watch_pins(self) -> None:
+        manager = self._llm.block_manager
+        pin = manager.pin
+
+        def watched(request_id: int) -> None:
+            sequence = manager._sequences[request_id]
+            pairs = list(zip(sequence.path, sequence.block_ids, strict=False))
+            self.counts["duplicates_freed"] += sum(node.block_id != block for node, block in pairs)
+            self._freed[request_id] = set(sequence.block_ids) - {node.block_id for node in sequence.path}
+            pin(request_id)
+
+        manager.pin = watched  # type: ignore[method-assign]
+
+    def _admit(self) -> None:
+        text = self._random.choice(self._texts)
+        head = self._tokens(self._random.choice((0, 5, 13)) if self._case.wrapper else 0)
+        tokens = head + text[: self._random.randrange(1, TEXT_TOKENS)] + self._tokens(self._random.choice((1, 3, 30)))
+        request = self._enqueue(tokens)
+        if self._case.rough and self._random.random() < BEGINS_ALIKE:
+            shared = tokens[: self._random.randrange(1, len(tokens) + 1)]
+            self._enqueue(shared + self._tokens(self._random.choice((0, 0, 3))), request)
+
+    def _enqueue(self, tokens: list[int], like: LlmRequest | None = None) -> LlmRequest:
+        """A new request, of the same tenant as `like`."""
+        request = LlmRequest(
+            self.counts["admissions"] + 1,
+            tokens,
+            SamplingParams(max_tokens=8, ignore_eos=True),
+            max_new_tokens=self._random.randrange(1, 9),
+            cache_salt=self._random.choice((None, None, "a", "b")) if like is None else like.cache_salt,
+            lora_task_id=self._random.choice((None, None, None, 7)) if like is None else like.lora_task_id,
+        )
+        self.counts["admissions"] += 1
+        self._runner.requests[request.request_id] = request
+        self._executor.enqueue([request])
+        self._live.append(request)
+        return request
+
+    def _evict(self) -> None:
+        """Evicts blocks of the engine's prefix cache, as other prompts would."""
+        for _ in range(self._random.randrange(1, 30)):
+            self.counts["evictions"] += evict_block(self._llm)
+
+    def _take_finished(self) -> None:
+        for request in [each for each in self._live if each.is_finished]:
+            self._live.remove(request)
+            failed = request.finish_reason == "error" and INJECTED in str(request.error)
+            assert failed or request.finish_reason in ("length", "cancelled"), request.error
+            rows = self._runner.rows.pop(request.request_id, None)
+            if rows is None:
+                continue  # it was cancelled before it ran
+            self._runner.check_answer(rows, request.all_tokens)
+            self.counts["hits"] += request.py_num_connector_matched_tokens > 0
+            self.counts["moved_hits"] += not rows.is_cold
+            self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
+
+    def _check_tree(self) -> None:
+        """Checks that every block of the prefix cache holds what a cold run would have written."""
+        for key, node in self._llm.block_manager._tree.walk():
+            tokens: tuple[int, ...] = ()
+            step = node
+            while step.parent is not None:
+                tokens, step = step.tokens + tokens, step.parent
+            numbers = chain(owner_number(key), tokens)[-BLOCK:]
+            self._runner.check((node.block_id,), 0, numbers, [False] * BLOCK)
+            self.counts["published_blocks_checked"] += 1
+
+    def _check_donors(self) -> None:
+        """Checks that donors in memory hold what their requests' rows held."""
+        store = self._llm.connector_worker.store
+        if store is None:
+            return
+        drain(self._llm)
+        for donor_id in list(store.host._slots):
+            with store.host.reading(donor_id) as held:
+                self._check_donor(donor_id, held.tensor)
+        for donor_id in [] if store.device is None else list(store.device._donors):
+            with store.device.reading(donor_id) as kv:
+                blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids].permute(1, 2, 3, 0, 4, 5)
+                self._check_donor(donor_id, blocks.flatten(3, 4)[:, :, :, : store.device.tokens_of(donor_id)])
+
+    def _check_donor(self, donor_id: str, kv: torch.Tensor) -> None:
+        self._runner.check_donor(donor_id, kv)
+        self.counts["donors_checked"] += 1
+
+
+@dataclass(slots=True)
+class Lives:
+    """Several lives: their `clean` steps up to the first fault of each, and what happened in them."""
+
+    clean: int = 0
+    wrong_tokens: int = 0
+    leaked_blocks: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, case: Case, steps: int) -> None:
+        """Runs one more life."""
+        with tempfile.TemporaryDirectory() as folder, random_life(case, Path(folder)) as life:
+            try:
+                for _ in range(steps):
+                    life.step()
+                life.quiet()
+            except Exception:
+                logger.exception("%s went wrong after %d steps", case.name, life.counts["steps"])
+                self.clean += min(life.counts["steps"], steps - 1)
+            else:
+                self.clean += steps
+        self.counts += life.counts
+        self.wrong_tokens += life.wrong_tokens
+        self.leaked_blocks += life.leaked_blocks
+
+    def __add__(self, other: Lives) -> Lives:
+        wrong, leaked = self.wrong_tokens + other.wrong_tokens, self.leaked_blocks + other.leaked_blocks
+        return Lives(self.clean + other.clean, wrong, leaked, self.counts + other.counts)
+
+    @property
+    def happened(self) -> str:
+        names = sorted(name for name in self.counts if name != "steps")
+        return ", ".join(f"{self.counts[name]:,} {name.replace('_', ' ')}" for name in names)
+
+
+def run(steps: int, rows: Results) -> None:
+    """Divides `steps` among the engines without habits, and runs as many in each of the others as in one of these."""
+    plain, others, v1 = Lives(), Lives(), Lives()
+    for index, case in enumerate(CASES):
+        plain.add(case, steps // len(CASES) + (index < steps % len(CASES)))
+    for case in HABIT_CASES:
+        is_v1 = case.contract == "main" and not case.v2 and case.refusal is None
+        (v1 if is_v1 else others).add(case, steps // len(CASES))
+    habits = others + v1
+    lived = steps + len(HABIT_CASES) * (steps // len(CASES))
+    kinds = f"{len(CASES)} kinds of engine; {plain.happened}"
+    habitual = f"{len(HABIT_CASES)} engines with habits; {habits.happened}"
+    rows.add("stateful_steps_clean", plain.clean + habits.clean, "steps", f"{kinds}; {habitual}", lived, "higher")
+    rows.add("stateful_hits", plain.counts["hits"], "requests", kinds, HITS, "higher")
+    rows.add("trtllm_habits_wrong_tokens", habits.wrong_tokens, "tokens", habitual, 0)
+    rows.add("trtllm_habits_leaked_blocks", habits.leaked_blocks, "blocks", habitual, 0)
+    rows.add("v1_held_saves_wrong_tokens", v1.wrong_tokens, "tokens", f"those of main's V1 manager; {v1.happened}", 0)
+
+
+main = partial(
+    run_counted, "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run
+)
+
+
+if __name__ == "__main__":
+    main()

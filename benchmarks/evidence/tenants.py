@@ -1,0 +1,132 @@
+"""Can a tenant tell that another tenant's donor holds its document, by times to the first token or by any count?
+
+`python -m benchmarks.evidence.tenants` serves prompts under one salt, in random order. Before a prompt, the other
+salt has served the same document or another one. A two-sample Kolmogorov-Smirnov test compares the times. As many
+prompts whose own salt holds the document show that the test would see a difference.
+
+Then each of many salts has a prompt of its own served: what the process keeps of them is bounded by its settings.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scipy.stats import ks_2samp
+
+from benchmarks.embedded.bench_model import Prompts, make_runner
+from benchmarks.fleet.server import resident_mib
+from engine_wrapper.embedded.llm_args import KvCacheConfig
+from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
+from validation.results import Count, Results, run_counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine_wrapper.embedded.llm import LLM
+    from engine_wrapper.embedded.request import RequestOutput
+
+SAMPLES, SALTS = 250, 3000
+WARM_UPS = 10
+LAYERS, SIZE = 3, 512
+LEAST_P, MOST_MB = 0.05, 64
+# Steady after the warm-ups: every new donor pushes an old one out.
+MAX_DONORS = 16
+OWN_SALT, OTHER_SALT = "tenant-b", "tenant-a"
+NO_TENANT, OTHER, OWN = "none", "other", "own"
+
+
+@dataclass(slots=True)
+class Arm:
+    """What the requests of one arm showed: no tenant holds their document, the other one does, or their own.
+
+    `counts`: all that a request tells of its tokens and reuse, which must be the same for all requests.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    counts: list[tuple[object, ...]] = field(default_factory=list)
+
+    def add(self, output: RequestOutput, llm: LLM) -> None:
+        assert output.time_to_first_token is not None
+        self.seconds.append(output.time_to_first_token)
+        report = llm.connector_scheduler.reuse_of(output.request_id)
+        self.counts.append((output.cached_tokens, output.computed_tokens, output.outputs[0].finish_reason, report))
+
+
+def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
+    """Serves a document for `holder`, and then a prompt with it. Where no tenant holds it, another one is served."""
+    document = prompts.document(SIZE)
+    served = prompts.document(SIZE) if holder == NO_TENANT else document
+    llm.generate([prompts.donor(served)], ONE_TOKEN, cache_salt=OWN_SALT if holder == OWN else OTHER_SALT)
+    llm.settle()
+    (output,) = llm.generate([prompts.shifted(document)], ONE_TOKEN, cache_salt=OWN_SALT)
+    arm.add(output, llm)
+    llm.settle()
+
+
+@contextmanager
+def engine() -> Iterator[tuple[LLM, Prompts]]:
+    """An engine behind the warm-ups, and the prompts for it."""
+    variables = {
+        **RANDOM_WEIGHTS,
+        "POLICY": "position_fix",
+        "MAX_DONORS": str(MAX_DONORS),
+        "EMBEDDER": "off",
+        "LOOKUP_DEADLINE_MS": "1000",  # a busy machine may delay a look-up, which tells nothing of a tenant
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        runner = make_runner(Path(folder), "cpu", LAYERS)
+        prompts = Prompts(int(runner.config.vocab_size))
+        # Two random prompts may begin with the same token, whose block is no secret.
+        cache = KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False)
+        with open_llm(Path(folder), runner, variables, kv_cache_config=cache) as llm:
+            for _ in range(WARM_UPS):
+                sample(llm, prompts, OWN, Arm())
+            yield llm, prompts
+
+
+def arms_of(samples: int) -> dict[str, Arm]:
+    """`samples` requests of each arm, in random order."""
+    order = random.Random(0).sample([NO_TENANT, OTHER, OWN] * samples, 3 * samples)
+    arms = {holder: Arm() for holder in (NO_TENANT, OTHER, OWN)}
+    with engine() as (llm, prompts):
+        for holder in order:
+            sample(llm, prompts, holder, arms[holder])
+    return arms
+
+
+def memory_of(salts: int) -> float:
+    """MB by which the process grows while each of so many salts has a prompt served."""
+    with engine() as (llm, prompts):
+        before = resident_mib()
+        for number in range(salts):
+            llm.generate([prompts.document(SIZE)], ONE_TOKEN, cache_salt=f"tenant-{number}")
+            llm.settle()
+        return (resident_mib() - before) * 1.048576
+
+
+def run(samples: int, salts: int, rows: Results) -> None:
+    """Measures all rows."""
+    arms = arms_of(samples)
+    baseline = f"{samples} prompts of {SIZE} tokens an arm, in random order; two-sample Kolmogorov-Smirnov test"
+    p = float(ks_2samp(arms[OTHER].seconds, arms[NO_TENANT].seconds).pvalue)
+    rows.add("tenant_ks_p", p, "p", f"no tenant holds the document; {baseline}", LEAST_P, "higher")
+    own = float(ks_2samp(arms[OWN].seconds, arms[NO_TENANT].seconds).pvalue)
+    rows.add("tenant_own_donor_ks_p", own, "p", "the same where one's own salt holds it: the test sees a difference")
+    differing = sum(counts != arms[NO_TENANT].counts[0] for arm in (NO_TENANT, OTHER) for counts in arms[arm].counts)
+    rows.add("tenant_counts_differing", differing, "requests", "what a request says of its tokens and reuse", 0)
+    told = f"{salts:,} salts, with a prompt of {SIZE} tokens each, where SEMBLEND_MAX_DONORS is {MAX_DONORS}"
+    rows.add(f"salts_{SALTS}_memory_mb", memory_of(salts), "MB", f"growth of the process over {told}", MOST_MB)
+
+
+COUNTS = [Count("samples", SAMPLES, "prompts of each arm", 2), Count("salts", SALTS, "salts with a prompt each")]
+main = partial(run_counted, "tenants", __doc__, COUNTS, run)
+
+
+if __name__ == "__main__":
+    main()

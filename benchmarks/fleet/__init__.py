@@ -1,0 +1,1 @@
+"""Measures the publisher, the directory, the router and a fleet of processes."""

@@ -1,0 +1,199 @@
+"""Where each policy sends requests for documents that some workers hold: 4 workers, 64 documents, Zipf requests.
+
+Time is simulated. Requests arrive at random, and a worker prefills one after the other. A prefilled document is a donor
+until documents used later need its room. The rest is real: donors are sketched from token ids and announced in
+messages, with a delay; the directory knows these messages alone, and the policies choose by what it finds in the
+prompt. Every prompt begins with text of its own, so that no two share a prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.fleet.server import NAMESPACE, VOCABULARY
+from semblend_trt.fleet.directory import Directory
+from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
+from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from validation.results import Count, Results, run_counted
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from semblend_trt.fleet.routing_policy import RoutingPolicy, Worker
+
+    _Tokens = npt.NDArray[np.int32]
+
+WORKERS, DOCUMENTS = 4, 64
+SHORTEST, LONGEST = 1024, 6144
+OWN_BEFORE, OWN_BEHIND = 64, 192
+TOKENS_PER_S = 20_000.0
+# A reused token costs this share of a computed one; events reach the router this long after a donor is held.
+REUSE_COST, EVENT_SECONDS = 0.05, 0.05
+# Half of the documents fit a worker.
+DONOR_TOKENS = DOCUMENTS * (SHORTEST + LONGEST) // 2 // 2
+LEARNING = 0.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A request: when it comes (seconds), for which document, and its prompt."""
+
+    at: float
+    document: int
+    tokens: _Tokens
+
+
+class SimulatedWorker:
+    """Prefills in order of arrival, keeps what it computed while there is room, and announces its donors in
+    messages."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker: Worker = (worker_id, 0)
+        self.waiting: deque[_Placed] = deque()
+        self.outstanding, self.busy_seconds, self.requests = 0, 0.0, 0
+        self._outbox = Outbox(EventWriter(Emitter(worker_id, 0, 1), EventFormat.MSGPACK), EventCounters(enabled=False))
+        # Donor ids by document, the one that was used last at the end.
+        self._donors: OrderedDict[int, str] = OrderedDict()
+        self._free_tokens, self._count = DONOR_TOKENS, 0
+
+    def holds(self, document: int) -> bool:
+        return document in self._donors
+
+    def begin(self) -> float:
+        """Starts on the first that waits; returns the seconds it takes."""
+        arrival = self.waiting[0].arrival
+        reused = len(arrival.tokens) - OWN_BEFORE - OWN_BEHIND if self.holds(arrival.document) else 0
+        seconds = (len(arrival.tokens) - (1 - REUSE_COST) * reused) / TOKENS_PER_S
+        self.busy_seconds += seconds
+        self.requests += 1
+        return seconds
+
+    def end(self) -> tuple[_Placed, list[bytes]]:
+        """Ends the first request that waits; returns it and the messages about donors that come and go by it."""
+        placed = self.waiting.popleft()
+        self.outstanding -= placed.expected_tokens
+        document, tokens = placed.arrival.document, placed.arrival.tokens
+        changed = []
+        if not self.holds(document):
+            self._count += 1
+            self._donors[document] = donor_id = f"{self.worker[0]}-{self._count}"
+            self._outbox.donors[donor_id] = Held(NAMESPACE, b"", "device", len(tokens), tokens)
+            self._free_tokens -= len(tokens)
+            changed.append(donor_id)
+        self._donors.move_to_end(document)
+        while self._free_tokens < 0:
+            _, gone = self._donors.popitem(last=False)
+            self._free_tokens += self._outbox.donors.pop(gone).count
+            changed.append(gone)
+        self._outbox.changes.extend(changed)
+        self._outbox.absorb(len(changed))
+        return placed, [notice.payload for notice in self._outbox.take(len(changed) + 1)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    arrival: Arrival
+    expected_tokens: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The results of one policy, without the first LEARNING of the requests."""
+
+    to_holder: list[bool] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    busy_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest worker's time over the mean."""
+        return float(max(self.busy_seconds) / np.mean(self.busy_seconds))
+
+
+def arrivals_of(requests: int, load: float) -> list[Arrival]:
+    """Requests at random times, of which the workers could serve 1 / `load` if they reused nothing."""
+    rng = np.random.default_rng(0)
+    documents = [_text(rng, int(length)) for length in rng.integers(SHORTEST, LONGEST, DOCUMENTS)]
+    popularity = 1 / np.arange(1, DOCUMENTS + 1)
+    chosen = rng.choice(DOCUMENTS, requests, p=popularity / popularity.sum())
+    prompts = [np.concatenate([_text(rng, OWN_BEFORE), documents[each], _text(rng, OWN_BEHIND)]) for each in chosen]
+    mean = float(np.mean([len(prompt) for prompt in prompts]))
+    gaps = rng.exponential(mean / (load * WORKERS * TOKENS_PER_S), requests)
+    return [
+        Arrival(float(at), int(document), prompt)
+        for at, document, prompt in zip(np.cumsum(gaps), chosen, prompts, strict=True)
+    ]
+
+
+def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
+    """Sends all requests through a policy."""
+    workers, directory, outcome = [SimulatedWorker(number) for number in range(WORKERS)], Directory(), Outcome()
+    # (time, order, what happens): a worker's number ends its first request, bytes are a message.
+    due: list[tuple[float, int, int | bytes | Arrival]] = [(each.at, -1, each) for each in arrivals]
+    heapq.heapify(due)
+    counted_from, order = arrivals[int(LEARNING * len(arrivals))].at, 0
+    busy_before = [0.0] * WORKERS
+    while due:
+        now, _, what = heapq.heappop(due)
+        order += 1
+        if isinstance(what, bytes):
+            directory.observe(what)
+        elif isinstance(what, int):
+            worker = workers[what]
+            placed, messages = worker.end()
+            if placed.arrival.at >= counted_from:
+                outcome.waits.append(now - placed.arrival.at)
+            for message in messages:
+                heapq.heappush(due, (now + EVENT_SECONDS, order, message))
+                order += 1
+            if worker.waiting:
+                heapq.heappush(due, (now + worker.begin(), order, what))
+        else:
+            request = RoutingRequest(what.tokens, holders=directory.holders(what.tokens))
+            choice = policy.choose(request, [Replica(worker.worker, worker.outstanding) for worker in workers])
+            worker = workers[choice.worker[0]]
+            if what.at == counted_from:
+                busy_before = [each.busy_seconds for each in workers]
+            if what.at >= counted_from:
+                outcome.to_holder.append(worker.holds(what.document))
+            placed = _Placed(what, max(0, len(what.tokens) - choice.reused_tokens))
+            worker.outstanding += placed.expected_tokens
+            worker.waiting.append(placed)
+            if len(worker.waiting) == 1:
+                heapq.heappush(due, (now + worker.begin(), order, worker.worker[0]))
+    outcome.busy_seconds = [each.busy_seconds - before for each, before in zip(workers, busy_before, strict=True)]
+    return outcome
+
+
+def run(requests: int, results: Results, load: float) -> None:
+    """Adds three rows for each policy."""
+    arrivals = arrivals_of(requests, load)
+    baseline = (
+        f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
+        f"at {load:g} times what these could serve without reuse"
+    )
+    for name, policy in POLICIES.items():
+        outcome = simulate(policy(), arrivals)
+        end, goals = ("", (0.95, 1.3)) if name == "span_overlap" else (f"_{name}", (None, None))
+        share, p95 = float(np.mean(outcome.to_holder)), float(np.percentile(outcome.waits, 95)) * 1e3
+        results.add(f"routed_to_holder_share{end}", share, "share", baseline, goals[0], "higher")
+        results.add(f"routed_imbalance{end}", outcome.imbalance, "ratio", baseline, goals[1])
+        results.add(f"routed_first_token_p95_ms{end}", p95, "ms", baseline)
+
+
+def _text(rng: np.random.Generator, length: int) -> _Tokens:
+    return rng.integers(0, VOCABULARY, length, dtype=np.int32)
+
+
+_LOAD = {"type": float, "default": 1.0, "help": "load; 1 is all that could be served without reuse"}
+main = partial(run_counted, "fleet_routing", __doc__, [Count("requests", 5000, "requests")], run, load=_LOAD)
+
+if __name__ == "__main__":
+    main()

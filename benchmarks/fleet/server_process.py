@@ -1,0 +1,122 @@
+"""A server in a process of its own: a worker with the shipped model, or the router."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+MODEL = files("validation") / "assets" / "model"
+_ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
+
+
+class ServerProcess:
+    """Runs Python with `command`, one thread for torch; kill it at the end.
+
+    It prints its address on standard error when it listens.
+    """
+
+    def __init__(self, *command: str, **variables: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
+
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=inherited | {"OMP_NUM_THREADS": "1"} | variables,
+        )
+        self._said: list[str] = []
+        self._listens = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def address(self) -> str:
+        """Waits for the address. Raises RuntimeError with the log when the process ends before."""
+        self._listens.wait()
+        found = [line for line in self._said if " on http://" in line]
+        if not found:
+            raise RuntimeError("".join(self._said))
+        return found[0].split(" on ")[1].strip()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """All that it has printed on standard error."""
+        return "".join(self._said)
+
+    def freeze(self) -> None:
+        """Stops it; its connections stay open."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._listener.join()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._said.append(line)
+            if " on http://" in line:
+                self._listens.set()
+        self._listens.set()
+
+
+def worker(*arguments: str, **variables: str) -> ServerProcess:
+    """An embedded engine with the shipped model, at a free port."""
+    command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
+    return ServerProcess(*command, *arguments, **variables)
+
+
+def router(config: Path, **variables: str) -> ServerProcess:
+    """The router with a configuration."""
+    return ServerProcess("-c", _ROUTER, "router", "--config", str(config), **variables)
+
+
+@contextmanager
+def fleet(
+    folder: Path,
+    workers: Sequence[ServerProcess],
+    tenants: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    **fields: object,
+) -> Iterator[ServerProcess]:
+    """A router in front of running workers, numbered from 1 on; all are killed at the end.
+
+    `folder` is for its configuration, which has more `fields`. `key_of` gives each tenant's key.
+    """
+    with ExitStack() as ending:
+        for each in workers:
+            ending.callback(each.kill)
+        given = {"port": 0, "model": str(MODEL), "secret_env": "ROUTER_SECRET", **fields}
+        text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+        for number, each in enumerate(workers, 1):
+            text += f'[[replicas]]\nurl = "{each.address()}"\nworker_id = {number}\n'
+        for tenant in tenants:
+            digest = hashlib.sha256(key_of(tenant).encode()).hexdigest()
+            text += f'[[keys]]\nsha256 = "{digest}"\ntenants = ["{tenant}"]\n'
+        config = folder / "router.toml"
+        config.write_text(text)
+        front = router(config, ROUTER_SECRET="a secret of the router", **(variables or {}))
+        ending.callback(front.kill)
+        yield front
+
+
+def key_of(tenant: str) -> str:
+    return f"key of {tenant}"

@@ -1,0 +1,198 @@
+"""The card's limits: device copy, bf16 matrix product, and copies to and from pinned host memory."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
+from kernels.rope import RopeRotation
+from validation.results import Results, parser_of, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kernels.span_table import Tiling
+
+COPY_BYTES = 2 << 30
+HOST_BYTES = 1 << 30
+MATMUL_SIZE = 8192
+_BUSY_CYCLES = 2_000_000
+
+# Qwen2.5-7B: 28 layers, 4 KV heads, head_dim 128, rope_theta 1e6; 32 tokens a block.
+QWEN_7B = KvGeometry(num_layers=28, kv_heads=4, head_dim=128, block_size=32)
+ROTATION = RopeRotation(tuple(1e6 ** (-2 * plane / 128) for plane in range(64)), 128)
+# DeepSeek-V3 and Kimi K2: 61 layers of one latent row a token, 512 channels free of position and 64 that turn.
+DEEPSEEK_V3 = KvGeometry(num_layers=61, kv_heads=1, head_dim=576, block_size=64, kv_factor=1)
+LATENT_ROTATION = RopeRotation(tuple(1e4 ** (-2 * plane / 64) for plane in range(32)), 64, True, 512)
+# The axes of a layer's cache in vLLM, outermost first in memory; K and V are the halves of one axis.
+VLLM_BLOCK_SIZE = 16
+VLLM_LAYOUTS = {
+    "blocks_kinds_nhd": ("blocks", "kinds", "tokens", "heads", "channels"),
+    "blocks_kinds_hnd": ("blocks", "kinds", "heads", "tokens", "channels"),
+    "kinds_blocks_nhd": ("kinds", "blocks", "tokens", "heads", "channels"),
+    "blocks_heads_channels": ("blocks", "heads", "tokens", "kinds", "channels"),
+}
+TOKENS = (4096, 8192, 16384, 24576, 32768)
+SHIFT = 7
+
+
+def run_on_card(name: str, measure: Callable[[Results], None], description: str | None) -> None:
+    """Parses the command line, measures, prints and writes. Ends the program with one sentence without a card."""
+    options = parser_of(description).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs a CUDA device, and torch sees none.")
+    torch.manual_seed(7)
+    results = Results()
+    with torch.inference_mode():
+        measure(results)
+    results.write(options.json, name)
+
+
+def add_share(results: Results, name: str, milliseconds: float, num_bytes: float, goal: float | None = None) -> float:
+    """Adds how fast bytes were read and written as a share of the card's copy; returns that share."""
+    speed = num_bytes / milliseconds / 1e6
+    baseline = f"{milliseconds:.4f} ms, {speed:.0f} GB/s; copy {copy_gbps():.0f} GB/s, read + written"
+    results.add(f"{name}_share_of_copy", speed / copy_gbps(), "", baseline, goal, "higher")
+    return speed / copy_gbps()
+
+
+def show_tilings(what: str, num_bytes: int, tilings: Iterable[Tiling], time_of: Callable[[Tiling], float]) -> None:
+    """Shows how fast each tiling reads and writes `num_bytes`; `time_of` measures one, in milliseconds."""
+    say(f"tilings at {what}; copy {copy_gbps():.0f} GB/s")
+    for tiling in tilings:
+        milliseconds = time_of(tiling)
+        speed = num_bytes / milliseconds / 1e6
+        say(f"  {milliseconds:8.4f} ms {speed:7.0f} GB/s {speed / copy_gbps():6.3f} of copy  {tiling}")
+
+
+def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """Returns the relative error in the 2-norm. Ends the program if the result is wrong: its figures would mean
+    nothing.
+    """
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= tolerance:
+        sys.exit(f"{what} is wrong: relative error {error:.2e}, above {tolerance:g}")
+    return error
+
+
+def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int = 3) -> float:
+    """Median milliseconds of `function` on the card, between CUDA events on the current stream.
+
+    Before each run the L2 cache is overwritten and the card is kept busy for about a millisecond, so that the host's
+    preparation of the run stays out of the figure; `wall_ms` counts it.
+    """
+    for _ in range(warm_up):
+        function()
+    flush = _flush_buffer()
+    timings = []
+    for _ in range(repeats):
+        flush.zero_()
+        torch.cuda._sleep(_BUSY_CYCLES)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        timings.append((start, end))
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in timings))
+
+
+def wall_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int = 3) -> float:
+    """Median milliseconds of `function` on the host's clock, from an idle card until the card is idle again."""
+    for _ in range(warm_up):
+        function()
+    timings = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        timings.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(timings)
+
+
+@cache
+def copy_gbps(num_bytes: int = COPY_BYTES) -> float:
+    """GB/s of a device-to-device copy of random bytes, counting bytes read and written."""
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * num_bytes / time_ms(lambda: target.copy_(source)) / 1e6
+
+
+@cache
+def matmul_tflops(size: int = MATMUL_SIZE) -> float:
+    """TFLOP/s of a bf16 [size, size] x [size, size] product of random matrices."""
+    first, second = torch.randn(2, size, size, dtype=torch.bfloat16, device="cuda")
+    output = torch.empty_like(first)
+    return 2 * size**3 / time_ms(lambda: torch.mm(first, second, out=output)) / 1e9
+
+
+@cache
+def host_gbps(to_device: bool) -> float:
+    """GB/s of one copy from pinned host memory to the card, or from the card to it."""
+    host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True).fill_(7)
+    device = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, device="cuda")
+    target, source = (device, host) if to_device else (host, device)
+    return HOST_BYTES / time_ms(lambda: target.copy_(source, non_blocking=True), repeats=5) / 1e6
+
+
+@cache
+def _flush_buffer() -> torch.Tensor:
+    """Four times the L2 cache, so that nothing of an earlier run is left in it."""
+    return torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
+
+
+def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> ContiguousKv:
+    """A donor of `tokens` random tokens on the card."""
+    shape = (sizes.num_layers, sizes.kv_factor, sizes.kv_heads, tokens, sizes.head_dim)
+    return ContiguousKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype))
+
+
+def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
+    """A pool of random values that holds `tokens` tokens in shuffled blocks."""
+    blocks = torch.randperm(QWEN_7B.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    shape = (len(blocks), QWEN_7B.num_layers, QWEN_7B.kv_factor, QWEN_7B.row_elements)
+    return PagedKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype), blocks, QWEN_7B)
+
+
+def random_layers(layout: str, tokens: int) -> PagedKv:
+    """As `random_pool`, in one of `VLLM_LAYOUTS` and in blocks of vLLM's size: a tensor a layer."""
+    sizes = replace(QWEN_7B, block_size=VLLM_BLOCK_SIZE)
+    blocks = torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    axes = VLLM_LAYOUTS[layout]
+    names = ("kinds", "blocks", "heads", "tokens", "channels")
+    lengths = dict(zip(names, (2, len(blocks), sizes.kv_heads, sizes.block_size, sizes.head_dim), strict=True))
+    order = [axes.index(axis) for axis in names]
+    shape = [lengths[axis] for axis in axes]
+    caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
+    keys, values = zip(*(cache.permute(order) for cache in caches), strict=True)
+    return PagedKv(LayeredPool(keys, values), blocks, sizes)
+
+
+def random_latents(tokens: int) -> PagedKv:
+    """As `random_layers`, of DEEPSEEK_V3, as vLLM lays its rows out."""
+    sizes = DEEPSEEK_V3
+    blocks = torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    shape = (len(blocks), 1, sizes.block_size, sizes.head_dim)
+    layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
+    return PagedKv(LayeredPool(tuple(layers)), blocks, sizes)
+
+
+def add_ceilings(results: Results) -> None:
+    """Adds the rows."""
+    copied = f"copy of {COPY_BYTES} bytes, read + written"
+    results.add("copy_gbps", copy_gbps(), "GB/s", copied, better="higher")
+    results.add("matmul_bf16_tflops", matmul_tflops(), "TFLOP/s", f"{MATMUL_SIZE}^3 through torch.mm", better="higher")
+    for name, to_device in (("host_to_device", True), ("device_to_host", False)):
+        results.add(f"{name}_gbps", host_gbps(to_device), "GB/s", f"{HOST_BYTES} bytes, pinned", better="higher")
+
+
+if __name__ == "__main__":
+    run_on_card("ceilings", add_ceilings, __doc__)

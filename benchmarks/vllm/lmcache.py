@@ -1,0 +1,498 @@
+"""A yardstick beside our connector: LMCache with CacheBlend in vLLM, on a shifted document and on trap prompts.
+
+`python -m benchmarks.vllm.lmcache --out DIR` times prompts cold and blended, and with `--answers FOLDER`
+compares a model's answers. Each part runs in a process of its own. DIR/lmcache.json holds what was measured and what
+LMCache said; a part that did not start or was not served has its own words in the place of a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from benchmarks.embedded.bench_model import (
+    DONOR_INSTRUCTION,
+    GOAL_SIZE,
+    INSTRUCTION,
+    NEW_TOKENS,
+    QUESTION,
+    WARM_UPS,
+    Prompts,
+    label,
+    write_config,
+)
+from benchmarks.vllm.arm import SERVED_SHARE
+from semblend_trt.connector.model_facts import model_facts
+from semblend_trt.errors import ConfigurationError
+from validation.cases import Tokeniser
+from validation.families.catalog import FamilyRequest, write_cases
+from validation.metrics import exact_match
+from validation.output import write_json, write_text
+from validation.results import Measured, Results, command, describe, say, today, versions
+from validation.scoreboard import markdown_table
+from validation.vllm_engine import VllmEngines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from validation.cases import TokenisedCase
+
+# The recipe of CacheBlend's paper (Yao et al. 2025): 15 % of the tokens, chosen at the second layer.
+RATIO, CHECK_LAYER = 0.15, 1
+# A control, whose answers do not hang on what stood in front of a segment, and the trap.
+FAMILIES = ("reordered", "header_trap")
+# Rows of numbers never hold it.
+_MARKS = " # # # #"
+# Beside vLLM's cache lie LMCache's buffers on the card: three times one layer of the prompt.
+_CARD_SHARE = 0.6
+# How often the prompt's KV fits into host memory, and what is kept for the small prompts beside it.
+_KEPT_PROMPTS, _KEPT_BESIDE = 3, 1 << 30
+_BYTES = 2
+# LMCache counts its own tables of angles by this; Qwen2.5-7B-Instruct has so many positions.
+_POSITIONS = 32_768
+# For new tokens and the marks.
+_ROOM = 1_024
+_ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS, _KEPT_LINES = 8, 6, 4, 1_024, 4 << 30
+TTFT = "ttft"
+# Of what is said, LMCache's warnings and errors are kept, and the last lines of a part without a figure.
+_TOLD, _LAST = 40, 20
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_WARNINGS = re.compile(r"LMCache (WARNING|ERROR): (.*?) \(\w+\.py:\d+:[\w.]+\)$", re.DOTALL | re.MULTILINE)
+
+
+class Segments:
+    """What LMCache has kept of the prompts served so far. `separator`: the token ids between two segments."""
+
+    def __init__(self, separator: Sequence[int]) -> None:
+        self.separator = list(separator)
+        self._kept: set[tuple[int, ...]] = set()
+
+    def join(self, *segments: Sequence[int]) -> list[int]:
+        """A prompt of these segments."""
+        first, *others = segments
+        return [*first, *(token for each in others for token in (*self.separator, *each))]
+
+    def of(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
+        """The prompt's segments in order."""
+        length, begin, found = len(self.separator), 0, list[tuple[int, ...]]()
+        for index in range(len(prompt) - length + 1):
+            if index >= begin and list(prompt[index : index + length]) == self.separator:
+                found.append(tuple(prompt[begin:index]))
+                begin = index + length
+        return [*found, tuple(prompt[begin:])]
+
+    def keep(self, prompt: Sequence[int]) -> None:
+        """The prompt was computed, and LMCache kept it."""
+        self._kept.update(self.of(prompt))
+
+    def missing(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
+        """Segments in front of the last that are not kept."""
+        return [each for each in dict.fromkeys(self.of(prompt)[:-1]) if each not in self._kept]
+
+
+class LmcacheEngine:
+    """vLLM with LMCache's connector as CacheBlend needs it: eager, no prefix cache of vLLM's, a prompt in one step."""
+
+    def __init__(self, folder: Path, separator: str, longest: int, host_bytes: int, **options: Any) -> None:
+        """`separator`: the text whose tokens without the first separate segments. `longest`: tokens of a prompt.
+
+        Raises what LMCache and vLLM raise when they do not start.
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or LMCache would not find the model
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        os.environ |= {"LMCACHE_TRACK_USAGE": "false", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        _register_models()
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self.segments = Segments(AutoTokenizer.from_pretrained(str(folder)).encode(separator)[1:])
+        settings = {
+            "enable_blending": True,
+            "use_layerwise": True,
+            "save_unfull_chunk": True,
+            "blend_special_str": separator,
+            "blend_check_layers": [CHECK_LAYER],
+            "blend_recompute_ratios": [RATIO],
+            "max_local_cpu_size": host_bytes / 2**30,
+        }
+        self._llm = LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=False,  # or blended KV would be taken for exact
+            async_scheduling=False,
+            max_model_len=longest,
+            max_num_batched_tokens=longest,  # LMCache keeps a segment of one step only
+            max_num_seqs=8,
+            gpu_memory_utilization=_CARD_SHARE,
+            disable_log_stats=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="LMCacheConnectorV1",
+                kv_role="kv_both",
+                kv_connector_extra_config={f"lmcache.{name}": value for name, value in settings.items()},
+            ),
+            **options,
+        )
+        self.settings = settings
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What engine it is, for JSON."""
+        config = self._llm.llm_engine.vllm_config
+        worker = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        return {
+            "vllm": import_module("vllm").__version__,
+            "lmcache": import_module("lmcache").__version__,
+            "settings": self.settings,
+            "runner": type(worker.model_runner).__module__,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "enforce_eager": config.model_config.enforce_eager,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "block_size": config.cache_config.block_size,
+            "separator_tokens": self.segments.separator,
+        }
+
+    def ask(self, prompt: list[int], new_tokens: int = 1, *, keeps: bool = True, stop: Sequence[int] = ()) -> Any:
+        """vLLM's output of one prompt, of which LMCache keeps what it can unless it is told otherwise."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=new_tokens,
+            temperature=0.0,
+            ignore_eos=not stop,
+            stop_token_ids=list(stop) or None,
+            detokenize=False,
+            extra_args=None if keeps else {"kv_transfer_params": {"lmcache.skip_save": True}},
+        )
+        [output] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        if keeps and not output.num_cached_tokens:  # what little follows a hit is not always kept
+            self.segments.keep(prompt)
+        return output
+
+    def prepare(self, prompt: list[int]) -> None:
+        """Has served, in a prompt of its own, what LMCache would stop at in this one."""
+        if missing := self.segments.missing(prompt):
+            self.ask(self.segments.join(*missing))
+
+    def place_rotation(self) -> None:
+        """Puts LMCache's table of angles on the card: it copies it from host memory for every layer."""
+        name = import_module("lmcache.integration.vllm.utils").ENGINE_NAME
+        blender = import_module("lmcache.v1.compute.blend").LMCBlenderBuilder.get(name)
+        rope = blender.layerwise_model.fused_rotary_emb
+        rope.cos_sin_cache = rope.cos_sin_cache.to("cuda")
+
+
+def measure_ttft(model: Path | None, size: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of prompts of `size` tokens over random weights: cold, and with a document that stood elsewhere.
+
+    `model`: a folder with a config.json; None is the benchmarks' own shape.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if model is None:
+            write_config(folder, {"max_position_embeddings": max(_POSITIONS, size + _ROOM)})
+        else:
+            shutil.copy(model / "config.json", folder)
+        write_tokenizer(folder)
+        return _ttft(folder, size, repeats)
+
+
+def _ttft(folder: Path, size: int, repeats: int) -> dict[str, Any]:
+    facts, config = model_facts(str(folder)), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = _KEPT_PROMPTS * size * 2 * facts.num_layers * facts.kv_heads * facts.head_dim * _BYTES
+    engine = LmcacheEngine(folder, _MARKS, size + _ROOM, kept + _KEPT_BESIDE, load_format="dummy")
+    prompts, segments = Prompts(int(config["vocab_size"])), engine.segments
+    document = prompts.fresh(size - NEW_TOKENS - 2 * len(segments.separator))
+
+    def shifted() -> list[int]:
+        prompt = segments.join(prompts.fresh(INSTRUCTION), document, prompts.fresh(QUESTION))
+        engine.prepare(prompt)
+        return prompt
+
+    cold, _ = _times(engine, lambda: prompts.fresh(size), repeats, keeps=False)
+    donor = segments.join(prompts.fresh(DONOR_INSTRUCTION), document, prompts.fresh(NEW_TOKENS - DONOR_INSTRUCTION))
+    engine.ask(donor)
+    blended, cached = _times(engine, shifted, repeats)
+    found = {"engine": engine.facts, "tokens": size, "cold_ms": cold, "blended_ms": blended, "cached_tokens": cached}
+    found["problem"] = _unserved(sum(cached), len(document) * len(cached))
+    if found["problem"] is None:
+        engine.place_rotation()
+        found["table_on_card_ms"], _ = _times(engine, shifted, repeats)
+    return found
+
+
+def measure_answers(folder: Path) -> dict[str, Any]:
+    """Exact match of a model's answers to families of prompts, cold and blended.
+
+    Segments are lines, so that rows can be taken from under another header. Donors are served as they are, and the
+    lines that they lack in a prompt of their own.
+    """
+    model = VllmEngines(str(folder))
+    tokeniser = Tokeniser(model, _ANSWER_TOKENS)
+    cases = {name: write_cases(model, FamilyRequest((name,), _GROUPS, _QUESTIONS, _TOKENS)) for name in FAMILIES}
+    engine = LmcacheEngine(folder, line_separator(folder), model.facts.max_positions, _KEPT_LINES)
+    # Nothing is kept yet, so that nothing can be taken.
+    cold = {
+        name: [_answer(engine, tokeniser, tokeniser.tokenise(case), keeps=False)[0] for case in asked]
+        for name, asked in cases.items()
+    }
+    found: dict[str, Any] = {"engine": engine.facts, "families": {}, "problem": None}
+    for name, asked in cases.items():
+        texts, cached, prompt_tokens, kept = list[str](), 0, 0, 0
+        for case in asked:
+            tokens = tokeniser.tokenise(case)
+            if case.is_timed:  # the first of those that share their donors
+                for donor in tokens.donors:
+                    engine.ask(donor)
+            engine.prepare(tokens.prompt)
+            text, taken = _answer(engine, tokeniser, tokens)
+            texts.append(text)
+            cached += taken
+            prompt_tokens += len(tokens.prompt)
+            kept += len(tokens.prompt) - len(engine.segments.of(tokens.prompt)[-1])
+        found["families"][name] = {
+            "prompts": len(asked),
+            "cold_em": _matches(cold[name], [case.reference for case in asked]),
+            "blended_em": _matches(texts, [case.reference for case in asked]),
+            "as_the_donor_says": _matches(texts, [case.donor_answer for case in asked]),
+            "cached_tokens": cached,
+            "prompt_tokens": prompt_tokens,
+        }
+        found["problem"] = found["problem"] or _unserved(cached, kept)
+    return found
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer that knows the marks between segments, for prompts that are made of numbers."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "#": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(str(folder))
+
+
+def line_separator(folder: Path) -> str:
+    """A text whose tokens are a line's end but for the first, which LMCache leaves out.
+
+    Raises ConfigurationError for a tokenizer that has no token of its own for a line's end.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    end = tokenizer.encode("\n", add_special_tokens=False)
+    found = next((text for text in ("\n", "a\n") if end and tokenizer.encode(text)[1:] == end), None)
+    if found is None:
+        raise ConfigurationError(f"The tokenizer of {folder} has no token of its own for the end of a line.")
+    return found
+
+
+def _register_models() -> None:
+    """Tells LMCache of the model that vLLM loads: CacheBlend asks for it, and nobody else does (LMCache#4131)."""
+    name = import_module("lmcache.integration.vllm.utils").ENGINE_NAME
+    tracker = import_module("lmcache.v1.compute.models.utils").VLLMModelTracker
+    worker = import_module("vllm.v1.worker.gpu_worker").Worker
+    load = worker.load_model
+
+    def load_and_register(self: Any, *arguments: Any, **options: Any) -> None:
+        load(self, *arguments, **options)
+        tracker.register_model(name, self.model_runner.get_model())
+
+    worker.load_model = load_and_register
+
+
+def _times(
+    engine: LmcacheEngine, prompt: Callable[[], list[int]], repeats: int, *, keeps: bool = True
+) -> tuple[list[float], list[int]]:
+    """Milliseconds of `generate` with one new token, and prompt tokens that were not computed by vLLM."""
+    gc.collect()
+    times, cached = list[float](), list[int]()
+    for _ in range(WARM_UPS + repeats):
+        asked = prompt()
+        begin = time.perf_counter()
+        output = engine.ask(asked, keeps=keeps)
+        times.append((time.perf_counter() - begin) * 1e3)
+        cached.append(int(output.num_cached_tokens or 0))
+    return times[WARM_UPS:], cached[WARM_UPS:]
+
+
+def _answer(
+    engine: LmcacheEngine, tokeniser: Tokeniser, tokens: TokenisedCase, *, keeps: bool = True
+) -> tuple[str, int]:
+    output = engine.ask(tokens.prompt, _ANSWER_TOKENS, keeps=keeps, stop=tokeniser.stop_token_ids)
+    return tokeniser.text(list(output.outputs[0].token_ids)), int(output.num_cached_tokens or 0)
+
+
+def _matches(texts: Sequence[str], references: Sequence[str | None]) -> float:
+    """The share of texts that are their reference."""
+    pairs = zip(texts, references, strict=True)
+    return sum(reference is not None and exact_match(text, reference) for text, reference in pairs) / len(texts)
+
+
+def _unserved(cached: int, kept: int) -> str | None:
+    """Why a figure would not show LMCache: `kept` of the tokens could have been taken."""
+    return None if cached >= SERVED_SHARE * kept else f"LMCache served {cached:,} of {kept:,} tokens that it had kept"
+
+
+def run_part(command: Sequence[str], path: Path, timeout: float) -> dict[str, Any]:
+    """Runs a part's process, which writes what it measured to `path`, and adds what it `said`.
+
+    Where it ended otherwise or not within `timeout` seconds, `problem` tells so, with its last words.
+    """
+    path.unlink(missing_ok=True)
+    log, failed = path.with_suffix(".log"), None
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, timeout=timeout, check=False
+            )
+            failed = f"its process ended with {ended.returncode}" if ended.returncode else None
+        except subprocess.TimeoutExpired:
+            failed = f"its process was ended after {timeout:,.0f} s"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    text = _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    lines = [line for line in map(str.rstrip, text.splitlines()) if line]
+    warnings = list(dict.fromkeys(_WARNINGS.findall(text)))
+    found["said"] = [f"{level}: {message}" for level, message in warnings][:_TOLD]
+    if failed and not found.get("problem"):
+        found["problem"] = f"{failed}: {lines[-1]}" if lines else failed
+    if found.get("problem"):
+        found["last_lines"] = lines[-_LAST:]
+        errors = [message for level, message in warnings if level == "ERROR"]
+        if errors:  # the first; the others follow from it
+            said = " ".join(line.strip() for line in errors[0].splitlines() if not line.startswith("  "))
+            found["problem"] += f"; LMCache said: {said}"
+    return found
+
+
+def add_rows(parts: dict[str, dict[str, Any]], rows: Results) -> None:
+    """Adds the figures of the parts that were served."""
+    for name, found in parts.items():
+        if not found.get("problem"):
+            _ttft_rows(found, rows) if name == TTFT else _answer_rows(name, found, rows)
+
+
+def _ttft_rows(found: dict[str, Any], rows: Results) -> None:
+    size, cold, blended = label(found["tokens"]), _median(found["cold_ms"]), _median(found["blended_ms"])
+    engine = _engine(found)
+    rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{engine}; nothing kept or taken")
+    counts = f"{min(found['cached_tokens']):,} of {found['tokens']:,} tokens from LMCache in host memory"
+    rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {engine}")
+    rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold", blended / cold, "x", f"{blended:,.1f} over {cold:,.1f} ms")
+    placed = _median(found["table_on_card_ms"])
+    baseline = f"{placed:,.1f} over {cold:,.1f} ms; its table of angles put on the card, which LMCache does not do"
+    rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold_table_on_card", placed / cold, "x", baseline)
+
+
+def _answer_rows(name: str, found: dict[str, Any], rows: Results) -> None:
+    for family, told in found["families"].items():
+        baseline = (
+            f"cold {told['cold_em']:.3f}; {told['prompts']} prompts, {told['as_the_donor_says']:.3f} answered as the "
+            f"donor says; {told['cached_tokens']:,} of {told['prompt_tokens']:,} tokens from LMCache, a "
+            f"segment a line; {_engine(found)}"
+        )
+        row = f"vllm_lmcache_em_{family}_{name}"
+        rows.add(row, told["blended_em"], "exact match", baseline, better="higher")
+
+
+def _engine(found: dict[str, Any]) -> str:
+    engine = found["engine"]
+    return (
+        f"LMCache {engine['lmcache']}, CacheBlend {RATIO:.0%} chosen at layer {CHECK_LAYER}, vLLM {engine['vllm']} "
+        "eager, without its prefix cache"
+    )
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def measure(options: argparse.Namespace) -> NoReturn:
+    """The process of one part: writes what it measured, or what went wrong, and ends."""
+    found: dict[str, Any] = {}
+    try:
+        if options.part == TTFT:
+            found = measure_ttft(options.model, options.size, options.repeats)
+        else:
+            found = measure_answers(Path(options.part))
+        found |= {"machine": describe("cuda"), "versions": versions()}
+        found["versions"] |= {name: found["engine"][name] for name in ("vllm", "lmcache")}
+    except Exception as error:
+        traceback.print_exc()
+        found["problem"] = f"{type(error).__name__}: {error}"
+    write_json(options.found, found)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of LMCache may wait for ever
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, runs the parts, prints and writes. Exits with 1 when a part has no figure."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.lmcache", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where lmcache.json, logs and rows go")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a config.json whose shape is timed (default: Qwen2.5-7B's)"
+    )
+    parser.add_argument("--size", type=int, default=GOAL_SIZE, help="tokens of the prompts that are timed")
+    parser.add_argument("--repeats", type=int, default=7, help="runs that count for a median; 0 times nothing")
+    parser.add_argument(
+        "--answers", type=Path, nargs="+", default=[], metavar="FOLDER", help="models whose answers are compared"
+    )
+    parser.add_argument("--timeout", type=float, default=420, help="seconds that a part may take")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    if options.part is not None:
+        measure(options)
+    for folder in filter(None, (options.model, *options.answers)):
+        if not (folder / "config.json").is_file():
+            parser.error(f"{folder} holds no config.json; name a model's folder")
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = ([TTFT] if options.repeats else []) + [str(folder) for folder in options.answers]
+    if not parts:
+        parser.error("nothing is asked for; give --repeats above 0 or --answers")
+    if len({Path(part).name for part in parts}) < len(parts):
+        parser.error("the folders of --answers need different names; their files would have one name")
+    told = {}
+    for part in parts:
+        name = TTFT if part == TTFT else Path(part).name
+        path = options.out / f"lmcache-{name}.json"
+        own = [sys.executable, "-m", "benchmarks.vllm.lmcache", *given, "--part", part, "--found", str(path)]
+        told[name] = run_part(own, path, options.timeout)
+        write_json(path, told[name])
+    if not _record(command(arguments), told, options.out):
+        raise SystemExit(1)
+
+
+def _record(whole: str, parts: dict[str, dict[str, Any]], out: Path) -> bool:
+    """Prints the table and writes it; returns whether every part has its figures."""
+    there = next((found for found in parts.values() if "machine" in found), {})
+    machine, known = there.get("machine") or describe("cpu"), there.get("versions") or versions()
+    rows = Results(measured=Measured(whole, machine, known, today()))
+    add_rows(parts, rows)
+    rows.write(out / "rows", "vllm_lmcache")
+    problems = {name: str(found["problem"]) for name, found in parts.items() if found.get("problem")}
+    for name, problem in problems.items():
+        say(f"vllm_lmcache_{name} none: {problem}")
+    write_json(out / "lmcache.json", {"command": whole, "date": today(), "parts": parts})
+    text = markdown_table("*", {f"{machine['name']}/vllm_lmcache": rows.rows}) if rows.rows else ""
+    text += "".join(f"\nNo figure of {name}: {problem}\n" for name, problem in problems.items())
+    write_text(out / "rows" / "vllm_lmcache.md", text)
+    return not problems
+
+
+if __name__ == "__main__":
+    main()

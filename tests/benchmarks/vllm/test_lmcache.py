@@ -1,0 +1,142 @@
+"""The yardstick beside us: what is recorded of a part with and without figures, and what LMCache keeps of a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.vllm import lmcache
+from benchmarks.vllm.lmcache import Segments, add_rows, line_separator, run_part, write_tokenizer
+from semblend_trt.errors import ConfigurationError
+from validation.models import shipped_model
+from validation.results import Measured, Results
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENGINE = {"lmcache": "0.5.3", "vllm": "0.25.1"}
+TIMES = {
+    "engine": ENGINE,
+    "tokens": 24_576,
+    "cold_ms": [700.0, 710.0, 690.0],
+    "blended_ms": [350.0, 360.0, 340.0],
+    "table_on_card_ms": [210.0, 211.0, 209.0],
+    "cached_tokens": [24_400, 24_400, 24_400],
+    "problem": None,
+}
+TOLD = {"prompts": 24, "cold_em": 0.96, "blended_em": 0.05, "as_the_donor_says": 0.9}
+ANSWERS = {
+    "engine": ENGINE,
+    "families": {"header_trap": TOLD | {"cached_tokens": 900, "prompt_tokens": 1_000}},
+    "problem": None,
+}
+
+
+def added(parts: dict[str, Any]) -> dict[str, Any]:
+    rows = Results(measured=Measured("command", {}, {}, "2026-01-01"))
+    add_rows(parts, rows)
+    return {row.name: row for row in rows.rows}
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.skipif(find_spec("lmcache") is not None, reason="LMCache is installed here")
+def test_without_lmcache_its_words_stand_in_the_place_of_a_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        lmcache.main(["--out", str(tmp_path), "--size", "512", "--repeats", "1"])
+    assert ended.value.code == 1
+    part = json.loads((tmp_path / "lmcache.json").read_text())["parts"]["ttft"]
+    assert part["problem"] == "ModuleNotFoundError: No module named 'lmcache'"
+    assert part["last_lines"][-1] == "ModuleNotFoundError: No module named 'lmcache'"
+    assert json.loads((tmp_path / "rows" / "vllm_lmcache.json").read_text()) == []
+    assert "No module named 'lmcache'" in (tmp_path / "rows" / "vllm_lmcache.md").read_text()
+    assert "none" in capsys.readouterr().out
+
+
+def test_a_part_that_dies_or_hangs_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    path.write_text('{"tokens": 1}')  # of an earlier run
+    died = run_part(python("import os; print('last words', flush=True); os.kill(os.getpid(), 9)"), path, 60)
+    assert died == {"problem": "its process ended with -9: last words", "said": [], "last_lines": ["last words"]}
+    hung = run_part(python("import signal; signal.pause()"), path, 0.5)
+    assert hung["problem"] == "its process was ended after 0 s"
+
+
+def test_what_lmcache_says_is_kept_and_explains_a_failure(tmp_path: Path) -> None:
+    says = (
+        "print('\\x1b[33;20m[2026-01-01 10:00:00,000] LMCache WARNING:\\x1b[0m Slow \\x1b[3m(config.py:7:lmcache.v1)');"
+        "print('[2026-01-01 10:00:00,000] LMCache INFO: Fine (config.py:7:lmcache.v1)');"
+        "print('[2026-01-01 10:00:00,000] LMCache ERROR: Failed: Traceback\\n  File x\\nValueError: no card'"
+        " ' (manager.py:7:lmcache.v1)')"
+    )
+    path = tmp_path / "part.json"
+    wrote = f"open({str(path)!r}, 'w').write('{{\"problem\": \"AssertionError: \"}}');"
+    found = run_part(python(wrote + says), path, 60)
+    assert found["said"] == ["WARNING: Slow", "ERROR: Failed: Traceback\n  File x\nValueError: no card"]
+    assert found["problem"] == "AssertionError: ; LMCache said: Failed: Traceback ValueError: no card"
+    served = run_part(python(says), path, 60)
+    assert len(served["said"]) == 2
+    assert "problem" not in served
+
+
+def test_rows_tell_cold_blended_and_answers() -> None:
+    rows = added({"ttft": TIMES, "model": ANSWERS})
+    assert rows["vllm_lmcache_blended_ttft_24k_ms"].value == 350
+    assert rows["vllm_lmcache_blended_ttft_24k_over_cold"].value == pytest.approx(0.5)
+    assert rows["vllm_lmcache_blended_ttft_24k_over_cold_table_on_card"].value == pytest.approx(0.3)
+    assert "24,400 of 24,576" in rows["vllm_lmcache_blended_ttft_24k_ms"].baseline
+    trap = rows["vllm_lmcache_em_header_trap_model"]
+    assert trap.value == pytest.approx(0.05)
+    assert "cold 0.960" in trap.baseline
+    assert "LMCache 0.5.3" in trap.baseline
+
+
+def test_a_part_that_was_not_served_gives_no_row() -> None:
+    assert added({"ttft": TIMES | {"problem": "LMCache served 0 of 9 tokens"}, "model": {"problem": "died"}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--repeats", "0"], "nothing is asked for"),
+        (["--model", "nowhere"], "nowhere holds no config.json"),
+        (["--answers", "nowhere"], "nowhere holds no config.json"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        lmcache.main(["--out", str(tmp_path), *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_segments_that_a_prompt_lacks_are_those_in_front_of_its_last() -> None:
+    segments = Segments([1, 1])
+    donor = segments.join([5, 6], [7], [8])
+    assert donor == [5, 6, 1, 1, 7, 1, 1, 8]
+    assert segments.of(donor) == [(5, 6), (7,), (8,)]
+    segments.keep(donor)
+    assert segments.missing(segments.join([9], [7], [4, 2], [9], [3])) == [(9,), (4, 2)]
+    assert segments.missing(donor) == []
+    assert Segments([1]).of([2, 1, 1, 3]) == [(2,), (), (3,)]
+
+
+def test_tokenizers_have_the_separators_that_lmcache_will_find(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    marks = AutoTokenizer.from_pretrained(str(tmp_path)).encode(" # # # #")
+    assert marks == [1] * 4
+    with pytest.raises(ConfigurationError, match="no token of its own"):
+        line_separator(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(str(shipped_model()))
+    ends = tokenizer.encode(line_separator(shipped_model()))[1:]
+    assert tokenizer.decode(ends) == "\n"

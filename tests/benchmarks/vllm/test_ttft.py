@@ -1,0 +1,159 @@
+"""The rows of the benchmark inside vLLM, made of what its arms have written."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks.embedded.bench_model import GOAL_SIZE, MISS_SIZE
+from benchmarks.vllm import ttft
+from benchmarks.vllm.arm import (
+    ARMS,
+    FP8,
+    MLA,
+    PLAIN,
+    POSITION_FIX,
+    STOCK,
+    VERIFIED,
+    Served,
+    Sizes,
+)
+from validation.scoreboard import read_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOLD = {
+    "requests": 4,
+    "outcomes": {"backend_materialized_reuse": 4},
+    "reasons": {},
+    "faults": {},
+    "refusal": None,
+    "mode": "wrapper",
+    "exact_prefix_tokens": 0,
+    "offered_tokens": 1_000,
+    "reused_tokens": 1_000,
+}
+RAG = {"requests": 4, "prompt_tokens": 8_000, "cached_tokens": 800, "ttft_ms": [10.0, 20.0, 30.0], "served": TOLD}
+
+
+def arm(name: str, parts: dict[str, Any], runner: str, kv: str) -> dict[str, Any]:
+    measured = {"machine": {"name": "card"}, "versions": {}, "date": "2026-01-01", "command": f"measure {name}"}
+    return {"arm": name, "engine": {"runner": runner, "kv": kv}, "parts": parts, **measured}
+
+
+def written(
+    folder: Path, arms: dict[str, dict[str, Any]], runner: str = "vllm.v1.worker.gpu_model_runner", kv: str = PLAIN
+) -> None:
+    for name, parts in arms.items():
+        (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner, kv)))
+
+
+STOCK_PARTS: dict[str, Any] = {
+    "ttft": {"tokens": 24_576, "cold_ms": [700.0] * 3, "exact_hit_ms": [20.0] * 3},
+    "miss": {"tokens": 8_192, "ms": [[200.0] * 3, [300.0] * 3, [200.0] * 3]},
+    "decode": {"tokens": 24_576, "alone_ms": [10.0] * 3, "ms": [100.0] * 3},
+    "rag": {**RAG, "requests_per_s": 4.0},
+    "arrivals": {**RAG, "per_second": 3.2, "ttft_ms": [100.0, 200.0, 300.0]},
+}
+OUR_PARTS: dict[str, Any] = {
+    "ttft": {"tokens": 24_576, "shifted_ms": [15.0] * 3, "served": TOLD},
+    "miss": {"tokens": 8_192, "ms": [[201.0] * 3, [301.5] * 3, [900.0] * 3], "served": TOLD},
+    "decode": {"tokens": 24_576, "alone_ms": [10.0] * 3, "ms": [50.0] * 3, "served": TOLD},
+    "rag": {**RAG, "requests_per_s": 18.0},
+    "arrivals": {**RAG, "per_second": 3.2},
+    "contaminated": {
+        "prompts": 4,
+        "hits": 0,
+        "largest_hit_tokens": 32,
+        "exact_limit_tokens": 32,
+        "smallest_exact_hit_tokens": 900,
+    },
+}
+
+
+def test_rows_compare_with_stock_and_have_the_goals(tmp_path: Path) -> None:
+    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS, VERIFIED: OUR_PARTS})
+    ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json" / "card")])
+    rows = {row.name: row for row in read_rows(tmp_path / "json")["card/vllm"]}
+    for name, value, goal in (
+        ("shifted_ttft_24k_over_exact_hit", 15 / 20, ttft.VLLM_OVER_EXACT_HIT),
+        ("shifted_ttft_24k_over_cold", 15 / 700, ttft.VLLM_SHIFTED_OVER_COLD),
+        ("verified_ttft_24k_over_cold", 15 / 700, ttft.VLLM_VERIFIED_OVER_COLD),
+        ("miss_overhead_8k", 0.5, ttft.VLLM_MISS_OVERHEAD_PERCENT),
+        ("decode_slowdown_position_fix", 0.5, ttft.VLLM_DECODE_SLOWDOWN),
+        ("rag_throughput_gain_position_fix", 4.5, 4.0),
+        ("rag_throughput_gain_verified", 4.5, 3.0),
+        ("rag_ttft_p95_ratio_verified", 29 / 290, ttft.VLLM_RAG_P95_RATIO),
+        ("contaminated_hits_verified", 0.0, 0.0),
+    ):
+        row = rows[f"vllm_{name}"]
+        assert row.value == pytest.approx(value), name
+        assert (row.goal, row.holds) == (goal, True), name
+    assert "1,000 of 1,000 offered tokens reused" in rows["vllm_rag_throughput_gain_verified"].baseline
+    assert rows["vllm_miss_overhead_8k"].command == " ; ".join(f"measure {name}" for name in ARMS)
+
+
+def test_what_was_not_served_from_donors_gives_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoiled = {**OUR_PARTS, "ttft": {**OUR_PARTS["ttft"], "problem": "0 of 24448 tokens in donors were reused"}}
+    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: spoiled})
+    with pytest.raises(SystemExit):
+        ttft.main(["--out", str(tmp_path), "--arms", "none"])
+    names = {row.name for row in read_rows(tmp_path / "rows")["vllm"]}
+    assert "vllm_miss_overhead_8k" in names
+    assert not [name for name in names if "shifted" in name or "verified" in name]
+    assert "position_fix ttft: 0 of 24448 tokens in donors were reused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"exact_prefix_tokens": 500, "reused_tokens": 450}, None),
+        ({"reused_tokens": 899}, "899 of 1000 tokens"),
+        ({"faults": {"planned_forward": 1}}, "planned_forward"),
+        ({"refusal": "plan_not_executed"}, "plan_not_executed"),
+        ({"mode": "stock"}, "mode stock"),
+        ({"outcomes": {"backend_declined_reuse": 1}, "reasons": {"load_failed": 1}}, "load_failed"),
+    ],
+)
+def test_a_measurement_is_judged_by_how_it_was_served(change: dict[str, Any], said: str | None) -> None:
+    problem = Served({**TOLD, **change}).problem(1_000)
+    assert (problem is None) if said is None else (problem is not None and said in problem)
+
+
+def test_the_sizes_are_those_of_the_rows() -> None:
+    sizes = Sizes()
+    assert (sizes.long, sizes.miss) == (GOAL_SIZE, MISS_SIZE)
+    assert sizes.documents % sizes.per_prompt == 0
+
+
+@pytest.mark.parametrize("kv", [FP8, MLA])
+def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path: Path, kv: str) -> None:
+    written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=kv)
+    ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
+    [(file, rows)] = read_rows(tmp_path / "json").items()
+    assert file == f"vllm_{kv}"
+    assert [(row.name, row.value, row.goal) for row in rows] == [
+        (f"vllm_{kv}_shifted_over_cold_24k", 15 / 700, ttft.VLLM_OTHER_KV_OVER_COLD),
+        (f"vllm_{kv}_shifted_over_exact_hit_24k", 15 / 20, None),
+        (f"vllm_{kv}_miss_overhead_8k", pytest.approx(0.5), None),
+    ]
+
+
+def test_rows_of_the_second_model_runner_are_named_so(tmp_path: Path) -> None:
+    written(tmp_path, {STOCK: STOCK_PARTS}, runner="vllm.v1.worker.gpu.model_runner")
+    ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
+    [(file, rows)] = read_rows(tmp_path / "json").items()
+    assert file == "vllm_v2_runner"
+    assert [row.name for row in rows if not row.name.endswith("_v2_runner")] == []
+    assert "vllm_stock_rag_requests_per_s_v2_runner" in [row.name for row in rows]
+
+
+def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--arms", "--parts"):
+        with pytest.raises(SystemExit):
+            ttft.main(["--out", str(tmp_path), option, "stok"])
+        assert f"{option} has stok; possible are" in capsys.readouterr().err

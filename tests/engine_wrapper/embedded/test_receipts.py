@@ -1,0 +1,63 @@
+"""Receipts on prompts that are made to break reuse: checked reuse has a cold run's answers, unchecked reuse has not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import ClientSession
+
+from engine_wrapper.embedded.server import BOUNDS, Worker
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
+from semblend_trt.fleet.router.serving import Connections, listening
+from semblend_trt.outcome import RECEIPT
+from validation import models
+from validation.arms import POSITION_FIX, VERIFIED
+from validation.cases import Tokeniser, groups
+from validation.embedded_engine import EmbeddedEngines, open_llm
+from validation.families.catalog import FamilyRequest, write_cases
+
+ANSWER_TOKENS = 8
+PROFILE = str(models.shipped_model() / models.PROFILE_NAME)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return models.load(None, "cpu", "float32")
+
+
+async def receipts(llm, cases, stop_token_ids):
+    """Serves the donors of every group and its prompts one by one, and shuts the engine down."""
+    worker, found = Worker(llm, "model"), []
+    asked = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "stop_token_ids": list(stop_token_ids)}
+    try:
+        async with (
+            listening(worker.app(), "127.0.0.1", 0, Connections(BOUNDS)) as address,
+            ClientSession(address, raise_for_status=True) as client,
+        ):
+            for group in groups(cases):
+                for donor in group[0].donors:
+                    async with client.post("/v1/completions", json={"prompt": donor, "max_tokens": 1}):
+                        pass
+                    while llm.executor.pending_transfers:
+                        await asyncio.sleep(0)
+                for case in group:
+                    body = {**asked, "prompt": case.prompt}
+                    async with client.post("/v1/completions", json=body, headers={VERIFY_HEADER: "cold"}) as answer:
+                        found.append((await answer.json())["usage"][RECEIPT])
+    finally:
+        worker.close()
+    return found
+
+
+@pytest.mark.parametrize(("policy", "settings"), [(VERIFIED, {"PROFILE": PROFILE}), (POSITION_FIX, {})])
+def test_answers_equal_a_cold_runs_where_reuse_is_checked_and_differ_where_it_is_not(runner, policy, settings):
+    engines = EmbeddedEngines(runner)
+    cases = write_cases(engines, FamilyRequest(("header_trap", "near_duplicates"), 1, 2, 512, 200_000))
+    variables = {**settings, "POLICY": policy, "MIN_SPAN": "48", "LOOKUP_DEADLINE_MS": "5000"}
+    stop_token_ids = Tokeniser(engines, ANSWER_TOKENS).stop_token_ids
+    llm = open_llm(models.shipped_model(), runner.share(), variables)
+    found = asyncio.run(asyncio.wait_for(receipts(llm, cases, stop_token_ids), 120))
+    assert any(receipt["reused_tokens"] for receipt in found)
+    equal = [receipt["verified"]["result"] == "equal" for receipt in found]
+    assert all(equal) if policy == VERIFIED else sum(equal) <= len(equal) / 2

@@ -1,0 +1,87 @@
+"""Rows of figures: what they say of themselves is true, a dry run promises nothing, and all is shown and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from validation.results import Count, Measured, Results, command, describe, parser_of, row, run_counted, versions
+
+MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.13.0"}, "2026-11-21")
+
+
+def test_a_row_holds_where_its_value_meets_the_goal() -> None:
+    def holds(value: float, goal: float | None, better: str) -> bool:
+        return row("a", value, "x", goal=goal, better=better, baseline="cold", measured=MEASURED).holds  # type: ignore[arg-type]
+
+    assert holds(0.02, 0.02, "lower")
+    assert not holds(0.03, 0.02, "lower")
+    assert holds(2, 1, "higher")
+    assert not holds(0, 1, "higher")
+    assert holds(7, None, "higher")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_no_finite_number_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=f"The row a has the value {value}"):
+        Results(measured=MEASURED).add("a", value, "x", "cold")
+
+
+def test_a_run_is_shown_as_it_goes_and_written_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results(measured=MEASURED)
+    results.add("fast", 4, "x", "cold", 2, "higher")
+    results.add("slow", 4, "ms", "cold", 2)
+    assert "fast" in (shown := capsys.readouterr().out)
+    assert [line.endswith("MISSED") for line in shown.splitlines()] == [False, True]
+    earlier = tmp_path / "machine" / "run.json"
+    earlier.parent.mkdir()
+    earlier.write_text("earlier")
+    with earlier.open() as reading:
+        results.write(tmp_path / "machine", "run")
+        assert reading.read() == "earlier"  # a file that is being read is replaced, not written into
+    assert "cold" in capsys.readouterr().out
+    written = json.loads((tmp_path / "machine" / "run.json").read_text())
+    assert [(each["name"], each["goal"], each["holds"]) for each in written] == [("fast", 2, True), ("slow", 2, False)]
+    assert {each["command"] for each in written} == {"python -m benchmark"}
+
+
+def test_a_dry_run_has_no_goals_and_needs_a_folder_to_be_written(tmp_path: Path) -> None:
+    for dry in (True, False):
+        results = Results(dry=dry, measured=MEASURED)
+        results.add("slow", 4, "ms", "cold", 2)
+        assert results.rows[0].goal == (None if dry else 2)
+        results.write(None, f"dry-{dry}", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["dry-False.json"]
+
+
+def test_a_row_tells_how_it_was_measured() -> None:
+    told = Results(["--sizes", "1", "a b"], "cpu").measured
+    assert told.command == command(["--sizes", "1", "a b"])
+    assert told.command.endswith("--sizes 1 'a b'")
+    assert told.versions == versions()
+    assert "torch" in told.versions
+    assert (told.machine["gpu"], told.machine["name"]) == (None, f"cpu-{told.machine['cores']}core")
+    assert describe("cpu", "mine")["name"] == "mine"
+
+
+def test_the_help_says_where_rows_go() -> None:
+    assert "(default: there)" in parser_of("what it does", Path("there")).format_help()
+
+
+@pytest.mark.parametrize(("given", "goal"), [([], 9), (["--tries", "3"], None)])
+def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path: Path, given: list[str], goal: float | None) -> None:
+    def run(tries: int, victims: int, rows: Results) -> None:
+        rows.add("tried", tries + victims, "tries", "cold", 9)
+
+    counts = [Count("tries", 5, "how many", 2), Count("victims", 4, "of each")]
+    run_counted("run", "what it does", counts, run, [*given, "--json", str(tmp_path)])
+    (written,) = json.loads((tmp_path / "run.json").read_text())
+    assert (written["value"], written["goal"]) == ((7, None) if given else (9, goal))
+
+
+def test_too_few_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_counted("run", None, [Count("tries", 5, "how many", 2)], lambda *_: None, ["--tries", "1"])
+    assert "--tries 1 is too few; at least 2 are needed" in capsys.readouterr().err

@@ -1,0 +1,286 @@
+"""Result rows: the figures that documents quote, each with its command line, machine and versions."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from semblend_trt.files import write_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+Better = Literal["higher", "lower"]
+
+FOLDER = Path("benchmarks/results")
+_NAME, _DATE = re.compile(r"[A-Za-z0-9_.<>-]+"), re.compile(r"\d{4}-\d{2}-\d{2}")
+_DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "numba", "tokenizers", "triton", "rouge-score")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the rows of one run share: command line, machine, versions and date (UTC, ISO 8601)."""
+
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+
+    @classmethod
+    def now(cls, command: str, device: str | None = None, name: str | None = None) -> Measured:
+        """For a run that ends now; `device` and `name` as in `describe`."""
+        return cls(command, describe(device, name), versions(), today())
+
+    def sentence(self) -> str:
+        """Command, date and machine as a page shows them."""
+        return f"`{self.command}`, {self.date}, machine {self.machine['name']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `goal` is None if it has none; `holds` says whether the value meets it.
+
+    `baseline` says what the value is measured against. Raises ValueError or TypeError for wrong fields: rows are also
+    read from files.
+    """
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None
+    better: Better
+    holds: bool
+    baseline: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} cannot name a row; use letters, digits and _.<>-")
+        for figure in (self.value, 0.0 if self.goal is None else self.goal):
+            if not math.isfinite(figure):
+                raise ValueError(f"The row {self.name} has the value {figure}; a result is a finite number.")
+        if self.better not in ("higher", "lower"):
+            raise ValueError(f"the row {self.name} has better={self.better!r}; it is higher or lower")
+        if self.holds is not _holds(self.value, self.goal, self.better):
+            raise ValueError(f"the row {self.name} says holds={self.holds}, its figures say otherwise")
+        texts = (self.unit, self.baseline, self.command)
+        if not all(isinstance(each, str) for each in texts) or not _DATE.match(self.date):
+            raise ValueError(f"the row {self.name} has no texts in unit, baseline and command, or no date")
+        if not (isinstance(self.machine, dict) and isinstance(self.versions, dict)):
+            raise ValueError(f"the row {self.name} has no objects in machine and versions")
+
+
+def row(
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    goal: float | None = None,
+    better: Better = "lower",
+    baseline: str,
+    measured: Measured,
+) -> Row:
+    """Makes a row; `holds` follows from value, goal and direction. Raises ValueError for a value that is not finite."""
+    value, goal = float(value), None if goal is None else float(goal)
+    return Row(name, value, unit, goal, better, _holds(value, goal, better), baseline, **asdict(measured))
+
+
+class Results:
+    """The rows of one run, by default of this program with `arguments` (None: its own) on `device`.
+
+    Rows of a `dry` run have no goals, and are written only if a folder is given. `is_shown` False shows nothing.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str] | None = None,
+        device: str | None = None,
+        *,
+        dry: bool = False,
+        measured: Measured | None = None,
+        is_shown: bool = True,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.measured = measured or Measured.now(command(arguments), device)
+        self.dry = dry
+        self._is_shown = is_shown
+
+    def add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        baseline: str,
+        goal: float | None = None,
+        better: Better = "lower",
+    ) -> None:
+        """Adds a figure and shows it at once, so that a run that is cut short has shown what it measured.
+
+        Raises ValueError when the value is not finite.
+        """
+        goal = None if self.dry else goal
+        added = row(name, value, unit, goal=goal, better=better, baseline=baseline, measured=self.measured)
+        self.rows.append(added)
+        if self._is_shown:
+            say(_line(added))
+
+    def write(self, folder: Path | None, name: str, default: Path | None = None) -> None:
+        """Shows all rows with their baselines, and writes `name.json` to `folder`, or to `default` unless it is a dry
+        run; nowhere when that is None. An earlier run's file is replaced."""
+        for each in self.rows:
+            say(f"{_line(each)}\n    {each.baseline}")
+        target = folder or (None if self.dry else default)
+        if target is not None:
+            write_rows(target / f"{name}.json", self.rows)
+            say(f"wrote {len(self.rows)} rows to {target / name}.json")
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Writes the rows of one run to `path`, replacing what an earlier run left there."""
+    text = json.dumps([asdict(each) for each in rows], indent=1, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+def seconds(call: Callable[..., object], *arguments: object) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - began
+
+
+def say(line: str) -> None:
+    """Shows one line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def parser_of(description: str | None, default: Path | None = None) -> argparse.ArgumentParser:
+    """A parser of the argument that every benchmark takes; `default` is where rows go without it."""
+    parser = argparse.ArgumentParser(prog=_program(), description=description)
+    shown = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
+    parser.add_argument("--json", type=Path, metavar="DIR", help=shown)
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of the command line: fewer than `full` are a dry run, fewer than `least` are refused."""
+
+    name: str
+    full: int
+    help: str
+    least: int = 1
+
+
+def run_counted(
+    benchmark: str,
+    description: str | None,
+    counts: Sequence[Count],
+    run: Callable[..., None],
+    arguments: Sequence[str] | None = None,
+    **more: Mapping[str, Any],
+) -> None:
+    """Runs a benchmark that needs no card: calls `run` with the counts of the command line and the rows, prints the
+    rows and writes them to this machine's folder.
+
+    `more` options, with `add_argument`'s keywords, go to `run` by name.
+    """
+    parser = parser_of(description)
+    for name, described in more.items():
+        parser.add_argument(f"--{name}", **described)
+    for each in counts:
+        shown = f"{each.help}; fewer than {each.full} are a dry run"
+        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=shown)
+    options = vars(parser.parse_args(arguments))
+    for each in counts:
+        if options[each.name] < each.least:
+            parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
+    rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
+    run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
+    rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
+
+
+def command(arguments: Sequence[str] | None = None) -> str:
+    """The command line of this run as a reader can repeat it; `arguments` stand in for the program's own."""
+    return f"{_program()} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
+
+
+def today() -> str:
+    """The date of a row: UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
+def versions() -> dict[str, str]:
+    """Python, CUDA and the distributions that decide a figure, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["cuda"] = str(torch.version.cuda)
+    for name in (*_DISTRIBUTIONS, "vllm"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(device: str | None = None, name: str | None = None) -> dict[str, Any]:
+    """The machine as a row shows it: with the card where `device` is one, by default where torch sees one.
+
+    `name` is the folder of its results, derived when not given: `cpu-2core`, or the card's such as `nvidia-h200`.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    card = torch.cuda.get_device_properties(device) if device.startswith("cuda") else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    derived = f"cpu-{cores}core" if card is None else re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
+    return {
+        "name": name or derived,
+        "cpu": _cpu_model(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": None if card is None else card.name,
+        "gpu_memory_gib": None if card is None else round(card.total_memory / 2**30, 1),
+        "multiprocessors": None if card is None else card.multi_processor_count,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _program() -> str:
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return f"python {sys.argv[0]}" if module is None else f"python -m {module.name.removesuffix('.__main__')}"
+
+
+def _holds(value: float, goal: float | None, better: Better) -> bool:
+    return goal is None or (value >= goal if better == "higher" else value <= goal)
+
+
+def _line(each: Row) -> str:
+    verdict = "" if each.goal is None else f"  goal {'>=' if each.better == 'higher' else '<='} {each.goal:,.5g}"
+    return f"{each.name:<44} {each.value:>12,.5g} {each.unit:<10}{verdict}{'' if each.holds else '  MISSED'}"
