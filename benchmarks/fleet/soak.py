@@ -224,12 +224,12 @@ def _text(data: bytes, is_stream: bool) -> bytes:
 
 
 @contextlib.contextmanager
-def soaked_fleet(folder: Path, more: Mapping[str, str] | None = None) -> Iterator[dict[str, ServerProcess]]:
-    """A router, a worker with tiers in memory and on disk and `more` variables, and a NATS server between them."""
+def soaked_fleet(folder: Path) -> Iterator[dict[str, ServerProcess]]:
+    """A router, a worker with tiers in memory and on disk, and a NATS server between them."""
     disk = folder / "donors"
     disk.mkdir()
     settings = SETTINGS | {"DISK_PATH": str(disk), "DISK_KEY_PATH": str(folder / "key")}
-    variables = {f"SEMBLEND_{name}": value for name, value in settings.items()} | ALLOCATOR | dict(more or {})
+    variables = {f"SEMBLEND_{name}": value for name, value in settings.items()} | ALLOCATOR
     with loopback_server() as nats:
         profile = str(MODEL / "reuse-profile.json")
         arguments = ("--worker-id", "1", "--nats", nats.url, "--profile", profile, "--max-batch-size", "2")
