@@ -1,4 +1,4 @@
-"""Search for the nearest of 100,000 passages of a text and of 1,000,000 synthetic vectors, with recall.
+"""Search for the nearest of 10,000 passages of a text, as many as there are donors by default, with recall.
 
 `python -m benchmarks.lookup.semantic_search --text FILE --json benchmarks/results/<machine>`. One thread. Without
 a text, passages are made after the shipped excerpt, and the row says so. Half of the queries are passages that are not
@@ -234,8 +234,8 @@ main = partial(
     [],
     run,
     text={"type": Path, "metavar": "FILE", "help": "English text, UTF-8, may be gzipped"},
-    entries={"type": int, "nargs": "*", "default": [100_000], "metavar": "N", "help": "passages to store"},
-    synthetic={"type": int, "nargs": "*", "default": [1_000_000], "metavar": "N", "help": "synthetic vectors"},
+    entries={"type": int, "nargs": "*", "default": [10_000], "metavar": "N", "help": "passages to store"},
+    synthetic={"type": int, "nargs": "*", "default": [], "metavar": "N", "help": "synthetic vectors"},
 )
 
 if __name__ == "__main__":
