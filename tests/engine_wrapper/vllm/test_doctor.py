@@ -55,7 +55,8 @@ def test_a_cache_in_fp8_halves_what_a_token_takes(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = ReuseProfile.read(profile)
-    for scales, is_known in (("fp8_e4m3+0123456789abcdef", True), ("auto", False)):
+    digest = "fp8_e4m3+0123456789abcdef"
+    for scales, is_known in ((digest, True), (f"{digest}+bfloat16 keys", False), ("auto", False)):
         named = {**held.namespace, "kv_dtype": "float8_e4m3fn", "cache_dtype": scales}
         held.model_copy(update={"namespace": named}).write(tmp_path / "profile.json")
         ours = {**OURS, "kv_connector_extra_config": {"profile": str(tmp_path / "profile.json")}}
