@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -12,7 +11,6 @@ import platform
 import re
 import shlex
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,11 +20,10 @@ import torch
 from semblend_trt.files import write_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
 Better = Literal["higher", "lower"]
 
-FOLDER = Path("benchmarks/results")
 _NAME, _DATE = re.compile(r"[A-Za-z0-9_.<>-]+"), re.compile(r"\d{4}-\d{2}-\d{2}")
 _DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "numba", "tokenizers", "triton", "rouge-score")
 
@@ -158,63 +155,10 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     write_bytes(path, (text + "\n").encode())
 
 
-def seconds(call: Callable[..., object], *arguments: object) -> float:
-    """Wall time of one call."""
-    began = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - began
-
-
 def say(line: str) -> None:
     """Shows one line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def parser_of(description: str | None, default: Path | None = None) -> argparse.ArgumentParser:
-    """A parser of the argument that every benchmark takes; `default` is where rows go without it."""
-    parser = argparse.ArgumentParser(prog=_program(), description=description)
-    shown = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
-    parser.add_argument("--json", type=Path, metavar="DIR", help=shown)
-    return parser
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A number of the command line: fewer than `full` are a dry run, fewer than `least` are refused."""
-
-    name: str
-    full: int
-    help: str
-    least: int = 1
-
-
-def run_counted(
-    benchmark: str,
-    description: str | None,
-    counts: Sequence[Count],
-    run: Callable[..., None],
-    arguments: Sequence[str] | None = None,
-    **more: Mapping[str, Any],
-) -> None:
-    """Runs a benchmark that needs no card: calls `run` with the counts of the command line and the rows, prints the
-    rows and writes them to this machine's folder.
-
-    `more` options, with `add_argument`'s keywords, go to `run` by name.
-    """
-    parser = parser_of(description)
-    for name, described in more.items():
-        parser.add_argument(f"--{name}", **described)
-    for each in counts:
-        shown = f"{each.help}; fewer than {each.full} are a dry run"
-        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=shown)
-    options = vars(parser.parse_args(arguments))
-    for each in counts:
-        if options[each.name] < each.least:
-            parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
-    rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
-    run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
-    rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
 
 
 def command(arguments: Sequence[str] | None = None) -> str:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.program import parser_of
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.families.catalog import Kind, family
-from validation.results import Results, parser_of
+from validation.results import Results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.program import Count, run_counted
 from validation import models
 from validation.embedded_engine import ONE_TOKEN, EmbeddedEngines, drain, open_llm
 from validation.estimate.prompts import HEAD_BYTES, Encoder, Prompt, PromptLog, encoded
-from validation.results import Count, run_counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,15 +13,19 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from benchmarks.program import Count, run_counted, seconds
 from kernels.layout import ContiguousKv
 from semblend_trt.donors.disk_tier import DiskTier
 from semblend_trt.donors.donor_file import DonorText, KvForm
 from semblend_trt.donors.host_tier import HostKv
-from validation.results import Count, Results, run_counted, seconds
+
+if TYPE_CHECKING:
+    from validation.results import Results
 
 # The shape of Qwen2.5-7B.
 FORM = KvForm(num_layers=28, kv_factor=2, kv_heads=4, head_dim=128, dtype=torch.bfloat16)

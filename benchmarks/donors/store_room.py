@@ -11,10 +11,11 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.program import FOLDER, parser_of
 from engine_wrapper.embedded.sampling import SamplingParams
 from validation.embedded_engine import ONE_TOKEN, open_llm
 from validation.models import load, shipped_model
-from validation.results import FOLDER, Results, parser_of
+from validation.results import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from benchmarks.program import Count, run_counted
 from semblend_trt.connector.weights import Weights, weights_digest
-from validation.results import Count, run_counted
 
 if TYPE_CHECKING:
     from validation.results import Results

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config
 
+from benchmarks.program import FOLDER, parser_of
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.layer_schedule import DeviationCheck
 from semblend_trt.errors import ConfigurationError
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
-from validation.results import FOLDER, Results, parser_of
+from validation.results import Results
 
 if TYPE_CHECKING:
     import argparse

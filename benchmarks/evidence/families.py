@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from validation.arms import POSITION_FIX
 from validation.embedded_engine import EmbeddedEngines
 from validation.exactness import plain_difference, stock_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from validation.results import Results
 
 LAYERS, TOKENS, MIN_SPAN = 3, 333, 32
 WINDOW, CHUNK = 32, 64

@@ -21,6 +21,7 @@ from unittest import mock
 
 from prometheus_client import REGISTRY
 
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector import donor_index
 from semblend_trt.discovery.planner import Deadline
@@ -29,13 +30,13 @@ from validation.documents import stock_list
 from validation.embedded_engine import disk_tier, drain, evict_prefixes, find_donors, open_cold, open_llm
 from validation.models import load, shipped_model
 from validation.prompts import render
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.request import RequestOutput
+    from validation.results import Results
 
 HOST_BYTES, POOL_TOKENS = 1 << 30, 2048
 LOOKUP_DEADLINE_MS = 500

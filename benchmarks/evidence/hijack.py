@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.program import Count, run_counted
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation import models
@@ -25,13 +26,13 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.families.catalog import FamilyRequest
 from validation.measurement import BatchServer, ServingSettings
 from validation.metrics import exact_match
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
+    from validation.results import Results
     from validation.serving import Answer
 
 # Families in which the donor's text in front of what is shared decides what the shared text says.

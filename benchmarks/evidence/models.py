@@ -14,15 +14,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector.chunked_attention import LLAMA4
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from semblend_trt.files import write_bytes
 from validation import output
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from semblend_trt.doctor.finding import Finding
+    from validation.results import Results
 
 GOAL = 18
 _START, _END = "<!-- models -->\n", "<!-- /models -->"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.program import parser_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.reuse_profile import ReuseProfile
@@ -28,7 +29,7 @@ from validation.metrics import MARGIN, evidence, exact_match
 from validation.models import load, profile_of, shipped_model
 from validation.output import progress
 from validation.prompts import form_for
-from validation.results import Results, parser_of
+from validation.results import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

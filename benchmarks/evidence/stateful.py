@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from benchmarks.embedded.bench_model import make_runner
 from benchmarks.evidence.pattern_runner import INJECTED, PatternRunner, chain, owner_number
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
 from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
@@ -29,7 +30,6 @@ from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
 from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.embedded.contracts import Contract
     from engine_wrapper.embedded.llm import LLM
+    from validation.results import Results
 
 logger = logging.getLogger(__name__)
 

@@ -21,15 +21,16 @@ from scipy.stats import ks_2samp
 
 from benchmarks.embedded.bench_model import Prompts, make_runner
 from benchmarks.fleet.server import resident_mib
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine_wrapper.embedded.llm import LLM
     from engine_wrapper.embedded.request import RequestOutput
+    from validation.results import Results
 
 SAMPLES, SALTS = 250, 3000
 WARM_UPS = 10

@@ -29,12 +29,13 @@ from benchmarks.fleet.server import (
     resident_mib,
     texts,
 )
+from benchmarks.program import Count, run_counted, seconds
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
-from validation.results import Count, Results, run_counted, say, seconds
+from validation.results import Results, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.fleet.server import NAMESPACE, loopback_server, texts
+from benchmarks.program import run_counted
 from semblend_trt.config import load_settings
 from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.fleet.announcer import announcer_for
-from validation.results import Results, run_counted
+from validation.results import Results
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from validation.results import Results
 
 ROUNDS = 5
 DONORS = 2_000

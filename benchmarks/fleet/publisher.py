@@ -19,12 +19,13 @@ from benchmarks.fleet.server import (
     resident_mib,
     texts,
 )
+from benchmarks.program import Count, run_counted
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.wire import EventFormat
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from semblend_trt.fleet.publisher import EventPublisher
+    from validation.results import Results
 
 HELD = 16384
 MAX_WAITING = 4096

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.fleet.server import NAMESPACE, VOCABULARY
+from benchmarks.program import Count, run_counted
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.fleet.routing_policy import RoutingPolicy, Worker
+    from validation.results import Results
 
     _Tokens = npt.NDArray[np.int32]
 

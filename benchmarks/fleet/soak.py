@@ -30,17 +30,18 @@ from urllib.parse import urlsplit
 
 from benchmarks.fleet.server import loopback_server
 from benchmarks.fleet.server_process import MODEL, fleet, key_of, worker
+from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.sampling import SamplingParams
 from validation.documents import stock_list
 from validation.embedded_engine import open_cold
 from validation.models import load, shipped_model
 from validation.prompts import render
-from validation.results import Count, Results, run_counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from benchmarks.fleet.server_process import ServerProcess
+    from validation.results import Results
 
 logger = logging.getLogger(__name__)
 

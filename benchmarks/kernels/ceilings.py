@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.program import parser_of
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
 from kernels.rope import RopeRotation
-from validation.results import Results, parser_of, say
+from validation.results import Results, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -21,12 +21,14 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from benchmarks.lookup.span_corpus import EXCERPT, TOKENIZER, chained
+from benchmarks.program import run_counted, seconds
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.index import SemanticIndex
-from validation.results import Results, run_counted, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from validation.results import Results
 
 DIM = 384
 NEAREST, QUERIES, ROUNDS, REMOVED = 10, 1000, 5, 1000

@@ -22,8 +22,9 @@ import numpy as np
 
 from benchmarks.lookup.span_corpus import DOCUMENT_TOKENS, RUN_TOKENS, Corpus, read_corpus
 from benchmarks.lookup.span_lookup import SPACE
+from benchmarks.program import Count, run_counted, seconds
 from semblend_trt.discovery.span_index import SpanIndex
-from validation.results import Count, Results, run_counted, say, seconds
+from validation.results import Results, say
 
 if TYPE_CHECKING:
     import numpy.typing as npt

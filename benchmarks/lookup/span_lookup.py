@@ -27,12 +27,13 @@ from benchmarks.lookup.span_corpus import (
     read_corpus,
     reusable_tokens,
 )
+from benchmarks.program import parser_of, seconds
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import DEADLINE_TOKENS, LookupRequest, Planner
 from semblend_trt.discovery.span_index import ScanBounds, SpanIndex
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
-from validation.results import Results, parser_of, say, seconds
+from validation.results import Results, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable

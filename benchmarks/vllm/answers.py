@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.commands.calibration import run_command
+from benchmarks.program import parser_of
 from validation import models
 from validation.arms import VERIFIED
-from validation.results import Row, command, parser_of, write_rows
+from validation.results import Row, command, write_rows
 from validation.scoreboard import markdown_table, rows_of
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.embedded.bench_model import label
+from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
     ARMS,
     IN_TURNS,
@@ -43,7 +44,7 @@ from benchmarks.vllm.arm import (
     VllmArm,
 )
 from validation.output import write_json, write_text
-from validation.results import Measured, Results, command, parser_of, write_rows
+from validation.results import Measured, Results, command, write_rows
 from validation.scoreboard import markdown_table
 
 if TYPE_CHECKING:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from validation.results import Count, Measured, Results, command, describe, parser_of, row, run_counted, versions
+from validation.results import Measured, Results, command, describe, row, versions
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.13.0"}, "2026-11-21")
 
@@ -64,24 +67,3 @@ def test_a_row_tells_how_it_was_measured() -> None:
     assert "torch" in told.versions
     assert (told.machine["gpu"], told.machine["name"]) == (None, f"cpu-{told.machine['cores']}core")
     assert describe("cpu", "mine")["name"] == "mine"
-
-
-def test_the_help_says_where_rows_go() -> None:
-    assert "(default: there)" in parser_of("what it does", Path("there")).format_help()
-
-
-@pytest.mark.parametrize(("given", "goal"), [([], 9), (["--tries", "3"], None)])
-def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path: Path, given: list[str], goal: float | None) -> None:
-    def run(tries: int, victims: int, rows: Results) -> None:
-        rows.add("tried", tries + victims, "tries", "cold", 9)
-
-    counts = [Count("tries", 5, "how many", 2), Count("victims", 4, "of each")]
-    run_counted("run", "what it does", counts, run, [*given, "--json", str(tmp_path)])
-    (written,) = json.loads((tmp_path / "run.json").read_text())
-    assert (written["value"], written["goal"]) == ((7, None) if given else (9, goal))
-
-
-def test_too_few_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_counted("run", None, [Count("tries", 5, "how many", 2)], lambda *_: None, ["--tries", "1"])
-    assert "--tries 1 is too few; at least 2 are needed" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""A benchmark's command line, from which its rows go to a file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from validation.results import Results, command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+FOLDER = Path("benchmarks/results")
+
+
+def parser_of(description: str | None, default: Path | None = None) -> argparse.ArgumentParser:
+    """A parser of the argument that every benchmark takes; `default` is where rows go without it."""
+    parser = argparse.ArgumentParser(prog=command(()), description=description)
+    shown = "write the rows to DIR/<benchmark>.json" + (f" (default: {default})" if default else "")
+    parser.add_argument("--json", type=Path, metavar="DIR", help=shown)
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of the command line: fewer than `full` are a dry run, fewer than `least` are refused."""
+
+    name: str
+    full: int
+    help: str
+    least: int = 1
+
+
+def run_counted(
+    benchmark: str,
+    description: str | None,
+    counts: Sequence[Count],
+    run: Callable[..., None],
+    arguments: Sequence[str] | None = None,
+    **more: Mapping[str, Any],
+) -> None:
+    """Runs a benchmark that needs no card: calls `run` with the counts of the command line and the rows, prints the
+    rows and writes them to this machine's folder.
+
+    `more` options, with `add_argument`'s keywords, go to `run` by name.
+    """
+    parser = parser_of(description)
+    for name, described in more.items():
+        parser.add_argument(f"--{name}", **described)
+    for each in counts:
+        shown = f"{each.help}; fewer than {each.full} are a dry run"
+        parser.add_argument(f"--{each.name}", type=int, default=each.full, help=shown)
+    options = vars(parser.parse_args(arguments))
+    for each in counts:
+        if options[each.name] < each.least:
+            parser.error(f"--{each.name} {options[each.name]} is too few; at least {each.least} are needed")
+    rows = Results(arguments, "cpu", dry=any(options[each.name] < each.full for each in counts))
+    run(*(options[each.name] for each in counts), rows, **{name: options[name] for name in more})
+    rows.write(options["json"], benchmark, FOLDER / str(rows.measured.machine["name"]))
+
+
+def seconds(call: Callable[..., object], *arguments: object) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - began
