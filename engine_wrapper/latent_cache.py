@@ -22,7 +22,7 @@ _OLD = "Transformers {} caches K and V of every head, where the model has one la
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_wrapper.sparse_forward import PagedAttention
+    from engine_wrapper.paged_attention import PagedAttention
     from kernels.sparse_prefill import SequenceRows
 
 

@@ -6,8 +6,6 @@ attend to their whole sequence in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -20,38 +18,23 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from engine_wrapper.latent_cache import LatentCache, latent_attention
 from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
+from engine_wrapper.paged_attention import PagedAttention, Watch
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.sequence_work import SequenceSlice
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
+from kernels.sparse_prefill import in_chunks, sparse_prefill
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
 
+
 # Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
-Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """What the attention of one stage needs: the pool, the active rows of each sequence, a watch on their K and V."""
-
-    pool: torch.Tensor
-    geometry: KvGeometry
-    sequences: tuple[SequenceRows, ...]
-    watch: Watch | None = None
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
-        """Writes K and V of the active rows, [rows, kv_heads, head_dim], or latent rows and None, behind the watch."""
-        if self.watch is not None:
-            self.watch(keys, values)
-        write_rows(keys, values, PoolLayer(self.pool, layer, self.geometry), self.sequences)
-
-
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

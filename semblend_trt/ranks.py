@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-import semblend_trt
-from semblend_trt.errors import ConfigurationError, DonorUnavailableError
+from semblend_trt.errors import DonorUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -137,34 +135,6 @@ def ranks_of(llm_args: Any) -> Ranks | None:
     except (ImportError, AttributeError):
         pass
     return None
-
-
-def join_ranks(runtime: Runtime, llm_args: Any) -> None:
-    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
-    if runtime.ranks.size == int(getattr(llm_args, "tensor_parallel_size", None) or 1):
-        return
-    found = ranks_of(llm_args)
-    if found is None:
-        logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
-        runtime.refusal = runtime.refusal or "ranks_unknown"
-    else:
-        runtime.ranks = found
-
-
-def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
-    """Adopts the first refusal of any rank on all of them; an error of one rank is raised on all.
-
-    Ranks of different versions refuse: they would read one another's metadata differently.
-    """
-    gathered = runtime.ranks.gather((semblend_trt.__version__, runtime.refusal, None if error is None else str(error)))
-    if error is not None:
-        raise error
-    failed = next((text for _, _, text in gathered if text is not None), None)
-    if failed is not None:
-        raise ConfigurationError(f"another rank cannot start: {failed}")
-    if len({version for version, _, _ in gathered}) > 1:
-        runtime.refusal = runtime.refusal or "metadata_version"
-    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in gathered if refusal is not None), None)
 
 
 def agree_on_loads(

@@ -13,8 +13,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import semblend_trt
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
-from semblend_trt.ranks import Ranks
+from semblend_trt.ranks import Ranks, ranks_of
 from semblend_trt.streams import Event, Stream, wait
 
 if TYPE_CHECKING:
@@ -273,3 +275,31 @@ def runtime_for(llm_args: Any) -> Runtime:
             weakref.finalize(llm_args, _runtimes.pop, key, None)
             runtime = _runtimes[key] = Runtime()
         return runtime
+
+
+def join_ranks(runtime: Runtime, llm_args: Any) -> None:
+    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
+    if runtime.ranks.size == int(getattr(llm_args, "tensor_parallel_size", None) or 1):
+        return
+    found = ranks_of(llm_args)
+    if found is None:
+        logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
+        runtime.refusal = runtime.refusal or "ranks_unknown"
+    else:
+        runtime.ranks = found
+
+
+def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
+    """Adopts the first refusal of any rank on all of them; an error of one rank is raised on all.
+
+    Ranks of different versions refuse: they would read one another's metadata differently.
+    """
+    gathered = runtime.ranks.gather((semblend_trt.__version__, runtime.refusal, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    failed = next((text for _, _, text in gathered if text is not None), None)
+    if failed is not None:
+        raise ConfigurationError(f"another rank cannot start: {failed}")
+    if len({version for version, _, _ in gathered}) > 1:
+        runtime.refusal = runtime.refusal or "metadata_version"
+    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in gathered if refusal is not None), None)

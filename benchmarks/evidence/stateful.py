@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from benchmarks.embedded.bench_model import make_runner
 from benchmarks.evidence.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from benchmarks.program import Count, run_counted
-from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
 from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
-from engine_wrapper.embedded.request import LlmRequest
+from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS

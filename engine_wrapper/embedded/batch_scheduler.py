@@ -11,11 +11,10 @@ offer that fits, and pauses the youngest requests when running ones find no bloc
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from engine_wrapper.embedded.request import LlmRequestState
+from engine_wrapper.embedded.request import LlmRequestState, ScheduledBatch
 
 if TYPE_CHECKING:
     from collections import deque
@@ -33,29 +32,6 @@ def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = Fa
     """Adds a request behind those of its priority, or with `first` in front of them."""
     find = bisect_left if first else bisect_right
     waiting.insert(find(waiting, request.priority, key=attrgetter("priority")), request)
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """One iteration in the order of its rows: context requests, then generation requests. `admitted` are the context
-    requests that entered in this iteration."""
-
-    context_requests: list[LlmRequest] = field(default_factory=list)
-    generation_requests: list[LlmRequest] = field(default_factory=list)
-    admitted: list[LlmRequest] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.context_requests) + len(self.generation_requests)
-
-    @property
-    def requests(self) -> list[LlmRequest]:
-        return [*self.context_requests, *self.generation_requests]
-
-    def remove(self, request: LlmRequest) -> None:
-        """Takes the request out of the iteration."""
-        for requests in (self.context_requests, self.generation_requests, self.admitted):
-            if request in requests:
-                requests.remove(request)
 
 
 class BatchScheduler:

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
     from engine_wrapper.embedded.contracts import Contract
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.pool import KvCacheLayout
-    from engine_wrapper.embedded.request import LlmRequest
+    from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
     from semblend_trt.connector.contract import ScheduledRequest
 
 logger = logging.getLogger(__name__)

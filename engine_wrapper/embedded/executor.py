@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
     from engine_wrapper.embedded.llm_args import LlmArgs
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from engine_wrapper.embedded.request import LlmRequest
+    from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 

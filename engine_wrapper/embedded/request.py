@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from numbers import Integral
@@ -364,3 +364,26 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
         receipt=getattr(report, "receipt", None),
         error=request.error,
     )
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One iteration in the order of its rows: context requests, then generation requests. `admitted` are the context
+    requests that entered in this iteration."""
+
+    context_requests: list[LlmRequest] = field(default_factory=list)
+    generation_requests: list[LlmRequest] = field(default_factory=list)
+    admitted: list[LlmRequest] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.context_requests) + len(self.generation_requests)
+
+    @property
+    def requests(self) -> list[LlmRequest]:
+        return [*self.context_requests, *self.generation_requests]
+
+    def remove(self, request: LlmRequest) -> None:
+        """Takes the request out of the iteration."""
+        for requests in (self.context_requests, self.generation_requests, self.admitted):
+            if request in requests:
+                requests.remove(request)

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.discovery.text_order import TextOrder
@@ -16,7 +15,7 @@ from semblend_trt.donors.catalog import DonorCatalog, Lease
 from semblend_trt.donors.device_tier import arena_blocks
 from semblend_trt.donors.donor_file import DonorText
 from semblend_trt.donors.donor_table import Capacities, Tier
-from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind, SaveIntent
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.plan import gaps

@@ -20,24 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveIntent:
-    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id`; its prompt is
-    `prompt_tokens` of them. `generation` is above 0 where these tokens' KV will be built from approximate KV.
-
-    To the workers it goes once the request has ended: then there is room for all of its tokens in `tier`, and with
-    `is_written` the donor gets a file on disk as well.
-    """
-
-    request_id: int
-    donor_id: str
-    max_tokens: int
-    tier: Tier = Tier.HOST
-    is_written: bool = False
-    generation: int = 0
-    prompt_tokens: int = 0
-
-
 class RequestProgress(NamedTuple):
     """The blocks that the request gained, and its tokens whose KV is written once this iteration's forward is done.
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.catalog import Lease
-    from semblend_trt.donors.offload import OffloadCommands
+    from semblend_trt.donors.offload import OffloadCommands, SaveIntent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 logger = logging.getLogger(__name__)

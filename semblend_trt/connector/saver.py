@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernels.rope import Rotation
-    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.offload import DiskTransfers
+    from semblend_trt.donors.offload import DiskTransfers, SaveIntent
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.staging import HostWriter
 

@@ -28,8 +28,8 @@ from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import EngineMode
-from semblend_trt.ranks import agree_on_loads, agree_on_start, join_ranks
-from semblend_trt.runtime import PoolFacts, runtime_for
+from semblend_trt.ranks import agree_on_loads
+from semblend_trt.runtime import PoolFacts, agree_on_start, join_ranks, runtime_for
 from semblend_trt.staging import HostReader, HostWriter, Staging
 from semblend_trt.streams import Event, current_stream, on, record
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
-    from semblend_trt.connector.metadata import RequestProgress, SaveIntent
+    from semblend_trt.connector.metadata import RequestProgress
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.donors.offload import OffloadCommands
+    from semblend_trt.donors.offload import OffloadCommands, SaveIntent
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,30 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.background import Background
 from semblend_trt.donors.donor_file import DonorFileError, DonorText
+from semblend_trt.donors.donor_table import Tier
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
-    from semblend_trt.connector.metadata import SaveIntent
     from semblend_trt.donors.disk_tier import DiskTier
     from semblend_trt.donors.host_tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIntent:
+    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id`; its prompt is
+    `prompt_tokens` of them. `generation` is above 0 where these tokens' KV will be built from approximate KV.
+
+    To the workers it goes once the request has ended: then there is room for all of its tokens in `tier`, and with
+    `is_written` the donor gets a file on disk as well.
+    """
+
+    request_id: int
+    donor_id: str
+    max_tokens: int
+    tier: Tier = Tier.HOST
+    is_written: bool = False
+    generation: int = 0
+    prompt_tokens: int = 0
 
 
 class OffloadEventKind(str, Enum):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.fleet.directory import Directory
-    from semblend_trt.fleet.publisher import Notice
-    from semblend_trt.fleet.wire import Emitter
+    from semblend_trt.fleet.wire import Emitter, Notice
 
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
 from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, donor_digest, token_digest
+from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, Notice, donor_digest, token_digest
 from semblend_trt.metrics_folder import count_here_where_unwritable
 from semblend_trt.once_a_minute import OnceAMinute
 
@@ -126,14 +126,6 @@ class Held:
     digest: int = 0
     sketch: bytes = b""
     is_unfit: bool = False
-
-
-class Notice(NamedTuple):
-    """One message ready to be sent."""
-
-    kind: str
-    event_id: int
-    payload: bytes
 
 
 class _Announced(NamedTuple):

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 # (worker_id, dp_rank)
 Worker: TypeAlias = tuple[int, int]
 
+
+def worker_name(worker: Worker) -> str:
+    """Return a worker's id and rank as text, as `semblend-trt events` writes them."""
+    return f"{worker[0]}.{worker[1]}"
+
+
 MAX_SESSIONS = 65536
 BLOCK_TOKENS = 32
 MAX_BLOCKS = 262_144

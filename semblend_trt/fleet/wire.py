@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -36,6 +36,14 @@ class EventFormat(str, Enum):
 
     JSON = "json"
     MSGPACK = "msgpack"
+
+
+class Notice(NamedTuple):
+    """One message ready to be sent."""
+
+    kind: str
+    event_id: int
+    payload: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from engine_wrapper.latent_cache import LatentCache, latent_attention, latent_rows
-from engine_wrapper.sparse_forward import PagedAttention
+from engine_wrapper.paged_attention import PagedAttention
 from kernels.layout import KvGeometry, pool_view
 from kernels.rope import saturated
 from kernels.sparse_prefill import SequenceRows

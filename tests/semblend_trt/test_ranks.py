@@ -11,8 +11,8 @@ import torch
 
 import semblend_trt
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
-from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, agree_on_start, join_ranks, joined_ranks, ranks_of
-from semblend_trt.runtime import Runtime
+from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, joined_ranks, ranks_of
+from semblend_trt.runtime import Runtime, agree_on_start, join_ranks
 from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:

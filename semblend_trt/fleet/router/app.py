@@ -22,7 +22,7 @@ from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
-from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters, worker_name
+from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader, PromptTooLongError, ReadingThreads
 from semblend_trt.fleet.router.replicas import (
     CLIENT_LEFT,
@@ -48,6 +48,7 @@ from semblend_trt.fleet.routing_policy import (
     Replica,
     RoutingPolicy,
     RoutingRequest,
+    worker_name,
 )
 from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, receipt_in
 from semblend_trt.outcome import RECEIPT

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from semblend_trt.fleet.router.serving import DROPPED
+from semblend_trt.fleet.routing_policy import worker_name
 from semblend_trt.metrics import COLD_RUN_RESULTS
 from semblend_trt.metrics_folder import count_here_where_unwritable
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from semblend_trt.fleet.directory import Directory
     from semblend_trt.fleet.router.replicas import ReplicaSet
-    from semblend_trt.fleet.routing_policy import Worker
 
 # Why no replica answered a request.
 REFUSALS = (
@@ -108,8 +108,3 @@ class FleetGauges:
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
-
-
-def worker_name(worker: Worker) -> str:
-    """A worker's id and rank as text, as `semblend-trt events` writes them."""
-    return f"{worker[0]}.{worker[1]}"

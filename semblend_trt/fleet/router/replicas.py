@@ -16,9 +16,8 @@ from aiohttp import web
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
-from semblend_trt.fleet.router.counters import worker_name
 from semblend_trt.fleet.router.serving import error_object
-from semblend_trt.fleet.routing_policy import Replica
+from semblend_trt.fleet.routing_policy import Replica, worker_name
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 
 if TYPE_CHECKING:

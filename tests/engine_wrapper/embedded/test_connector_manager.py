@@ -2,9 +2,8 @@
 
 import pytest
 
-from engine_wrapper.embedded.batch_scheduler import ScheduledBatch
 from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Transfers
-from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
+from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, ScheduledBatch
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from semblend_trt.errors import SemBlendError

@@ -19,10 +19,10 @@ from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import rotate_keys
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.latent_attention import PUBLISHED_CODE
-from semblend_trt.connector.metadata import RequestProgress, SaveIntent, SemBlendConnectorMetadata
+from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.pool_geometry import geometry_of
-from semblend_trt.donors.offload import OffloadCommands
+from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.plan import EngineMode, PlanSpan
 from tests.semblend_trt.plans import plan_of

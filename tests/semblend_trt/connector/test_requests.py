@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.connector.contract import ScheduledRequest
-from semblend_trt.connector.metadata import SaveIntent
 from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
     Iteration,
@@ -23,6 +22,7 @@ from semblend_trt.connector.requests import (
     report_of,
     savable_tokens,
 )
+from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.outcome import Outcome
 from semblend_trt.plan import (
     CheckEvidence,
