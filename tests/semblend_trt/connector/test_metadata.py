@@ -8,14 +8,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from semblend_trt.connector.metadata import (
-    RequestProgress,
-    SaveIntent,
-    SemBlendConnectorMetadata,
-    readable_metadata,
-)
+from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata, readable_metadata
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadCommands
+from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.runtime import Runtime

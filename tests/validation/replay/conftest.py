@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kernels import results
 from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
+from validation import results
 from validation.replay.latency import H200_PROFILE, recorded_observations
 from validation.replay.trace import trace_of
 
