@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.deviation import eager
-from kernels.deviation.eager import relative, row_squares, token_rows
+from kernels.deviation.eager import relative, row_squares
 from kernels.deviation.spans import Fresh, FreshRows, check_spans
 from kernels.dispatch import triton_serves
 from kernels.kv_move.move import Move, lie_alike, tensor_of
@@ -25,7 +25,6 @@ __all__ = [
     "relative",
     "row_squares",
     "squares",
-    "token_rows",
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.deviation.spans import Fresh, FreshRows
 from kernels.kv_move.move import Move, sizes_of, tensor_of
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv, indexable, layer_view, pool_view
+from kernels.layout import ContiguousKv, PagedKv, indexable, layer_view
 from kernels.rope import RopeRotation, rotate_keys
 from kernels.sparse_prefill.rows import all_to_device
 
@@ -61,18 +61,6 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     donor = [each[blocks, :, slots] for each in held]
     ours, theirs = torch.stack(own).view(fresh.k.dtype).float(), torch.stack(donor).view(kv.pool.dtype).float()
     return torch.stack([each.square().sum(dim=(-2, -1)) for each in (ours - theirs, theirs)])
-
-
-def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
-    """A copy of K and V of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim], on the
-    pool's device. `positions`: int64 [tokens], on the host, which does not wait for the device."""
-    blocks, slots = all_to_device(_places(kv, positions), kv.pool.device)
-    if isinstance(kv.pool, LayeredPool):
-        layers = zip(*kv.pool.kinds, strict=True)
-        taken = [torch.stack([indexable(each)[blocks, :, slots] for each in kinds]) for kinds in layers]
-        return torch.stack(taken).view(kv.pool.dtype)
-    rows = indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots]
-    return rows.view(kv.pool.dtype).permute(1, 2, 0, 3, 4)
 
 
 def _places(kv: PagedKv, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

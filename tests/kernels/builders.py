@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kernels.deviation import FreshRows
-from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, indexable, pool_view
 from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
 
@@ -172,3 +172,16 @@ class Batch:
         """Queries, pool and sequences, copied."""
         sequences = [sequence.to(device) for sequence in self.sequences]
         return self.q.to(device), self.pool.to(device, copy=True), sequences
+
+
+def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
+    """Copy K and V of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim]. `positions`:
+    int64 [tokens], on the host."""
+    size = kv.geometry.block_size
+    blocks, slots = (each.to(kv.pool.device) for each in (kv.block_ids.cpu()[positions // size], positions % size))
+    if isinstance(kv.pool, LayeredPool):
+        layers = zip(*kv.pool.kinds, strict=True)
+        taken = [torch.stack([indexable(each)[blocks, :, slots] for each in kinds]) for kinds in layers]
+        return torch.stack(taken).view(kv.pool.dtype)
+    rows = indexable(pool_view(kv.pool, kv.geometry))[blocks, :, :, :, slots]
+    return rows.view(kv.pool.dtype).permute(1, 2, 0, 3, 4)

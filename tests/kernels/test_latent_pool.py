@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from kernels.deviation import FreshRows, deviation, relative, row_squares, token_rows
+from kernels.deviation import FreshRows, deviation, relative, row_squares
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
 from kernels.kv_move.move import lie_alike, planes_of
@@ -30,6 +30,7 @@ from tests.kernels.builders import (
     rotation_of,
     rows_at,
     seeded,
+    token_rows,
 )
 
 BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5])

@@ -19,7 +19,6 @@ from kernels.deviation import (
     relative,
     row_squares,
     squares,
-    token_rows,
 )
 from kernels.deviation import eager as eager_deviation
 from kernels.deviation import naive as naive_deviation
@@ -183,18 +182,6 @@ def test_single_rows_are_compared_as_spans_of_one_token(layout: str, device: str
     assert actual[0, :, 0].tolist() == [0.0, 0.0]
     assert bool((actual[0, [0, 1, 0], [1, 2, 3]] > 0).all())
     assert (relative(actual).shape, actual.dtype) == ((2, 4), torch.float32)
-
-
-@every_layout
-@pytest.mark.parametrize("dtype", [torch.float32, FP8])
-def test_single_tokens_are_copied_from_all_layers(layout: str, device: str, dtype: torch.dtype) -> None:
-    donor, pool = donor_of(GEOMETRY, 17, seed=3, dtype=dtype), layered(layout, device, dtype)
-    kv_move([Move(on(donor, device), 0, 0, 17)], in_blocks(pool), ROTATION)
-    positions = torch.tensor([0, 7, 11, 16])
-    taken = token_rows(in_blocks(pool), positions)
-    assert torch.equal(taken.float().cpu(), donor.tensor.float().transpose(2, 3)[:, :, positions])
-    some = torch.cat([token_rows(in_blocks(pool).layers(*part), positions) for part in ((0, 1), (1, 3))])
-    assert torch.equal(some.float(), taken.float())
 
 
 @every_layout

@@ -13,7 +13,6 @@ import torch
 from transformers import DeepseekV3Config
 
 from engine_wrapper.vllm import rows
-from kernels.deviation import token_rows
 from kernels.layout import PagedKv
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
@@ -33,6 +32,7 @@ from tests.engine_wrapper.vllm.conftest import (
 from tests.engine_wrapper.vllm.conftest import cold_answers as answered
 from tests.engine_wrapper.vllm.latent_on_cpu import complete, take_prompts_as_in_0_25
 from tests.engine_wrapper.vllm.place import LATENT, on_card
+from tests.kernels.builders import token_rows
 
 Engine = Callable[..., Served]
 Models = Callable[..., Path]

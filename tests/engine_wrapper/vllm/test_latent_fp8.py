@@ -12,7 +12,6 @@ from transformers import DeepseekV3Config
 
 from engine_wrapper import self_check
 from engine_wrapper.vllm import planned_forward, rows
-from kernels.deviation import token_rows
 from kernels.layout import PagedKv
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
@@ -32,6 +31,7 @@ from tests.engine_wrapper.vllm.conftest import (
 )
 from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in_fp8
 from tests.engine_wrapper.vllm.place import LATENT_IN_FP8, on_card
+from tests.kernels.builders import token_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
