@@ -169,9 +169,9 @@ class DiscoverySettings(SettingsGroup):
         5.0,
         ge=0.001,
         le=60_000,
-        description="Processor time, in milliseconds, that the lookup of a prompt of 24,576 tokens may take. Other "
-        "prompts have it in proportion, and those under 4,096 tokens as one of 4,096. Then what was found and chosen "
-        "is reused, and the request counts as lookup_timeout.",
+        description="Processor time, in milliseconds, that the lookup of a prompt of up to 20,480 tokens may take, and "
+        "in proportion that of a longer one. Then what was found and chosen is reused, and the request counts as "
+        "lookup_timeout.",
     )
     embedder: EmbedderKind = Field(
         EmbedderKind.OFF,

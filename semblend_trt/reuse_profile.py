@@ -334,8 +334,8 @@ class ReuseProfile(_Part):
     def evidence_refusal(self) -> str | None:
         """Return what the figures lack to justify these terms; None if they do, or if only exact text is reused.
 
-        Every other profile needs a digest, a rule and the confirmation of its very terms. If its terms leave text
-        unchecked, every family of EVIDENCE_FAMILIES has to be within the rule's margin too.
+        Every other profile needs a digest and the confirmation of its very terms. If its terms leave text unchecked, it
+        needs a rule with a margin of at most EVIDENCE_MARGIN too, and every family of EVIDENCE_FAMILIES within it.
         """
         if self.policy == ReusePolicy.EXACT.value:
             return None
@@ -351,10 +351,10 @@ class ReuseProfile(_Part):
         confirmed = (f"{each.candidate} " for each in figures if each.stage == "confirm" and each.holds)
         found = {
             "a digest": self.digest is not None,
-            f"a rule with a margin of at most {EVIDENCE_MARGIN:g}": 0.0 < margin <= EVIDENCE_MARGIN,
             "a confirmation": any(f.startswith(f"{name} ") and all(p in f for p in parts) for f in confirmed),
         }
         if leaves_unchecked(self.policy, check):
+            found[f"a rule with a margin of at most {EVIDENCE_MARGIN:g}"] = 0.0 < margin <= EVIDENCE_MARGIN
             found |= {family: family in shown for family in EVIDENCE_FAMILIES}
         lacking = ", ".join(each for each, is_found in found.items() if not is_found)
         return f"The profile's evidence for its terms ({name}) lacks {lacking}; {_MAKE_AGAIN}." if lacking else None

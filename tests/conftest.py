@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 from importlib.util import find_spec
@@ -41,10 +40,7 @@ if TYPE_CHECKING:
 # A shell that starts the tests in the background has interrupts ignored, in every process that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long look-ups and examples take on a busy machine says nothing about the code.
-os.environ.setdefault("SEMBLEND_LOOKUP_DEADLINE_MS", "1000")
-
-# The same examples in every run.
+# The same examples in every run; how long they take on a busy machine says nothing about the code.
 settings.register_profile("seeded", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("seeded")
 

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from semblend_trt.reuse_profile import ReuseProfile
 
 
-# The default of 5 ms for these is under 1 % of every prefill in validation/assets/h200_ttft.json.
-DEADLINE_TOKENS = 24_576
-# A look-up has a fixed cost: a prompt with fewer tokens has the deadline of one with these.
-DEADLINE_SHORTEST = 4_096
+# The default of 5 ms is under 1 % of the prefill of this many tokens and of more (validation/assets/h200_ttft.json). A
+# prompt with fewer has it too: beside other work an ordinary look-up takes milliseconds, and a cut one costs a prefill.
+DEADLINE_TOKENS = 20_480
 # The part of a look-up's time that may go by before no further run is looked for. The rest is for choosing.
 _FINDING_SHARE = 0.6
 # Refusals that a run could have averted which a bound has hidden.
@@ -45,7 +44,7 @@ Scan: TypeAlias = "tuple[list[Run], ScanWork]"
 
 
 class Deadline:
-    """Ends after `milliseconds` of this thread's processor time for DEADLINE_TOKENS `tokens`, in proportion for others.
+    """Ends after `milliseconds` of this thread's processor time, in proportion later for more than DEADLINE_TOKENS.
 
     Time in which the thread waits for a processor or for the interpreter's lock does not count: to give the lookup up
     would not bring that time back. It is asked before each piece of work. `has_cut` says that it refused one.
@@ -57,7 +56,7 @@ class Deadline:
         """`clock` returns seconds."""
         self._clock = clock
         self._begin = clock()
-        self._seconds = milliseconds / 1000 * max(tokens, DEADLINE_SHORTEST) / DEADLINE_TOKENS
+        self._seconds = milliseconds / 1000 * max(tokens, DEADLINE_TOKENS) / DEADLINE_TOKENS
         self.has_cut = False
 
     def is_over(self, share: float = 1.0) -> bool:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def test_every_variable_is_read_or_told(monkeypatch) -> None:
-    monkeypatch.delenv("SEMBLEND_LOOKUP_DEADLINE_MS")
     monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
     monkeypatch.setenv("SEMBLEND_MAX_DONORS", "7")
@@ -36,7 +35,6 @@ def test_every_variable_is_read_or_told(monkeypatch) -> None:
 
 
 def test_a_retired_setting_is_a_note(monkeypatch) -> None:
-    monkeypatch.delenv("SEMBLEND_LOOKUP_DEADLINE_MS")
     monkeypatch.setenv("SEMBLEND_DONOR_DTYPE", "model")
     note, _ = variables(load_settings(), None)
     assert (note.status, note.text) == (

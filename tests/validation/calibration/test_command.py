@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semblend_trt import reuse_profile
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile, terms_name
 from validation.arms import VERIFIED, ArmChoices, arms_of
 from validation.calibration import command, search
 from validation.calibration.command import identity_of
@@ -161,6 +161,8 @@ def made(shipped: EmbeddedEngines, tmp_path: Path) -> Callable[..., Path]:
     def make(kv_dtype: str = "auto", **fields: Any) -> Path:
         figures = [{"what": "rule", "margin": 0.3}, {"what": "prompts", **MADE_WITH}]
         figures += [{"what": "confirmed", "family": name} for name in FAMILIES.split(",")]
+        name = terms_name("verified", 0, CHECK)
+        figures.append({"what": "tried", "stage": "confirm", "candidate": name, "holds": True})
         given = {"policy": "verified", "check": CHECK, "head_tokens": 8, "figures": figures, **fields}
         path = tmp_path / "profile.json"
         engines = EmbeddedEngines(shipped.runner, kv_dtype)
@@ -245,7 +247,7 @@ def test_an_engine_that_is_listed_is_confirmed_again(made: Callable[..., Path], 
     # Its donors are of that generation here as well.
     [made_here] = told(profile, "engine_confirmed")
     assert max(line["generation"] for line in made_here["families"]) == 1
-    assert len(ReuseProfile.read(path).figures) == 4
+    assert len(ReuseProfile.read(path).figures) == 5
 
 
 def test_a_calibration_with_kv_in_fp8_is_for_that_dtype(shipped: EmbeddedEngines, tmp_path: Path) -> None:
