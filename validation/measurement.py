@@ -369,7 +369,7 @@ class Measurement(_CaseServer):
         """Tokens that the prompt shares from position 0 on with a donor that the arm computed exactly, as many as the
         engine can hold of them."""
         reuse, donors = found.reuse[arm.name], found.donors[case.group, arm.name]
-        exact = [index for index, number in enumerate(donors) if number not in reuse or reuse[number].reused == 0]
+        exact = [index for index, number in enumerate(donors) if number not in reuse or reuse[number].is_exact]
         shared = max((self._tokens[case.id].shared_prefix(index) for index in exact), default=0)
         return shared - shared % self._engines.prefix_unit
 

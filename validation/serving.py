@@ -43,6 +43,11 @@ class Reuse:
     generation: int = 0
     spans: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the KV is a cold run's: nothing was placed, or a check has rejected all of it."""
+        return not self.reused and bool(self.checked or self.sampled or not self.offered)
+
     @classmethod
     def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
         """From the audit events `request_settled` and, where a plan was carried out, `plan_dispatched`; what is not
