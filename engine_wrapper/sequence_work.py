@@ -281,8 +281,7 @@ class PendingCheck:
     @property
     def saved_tokens(self) -> int:
         """Tokens that are reused whatever the check finds: exact ones, and those that the sample has let pass."""
-        exact = sum(span.length for span in self.plan.spans if span.exact)
-        return exact + (0 if self.sample is None else self.sample.kept_tokens)
+        return self.plan.exact_tokens + (0 if self.sample is None else self.sample.kept_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

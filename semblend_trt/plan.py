@@ -214,6 +214,11 @@ class SemanticKvPlan:
         return self.num_computed_tokens + self.matched_tokens
 
     @property
+    def exact_tokens(self) -> int:
+        """Count the tokens of exact spans, which no layer computes."""
+        return sum(span.length for span in self.spans if span.exact)
+
+    @property
     def reused_tokens(self) -> int:
         return sum(span.length for span in self.spans)
 

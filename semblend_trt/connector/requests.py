@@ -382,14 +382,14 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         reused = _without_heads(plan)
         recomputed = offered - reused
     elif evidence is None:
-        reused = _exact_tokens(plan)
+        reused = plan.exact_tokens
         checked = sampled = recomputed = largest = None
     else:
         reused, recomputed = evidence.reused_tokens, evidence.recomputed_tokens
         checked, sampled, largest = evidence.checked_tokens, evidence.sampled_tokens, evidence.largest_kept
     if offered and plan.execution.recompute_boundary_layer == plan.execution.num_layers:
         # Every layer computes what is not exact.
-        reused = _exact_tokens(plan)
+        reused = plan.exact_tokens
         recomputed = offered - reused
     holes = plan.matched_tokens - reused
     return ReuseReport(
@@ -407,10 +407,6 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
         policy,
         tracked.profile,
     )
-
-
-def _exact_tokens(plan: SemanticKvPlan) -> int:
-    return sum(span.length for span in plan.spans if span.exact)
 
 
 def _without_heads(plan: SemanticKvPlan) -> int:
