@@ -29,10 +29,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.evidence.families import random_model
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
 from semblend_trt.connector import model_files
 from semblend_trt.once_a_minute import OnceAMinute
+from tests.random_models import random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

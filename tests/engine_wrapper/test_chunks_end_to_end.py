@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.evidence.families import CHUNK
 from engine_wrapper import sparse_forward
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, GREEDY, SHIFTED, Engines, assert_same, serve, teach, text
+from tests.random_models import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.evidence.families import WINDOW
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
@@ -24,6 +23,7 @@ from tests.engine_wrapper.serving import (
     teach,
     text,
 )
+from tests.random_models import WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,11 +12,16 @@ from itertools import cycle
 import pytest
 from prometheus_client import CollectorRegistry
 
-from benchmarks.evidence.stateful import CASES, HABIT_CASES, Case, random_life
+from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
 from engine_wrapper.embedded.server import usage_of
 from semblend_trt.audit import AuditEvents
+from semblend_trt.connector.saver import DonorSaver
+from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
+from semblend_trt.runtime import ActivePlans
+from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
 from validation.embedded_engine import evict_prefixes
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
@@ -36,9 +41,7 @@ def habits_of(case):
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     with random_life(case, tmp_path) as life:
-        for _ in range(-(-STEPS // len(ALL))):
-            life.step()
-        life.quiet()
+        live(life, -(-STEPS // len(ALL)))
     assert (life.wrong_tokens, life.leaked_blocks) == (0, 0)
     happened = life.counts
     published = ["published_blocks_checked"] * case.block_reuse
@@ -48,6 +51,44 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     assert (happened["hits"] > 0) == (case.refusal is None)
     assert (happened["moved_hits"] > 0) == case.wrapper
     assert (happened["starts_again"] > 0) == case.v2
+
+
+STORED = HostKv.tensor.fget
+# Defects of the product, each with an engine in whose life it shows.
+DEFECTS = {
+    "approximate blocks are published": (
+        ActivePlans,
+        "publishable",
+        lambda self, request_id, tokens: tokens,
+        CASES[-1],
+    ),
+    "blocks stay pinned": (BlockManager, "unpin", lambda self, request_id: None, HABIT_CASES[0]),
+    "blocks are saved after V1 has freed them": (
+        DonorSaver,
+        "_snapshot",
+        lambda self, snapshots, donor_id, source, *rest: source,
+        HABIT_CASES[2],
+    ),
+    "donors hold wrong bytes": (HostKv, "tensor", property(lambda self: STORED(self) + 1), HABIT_CASES[0]),
+}
+
+
+def live(life, steps):
+    for _ in range(steps):
+        life.step()
+    life.quiet()
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_ends_the_life(tmp_path, monkeypatch, defect):
+    owner, name, broken, case = DEFECTS[defect]
+    monkeypatch.setattr(owner, name, broken)
+    with random_life(case, tmp_path) as life:
+        life._llm.llm_args.transfer_timeout = 1.0  # lost blocks are waited for
+        with pytest.raises((AssertionError, SemBlendError)):
+            live(life, 600)
+        assert (life.leaked_blocks > 0) == (name == "unpin")
+        assert (life.wrong_tokens > 0) == (name != "unpin")
 
 
 @pytest.mark.parametrize("wrapper", [False, True], ids=["stock", "wrapper"])
@@ -149,9 +190,7 @@ def test_usage_receipt_log_and_metrics_say_what_was_used(tmp_path, case):
         told = Told(life, tmp_path / "audit.jsonl")
         if case.wrapper:
             told.lose_some_loads()
-        for _ in range(-(-STEPS // len(ALL))):
-            life.step()
-        life.quiet()
+        live(life, -(-STEPS // len(ALL)))
         for kind in TOKEN_KINDS:
             counted = told.registry.get_sample_value("semblend_tokens_total", {"kind": kind})
             assert counted == told.audited(kind), kind

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence.families import CHUNK, WINDOW, random_model
 from kernels.rope import rotate_keys
 from semblend_trt.connector.model_facts import model_facts
+from tests.random_models import CHUNK, WINDOW, random_model
 from validation.calibration.deviations import DeviationCollector, PromptDeviations
 from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases

@@ -86,7 +86,7 @@ class PatternRunner(ModelRunner):
     is.
     """
 
-    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:  # noqa: ARG002
+    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
         self.view = pool_view(pool, geometry)
         self._block_size = geometry.block_size
         self.requests: dict[int, LlmRequest] = {}
@@ -94,7 +94,7 @@ class PatternRunner(ModelRunner):
         self.started_again = self.failed_forwards = self.wrong_tokens = 0
         self.fails_behind: float | None = None
 
-    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG002 - one form of two
+    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:  # type: ignore[override]
         """Raises AssertionError where a request would attend to rows of another, RuntimeError where it is to fail."""
         logits = torch.zeros(len(slices), int(self.config.vocab_size))
         computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)

@@ -1,42 +1,21 @@
-"""Every family that the embedded engine runs: are the wrapper's logits the model's, and those behind a moved run too?
-
-`python -m benchmarks.evidence.families` makes a model of each family's architecture, of three layers and random
-weights. Without a plan, and with all layers computed again, its logits are compared with the plain model's and with a
-cold engine's. K and V of a model of one layer depend on token and position alone: there a run that was moved is
-compared with a cold engine too; a layer with chunks, none of which is served alone, has one chunk there. Behind a layer
-with a window they depend on the tokens within it: there the first ones of the run are computed.
-"""
+"""Small models of every family that the embedded engine runs, with random weights."""
 
 from __future__ import annotations
 
-import tempfile
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.program import Count, run_counted
-from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
-from validation.arms import POSITION_FIX
-from validation.embedded_engine import EmbeddedEngines
-from validation.exactness import plain_difference, stock_difference
-from validation.report import MAX_LOGIT_DIFFERENCE
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from validation.results import Results
-
-LAYERS, TOKENS, MIN_SPAN = 3, 333, 32
 WINDOW, CHUNK = 32, 64
 _SHAPE: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
@@ -44,7 +23,7 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-    # Far above the usual 0.02: attention must matter, and argmax must not hang on the last float bit.
+    # Far above the usual 0.02: attention must matter, and the last float bit must not decide argmax.
     "initializer_range": 0.2,
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
@@ -147,44 +126,3 @@ def random_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
-
-
-def largest_difference(family: str) -> float:
-    """The largest difference of any logit, over all comparisons of one family."""
-    tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = []
-    with tempfile.TemporaryDirectory(prefix="family-") as folder:
-        for layers, arms, changes in ((LAYERS, (), {}), _moved(family)):
-            place = Path(folder) / str(layers)
-            model = random_model(family, num_hidden_layers=layers, **changes)
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(place)
-            engines = EmbeddedEngines(ModelRunner.from_model(model, place))
-            found.append(plain_difference(engines.runner, tokens).difference)
-            found.append(stock_difference(engines, str(place), "the engine", tokens, MIN_SPAN, arms).difference)
-    return max(found)
-
-
-def _moved(family: str) -> tuple[int, tuple[str, ...], dict[str, Any]]:
-    """Layers with which a moved run is that of a cold run, the arm that moves it, and what the configuration needs."""
-    own = _OWN.get(family, {})
-    if own.get("sliding_window") is not None:
-        return 2, (f"epic_{WINDOW - 1}",), {}
-    one_chunk = {"attention_chunk_size": _SHAPE["max_position_embeddings"]} if "attention_chunk_size" in own else {}
-    return 1, (POSITION_FIX,), one_chunk
-
-
-def run(most: int, rows: Results) -> None:
-    """Measures every family, or the first `most`."""
-    for family in SUPPORTED_MODEL_TYPES[:most]:
-        layers, (arm,), changes = _moved(family)
-        behind = f"one layer{' of one chunk' if changes else ''}" if layers == 1 else f"{layers} layers and {arm}"
-        baseline = f"the plain Transformers forward and a cold engine, {LAYERS} layers; behind a moved run, {behind}"
-        rows.add(f"exactness_{family}", largest_difference(family), "logits", baseline, MAX_LOGIT_DIFFERENCE)
-
-
-main = partial(run_counted, "families", __doc__, [Count("most", len(SUPPORTED_MODEL_TYPES), "families")], run)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,19 @@
-"""Random lives of engines, in which no stale byte is served and nothing is leaked.
+"""Random lives of engines, with what must hold at any time: no stale byte is served and nothing is leaked.
 
-`python -m benchmarks.evidence.stateful` runs one life for each kind of engine, with admissions, aborts, pauses and
-evictions, and one for each habit of TensorRT-LLM's versions, with forwards that fail and saves that lag behind. KV
-carries a pattern that says whose it is.
+A life has admissions, aborts, pauses and evictions; that of an engine with habits of TensorRT-LLM's versions has
+forwards that fail and saves that lag behind, too. KV carries a pattern that says whose it is.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import tempfile
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from benchmarks.embedded.bench_model import make_runner
-from benchmarks.evidence.pattern_runner import INJECTED, PatternRunner, chain, owner_number
-from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
@@ -28,20 +21,20 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
+from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
+from tests.random_models import random_model
 from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import torch
 
     from engine_wrapper.embedded.contracts import Contract
     from engine_wrapper.embedded.llm import LLM
-    from validation.results import Results
 
-logger = logging.getLogger(__name__)
-
-LAYERS, BLOCK, BLOCKS = 3, 8, 60
+BLOCK, BLOCKS = 8, 60
 TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
 MOST_LIVE = 12
 QUIET_EVERY, ROUGH_QUIET_EVERY, TREE_EVERY = 250, 50, 20
@@ -50,9 +43,6 @@ HOST_TOKENS, DEVICE_TOKENS, DISK_BYTES = 900, 300, 4 << 20
 # Of a rough life: rows of a forward, so that prompts that begin alike run together, and shares of steps.
 ROUGH_ROWS = 256
 SAVES_GO_ON, FORWARD_FAILS, EVICTS, BEGINS_ALIKE = 0.12, 0.03, 0.06, 0.4
-STEPS = 100_000
-# The goal of hits: cancelled requests, whose end is not reported, must not keep donors from others.
-HITS = 2_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +114,12 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
     """A new engine of the case; `folder` is for its model and its donors' files."""
     executor_logger = logging.getLogger("engine_wrapper.embedded.executor")
     level = executor_logger.level
-    runner = make_runner(folder, "cpu", LAYERS)
-    pattern = cast("PatternRunner", PatternRunner.from_model(runner.model, folder))
-    facts = runner.facts
-    token_bytes = LAYERS * 2 * facts.kv_heads * facts.head_dim * 4
+    model = random_model("qwen2")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    pattern = cast("PatternRunner", PatternRunner.from_model(model, folder))
+    facts = pattern.facts
+    token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * 4
     variables = {
         **RANDOM_WEIGHTS,
         "POLICY": "exact",
@@ -392,66 +384,3 @@ class Life:
     def _check_donor(self, donor_id: str, kv: torch.Tensor) -> None:
         self._runner.check_donor(donor_id, kv)
         self.counts["donors_checked"] += 1
-
-
-@dataclass(slots=True)
-class Lives:
-    """Several lives: their `clean` steps up to the first fault of each, and what happened in them."""
-
-    clean: int = 0
-    wrong_tokens: int = 0
-    leaked_blocks: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, case: Case, steps: int) -> None:
-        """Runs one more life."""
-        with tempfile.TemporaryDirectory() as folder, random_life(case, Path(folder)) as life:
-            try:
-                for _ in range(steps):
-                    life.step()
-                life.quiet()
-            except Exception:
-                logger.exception("%s went wrong after %d steps", case.name, life.counts["steps"])
-                self.clean += min(life.counts["steps"], steps - 1)
-            else:
-                self.clean += steps
-        self.counts += life.counts
-        self.wrong_tokens += life.wrong_tokens
-        self.leaked_blocks += life.leaked_blocks
-
-    def __add__(self, other: Lives) -> Lives:
-        wrong, leaked = self.wrong_tokens + other.wrong_tokens, self.leaked_blocks + other.leaked_blocks
-        return Lives(self.clean + other.clean, wrong, leaked, self.counts + other.counts)
-
-    @property
-    def happened(self) -> str:
-        names = sorted(name for name in self.counts if name != "steps")
-        return ", ".join(f"{self.counts[name]:,} {name.replace('_', ' ')}" for name in names)
-
-
-def run(steps: int, rows: Results) -> None:
-    """Divides `steps` among the engines without habits, and runs as many in each of the others as in one of these."""
-    plain, others, v1 = Lives(), Lives(), Lives()
-    for index, case in enumerate(CASES):
-        plain.add(case, steps // len(CASES) + (index < steps % len(CASES)))
-    for case in HABIT_CASES:
-        is_v1 = case.contract == "main" and not case.v2 and case.refusal is None
-        (v1 if is_v1 else others).add(case, steps // len(CASES))
-    habits = others + v1
-    lived = steps + len(HABIT_CASES) * (steps // len(CASES))
-    kinds = f"{len(CASES)} kinds of engine; {plain.happened}"
-    habitual = f"{len(HABIT_CASES)} engines with habits; {habits.happened}"
-    rows.add("stateful_steps_clean", plain.clean + habits.clean, "steps", f"{kinds}; {habitual}", lived, "higher")
-    rows.add("stateful_hits", plain.counts["hits"], "requests", kinds, HITS, "higher")
-    rows.add("trtllm_habits_wrong_tokens", habits.wrong_tokens, "tokens", habitual, 0)
-    rows.add("trtllm_habits_leaked_blocks", habits.leaked_blocks, "blocks", habitual, 0)
-    rows.add("v1_held_saves_wrong_tokens", v1.wrong_tokens, "tokens", f"those of main's V1 manager; {v1.happened}", 0)
-
-
-main = partial(
-    run_counted, "stateful", __doc__, [Count("steps", STEPS, "steps of engines without habits", len(CASES))], run
-)
-
-
-if __name__ == "__main__":
-    main()
