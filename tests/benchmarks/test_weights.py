@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.donors import weights
+from benchmarks import weights
 from validation.results import Results
 
 

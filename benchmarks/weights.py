@@ -1,6 +1,6 @@
 """What watching a model's weights costs: at every step, and where a call may have written them.
 
-`python -m benchmarks.donors.weights --json benchmarks/results/<machine>`. Random weights. The check at every step
+`python -m benchmarks.weights --json benchmarks/results/<machine>`. Random weights. The check at every step
 depends on the number of tensors alone: it is that of a model of 28 layers as vLLM holds it, with small tensors. The
 digest reads `--megabytes` of bfloat16.
 """

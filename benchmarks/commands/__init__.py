@@ -1,1 +1,0 @@
-"""Measures the commands `calibrate`, `confirm` and `estimate`."""
