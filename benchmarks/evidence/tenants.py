@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from scipy.stats import ks_2samp
 
 from benchmarks.embedded.bench_model import Prompts, make_runner
-from benchmarks.fleet.server import resident_mib
-from benchmarks.program import Count, run_counted
+from benchmarks.program import Count, resident_mib, run_counted
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 

@@ -1,15 +1,13 @@
-"""How fast a directory of the fleet's donors answers, and whether it is right after lost messages and dead servers.
+"""How fast a directory of the fleet's donors finds who holds a prompt, alone and while donors come and go.
 
 First, 64 workers announce donors in real messages: they share a beginning and documents, and have text of their own.
 Prompts of 32,768 tokens hold eight of the documents. The best of several rounds counts, since a machine may have other
 work; the baseline is a loop over all sketches. Second, prompts are looked up while a thread of the same process, as in
-the router, takes messages of donors that come and go. Third, workers publish to a real server that is killed and
-restarted, and messages are dropped or reordered on their way to the directory.
+the router, takes messages of donors that come and go.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import time
@@ -19,34 +17,37 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.fleet.server import (
-    NAMESPACE,
-    SUBJECT,
-    VOCABULARY,
-    LoopbackServer,
-    loopback_server,
-    publisher_to,
-    resident_mib,
-    texts,
-)
-from benchmarks.program import Count, run_counted, seconds
-from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
+from benchmarks.program import Count, resident_mib, run_counted, seconds
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
-from validation.results import Results, say
+from semblend_trt.namespace import CacheNamespace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.directory import Verdict
-    from semblend_trt.fleet.routing_policy import Worker
+    from validation.results import Results
 
     _Tokens = npt.NDArray[np.int32]
 
+NAMESPACE = CacheNamespace(
+    model="Qwen/Qwen2.5-7B-Instruct",
+    model_revision="a09a35458c702b33eeacc393d103063234e8bc28",
+    tokenizer="Qwen/Qwen2.5-7B-Instruct",
+    tokenizer_revision="a09a35458c702b33eeacc393d103063234e8bc28",
+    kv_layout="hnd",
+    block_size=32,
+    kv_dtype="bfloat16",
+    cache_dtype="bfloat16",
+    quantization=None,
+    adapter=None,
+    rope_config={"rope_theta": 1000000, "max_position_embeddings": 32768},
+    tensor_parallel={"tp_size": 1, "pp_size": 1, "cp_size": 1},
+    backend_cache_layout="trtllm_pytorch_primary_pool_v1",
+).for_request(None, None)
+VOCABULARY = 150_000
 KEY = sketch_key(NAMESPACE.key, None)
 WORKERS = 64
 SHARED_START, DOCUMENTS, DOCUMENT_TOKENS, OWN_TOKENS = 512, 2000, 2048, 1536
@@ -56,10 +57,6 @@ PROMPT_TOKENS, PROMPT_DOCUMENTS, PROMPTS, ROUNDS = 32_768, 8, 400, 5
 WRITES_PER_S, WRITE_SECONDS, WRITE_ROUNDS, LOOKUPS_PER_S, WRITTEN_AT_ONCE = 50_000, 2, 3, 200, 20
 # Seconds that the messages may be ahead of their pace, so that the pauses of who sends them do not count.
 AHEAD_SECONDS = 0.002
-
-FOLLOWED, FAULTS, FAULT_SHARE, KILLS = 4, 1000, 0.1, 3
-RESYNC_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.5
-CHECKED_TOKENS, CHURN, MOST_HELD = 1024, 20, 200
 
 
 class Fleet:
@@ -164,114 +161,8 @@ def loop_over_sketches(fleet: Fleet) -> float:
     return mean * len(fleet.sketches) * 1e3
 
 
-class LossyDirectory(Directory):
-    """A directory that loses or delays some messages, until `faults_left` is used up."""
-
-    def __init__(self) -> None:
-        super().__init__(resync_seconds=HEARTBEAT_SECONDS)
-        self.faults_left = 0
-        self._rng = np.random.default_rng(1)
-        self._late: bytes | None = None
-
-    def observe(self, payload: bytes, sender: str | None = None) -> Verdict | None:
-        if self.faults_left and self._rng.random() < FAULT_SHARE:
-            self.faults_left -= 1
-            if self._rng.random() < 0.5:
-                return None
-            payload, self._late = self._late or payload, payload
-        verdict = super().observe(payload, sender)
-        if self._late is not None and payload is not self._late:
-            late, self._late = self._late, None
-            super().observe(late, sender)
-        return verdict
-
-
-class ChangingWorker:
-    """A publisher whose donors come, move and go; `held` is the truth: each donor's tier."""
-
-    def __init__(self, url: str, worker_id: int, texts: _Tokens) -> None:
-        self.worker: Worker = (worker_id, 0)
-        seconds = {"heartbeat_seconds": HEARTBEAT_SECONDS, "resync_seconds": RESYNC_SECONDS}
-        self.publisher = publisher_to(url, worker_id, **seconds)
-        self.announcer = DonorAnnouncer(self.publisher, self.publisher.close)
-        self.held: dict[str, str] = {}
-        self._texts, self._rng, self._count = texts, np.random.default_rng(worker_id), 0
-
-    def text_of(self, donor_id: str) -> int:
-        """The number of the text that a donor holds."""
-        return int(donor_id.split("-")[1]) % len(self._texts)
-
-    def change(self) -> None:
-        for _ in range(CHURN):
-            if self.held and self._rng.random() < max(0.3, len(self.held) / MOST_HELD):
-                gone = str(self._rng.choice(list(self.held)))
-                self.announcer.gone(gone)
-                del self.held[gone]
-            elif self.held and self._rng.random() < 0.3:
-                moved = str(self._rng.choice(list(self.held)))
-                self.announcer.moved(moved, "host")
-                self.held[moved] = "host"
-            else:
-                self._count += 1
-                donor_id = f"{self.worker[0]}-{self._count}"
-                self.announcer.intended(donor_id, NAMESPACE, None)
-                self.announcer.held(donor_id, self._texts[self.text_of(donor_id)], "device")
-                self.held[donor_id] = "device"
-
-
-def is_right(directory: Directory, workers: Sequence[ChangingWorker], texts: _Tokens) -> bool:
-    """True when the directory knows every donor with its tier, and finds the holders of each text."""
-    if any(directory.donors_of(worker.worker) != worker.held for worker in workers):
-        return False
-    for number, text in enumerate(texts):
-        holding = {worker.worker for worker in workers if number in map(worker.text_of, worker.held)}
-        if {holder.worker for holder in directory.holders(text) if holder.tokens == len(text)} != holding:
-            return False
-    return True
-
-
-async def convergence(server: LoopbackServer) -> list[float]:
-    """Seconds from the last change of each round until the directory is right; in each round the server dies."""
-    known = texts(64, CHECKED_TOKENS, seed=2)
-    directory = LossyDirectory()
-    reader = DirectoryReader(ConnectionOptions(servers=(server.url,), subject=SUBJECT), directory)
-    workers = [ChangingWorker(server.url, number, known) for number in range(FOLLOWED)]
-    await reader.start()
-    taken = []
-    for number in range(KILLS):
-        directory.faults_left = FAULTS * (number + 1) // KILLS - FAULTS * number // KILLS
-        turns = 0
-        while directory.faults_left or turns < 20:
-            for worker in workers:
-                worker.change()
-            await asyncio.sleep(0.05)
-            turns += 1
-            if turns == 10:
-                await asyncio.to_thread(server.kill)
-            elif turns == 20:
-                await asyncio.to_thread(server.start)
-        began = time.perf_counter()
-        while not is_right(directory, workers, known) and time.perf_counter() - began < 6 * RESYNC_SECONDS:
-            await asyncio.sleep(0.05)
-        taken.append(time.perf_counter() - began)
-        say(f"round {number + 1}: right after {taken[-1]:.2f} s; so far {dict(directory.counts)}")
-    await reader.stop()
-    for worker in workers:
-        worker.announcer.close()
-    return taken
-
-
 def run(donors: int, results: Results) -> None:
     """Adds the rows of both measurements."""
-    with loopback_server() as server:
-        taken = asyncio.run(convergence(server))
-    share = sum(each <= RESYNC_SECONDS for each in taken) / len(taken)
-    baseline = (
-        f"{FOLLOWED} workers, {FAULTS} messages dropped or out of order, the server killed {KILLS} times; share of "
-        f"rounds after which the directory is right within a resync interval of {RESYNC_SECONDS:g} s"
-    )
-    results.add("directory_converges", share, "share", goal=1, better="higher", baseline=baseline)
-    results.add("directory_converges_s", max(taken), "s", goal=RESYNC_SECONDS, baseline=baseline)
     before = resident_mib()
     fleet = Fleet(donors)
     grown = resident_mib() - before - sum(map(len, fleet.sketches)) / 2**20

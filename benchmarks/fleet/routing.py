@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.fleet.server import NAMESPACE, VOCABULARY
+from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox

@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 
-from benchmarks.fleet.server_process import MODEL, ServerProcess
 from tests.engine_wrapper.vllm.place import PLACE
+from tests.server_process import MODEL, ServerProcess
 
 # A session of its own: the engine is a process beside the server, and outlives it when that is killed.
 SERVE = "import os, sys; os.setsid(); from vllm.entrypoints.cli.main import main; sys.exit(main())"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from packaging.version import Version
 
-from benchmarks.fleet.server_process import MODEL
 from semblend_trt.chats import ChatError
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.model_tokenizer import load_tokenizer
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.fleet.router.test_end_to_end import wait_for
+from tests.server_process import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,6 @@ import openai
 import psutil
 import pytest
 
-from benchmarks.fleet.server_process import MODEL, router
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.router.config import load_config
 from semblend_trt.fleet.router.tenants import Tenants
@@ -22,6 +21,7 @@ from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.conftest import NatsServer
 from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
+from tests.server_process import MODEL, router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

