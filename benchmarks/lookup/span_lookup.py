@@ -1,7 +1,7 @@
 """The span index on real text: lookups of 32k-token prompts among 100,000 donors, adding and removing a donor.
 
 `python -m benchmarks.lookup.span_lookup --text FILE --json benchmarks/results/<machine>`; `--quick` for a look.
-One thread, but for the lookups beside a growing index. A lookup's time is that from int32 tokens to runs of 64 tokens
+One thread. A lookup's time is that from int32 tokens to runs of 64 tokens
 and more, fingerprint included. Of every prompt the fastest of several rounds counts, since a machine may have other
 work; a round goes through all prompts, so that none finds its own part of the table in the cache.
 """
@@ -9,9 +9,6 @@ work; a round goes through all prompts, so that none finds its own part of the t
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +27,7 @@ from benchmarks.lookup.span_corpus import (
 from benchmarks.program import parser_of, seconds
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import DEADLINE_TOKENS, LookupRequest, Planner
-from semblend_trt.discovery.span_index import ScanBounds, SpanIndex
+from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from validation.results import Results, say
@@ -44,25 +41,14 @@ if TYPE_CHECKING:
 
 SPACE = "benchmark"
 SMALL = 1_000
-MEBIBYTE_OF_TOKENS = LONG_PROMPT = (1 << 20) // 4
-FIRST_USE = """
-import time
-began = time.perf_counter()
-import numpy as np
-from semblend_trt.discovery.span_index import SpanIndex
-index = SpanIndex()
-index.add("", "", np.arange(64))
-index.find("", np.arange(64))
-index.remove("")
-print(time.perf_counter() - began)
-"""
+LONG_PROMPT = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What one run measures: donors, prompts, tokens of a prompt, rounds, prompts whose recall is checked, documents,
-    changes, donors with boilerplate, look-ups of a long prompt in each set of donors, and the tokens of text that are
-    made where no file is given."""
+    changes, look-ups of a long prompt in each set of donors, and the tokens of text that are made where no file is
+    given."""
 
     donors: int = 100_000
     prompts: int = 200
@@ -71,7 +57,6 @@ class Sizes:
     checked: int = 40
     documents: int = 256
     changes: int = 50
-    boilerplate_donors: int = 64
     long_lookups: int = 40
     made_tokens: int = 16_000_000
 
@@ -83,14 +68,13 @@ QUICK = Sizes(
     checked=10,
     documents=16,
     changes=10,
-    boilerplate_donors=8,
     long_lookups=2,
     made_tokens=2_000_000,
 )
 
 
 def main() -> None:
-    """Builds the index, then measures lookups, recall, changes, memory and the first use."""
+    """Builds the index, then measures lookups, recall, changes and memory."""
     arguments = parser_of(__doc__)
     arguments.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
     arguments.add_argument("--quick", action="store_true", help="2,000 donors and 20 prompts, without goals")
@@ -98,35 +82,26 @@ def main() -> None:
     sizes = QUICK if given.quick else Sizes()
     rows = Results(dry=given.quick)
     measure(rows, read_corpus(given.text, sizes.documents, sizes.made_tokens), sizes)
-    if not given.quick:
-        add_first_use(rows)
     rows.write(given.json, "span_lookup")
 
 
 def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
-    """Adds all rows but that of the first use."""
+    """Adds all rows."""
     index = SpanIndex()
     prompts = corpus.prompts(sizes.prompts, sizes.prompt_tokens, seed=1)
     small = np.empty((0, 0))
-    adds: list[float] = []
     tokens = 0
     for number, (donor_id, donor) in enumerate(corpus.donors(sizes.donors, seed=2)):
         if number == SMALL:
             small = lookup_times(index, prompts, sizes.rounds)
-        adds.append(seconds(changed, index, index.add, SPACE, donor_id, donor))
+        changed(index, index.add, SPACE, donor_id, donor)
         tokens += len(donor)
     say(f"{len(index):,} donors, {tokens:,} tokens; {corpus.source}; {sizes.prompts} prompts")
     add_lookups(rows, lookup_times(index, prompts, sizes.rounds), small, f"{tokens} tokens of {corpus.source}", sizes)
     add_recall(rows, index, corpus, sizes, prompts)
-    add_crowded(rows, index, corpus, sizes)
-    add_planning(rows, index, prompts, sizes)
     add_changes(rows, index, corpus, sizes)
     against = "tokens, table and records; 4 B are the tokens"
     rows.add("span_index_bytes_per_token", index.used_bytes() / tokens, "B", against, goal=8.0)
-    worst = f"adding one of {len(adds)} donors while the index grows; median {statistics.median(adds) * 1e3:.3f} ms"
-    rows.add("donor_add_worst_ms", max(adds) * 1e3, "ms", worst)
-    add_growing(rows, index, corpus, sizes, prompts)
-    add_boilerplate(rows, corpus, sizes)
     add_many_runs(rows, corpus, sizes)
 
 
@@ -147,9 +122,6 @@ def add_lookups(
     p50, p99 = np.percentile(large.min(axis=0), [50, 99]) * 1e3
     rows.add("span_lookup_p50_ms", p50, "ms", where, goal=0.3)
     rows.add("span_lookup_p99_ms", p99, "ms", where, goal=0.5)
-    every = np.percentile(large, [50, 99]) * 1e3
-    machine = f"all {large.size} lookups, with all else that the machine did; their median is {every[0]:.3f} ms"
-    rows.add("span_lookup_every_p99_ms", every[1], "ms", machine)
     few = float(np.median(small.min(axis=0))) * 1e3
     rows.add("span_lookup_growth", p50 / few, "x", f"median with {SMALL} donors {few:.3f} ms", goal=2.0)
 
@@ -172,27 +144,6 @@ def covered(index: SpanIndex, prompt: TokenArray) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def add_crowded(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
-    """Prompts that consist of nothing but text that many donors hold."""
-    prompts = corpus.crowded_prompts(max(4, sizes.prompts // 10), sizes.prompt_tokens, seed=3)
-    times = lookup_times(index, prompts, sizes.rounds).min(axis=0)
-    runs = statistics.median(len(index.find(SPACE, prompt, RUN_TOKENS)) for prompt in prompts)
-    against = f"prompts all of which stands in many donors: {runs:g} runs found in the median prompt"
-    rows.add("span_lookup_crowded_p50_ms", float(np.median(times)) * 1e3, "ms", against)
-
-
-def add_planning(rows: Results, index: SpanIndex, prompts: list[TokenArray], sizes: Sizes) -> None:
-    """From prompt to plan: lookup, cover with every other donor on the card, plan and its diagnostics."""
-    settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_reuse_ratio=0)
-    planner = Planner(index, settings, settings.policy, 28, lambda donor_id: donor_id[-1] in "02468")
-    requests = [LookupRequest(7, SPACE, prompt, 0, 32, EngineMode.WRAPPER, True) for prompt in prompts]
-    times = np.array([[seconds(planner.plan, each) for each in requests] for _ in range(sizes.rounds)]).min(axis=0)
-    planned = sum(planner.plan(each).plan is not None for each in requests)
-    p50, p99 = np.percentile(times, [50, 99]) * 1e3
-    against = f"lookup, cover and plan: {planned} plans of {len(prompts)} prompts; p99 {p99:.3f} ms"
-    rows.add("span_plan_p50_ms", p50, "ms", against)
-
-
 def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes) -> None:
     """Adding and removing donors of 8k tokens when the index is full."""
     donors = corpus.crowded_prompts(sizes.changes, DOCUMENT_DONOR_TOKENS, seed=4)
@@ -207,50 +158,6 @@ def changed(index: SpanIndex, change: Callable[..., object], *arguments: object)
     """Makes a change and waits until the index has done it."""
     change(*arguments)
     index.wait()
-
-
-def add_growing(rows: Results, index: SpanIndex, corpus: Corpus, sizes: Sizes, prompts: list[TokenArray]) -> None:
-    """Lookups while another thread adds donors as fast as it can, beside as many with a still index."""
-    still = lookup_times(index, prompts, sizes.rounds)
-    stop = threading.Event()
-    before = len(index)
-
-    def grow() -> None:
-        for donor_id, donor in corpus.donors(sizes.donors, seed=6):
-            if stop.is_set():
-                return
-            index.add(SPACE, f"growing-{donor_id}", donor)
-
-    writer = threading.Thread(target=grow)
-    writer.start()
-    growing = lookup_times(index, prompts, sizes.rounds)
-    stop.set()
-    writer.join()
-    added = len(index) - before
-    for name, value, rest in (
-        ("span_lookup_growing_p50_ms", np.median(growing), np.median(still)),
-        ("span_lookup_growing_worst_ms", growing.max(), still.max()),
-    ):
-        against = f"{growing.size} lookups while {added} donors were added; with a still index {rest * 1e3:.3f} ms"
-        rows.add(name, value * 1e3, "ms", against)
-
-
-def add_boilerplate(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
-    """A prompt of 1 MiB of tokens that every donor holds, and what its lookup does at most."""
-    boilerplate = np.resize(corpus.common, MEBIBYTE_OF_TOKENS)
-    index, bounds = SpanIndex(), ScanBounds()
-    for number in range(sizes.boilerplate_donors):
-        index.add(SPACE, f"donor-{number}", np.concatenate([boilerplate, corpus.documents[0][: 100 + number]]))
-    times = lookup_times(index, [boilerplate], sizes.rounds)
-    work = index.find_counting(SPACE, boilerplate, RUN_TOKENS)[1]
-    limit = min(work.anchors * bounds.max_bucket, bounds.max_pairs)
-    against = (
-        f"{MEBIBYTE_OF_TOKENS} tokens that {len(index)} donors hold; {work.places} places read of at most {limit}, "
-    )
-    against += (
-        f"{work.extensions} of them compared of at most {bounds.max_extensions}, {work.compared} tokens found equal"
-    )
-    rows.add("span_lookup_boilerplate_ms", times.min() * 1e3, "ms", against)
 
 
 def add_many_runs(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
@@ -283,18 +190,6 @@ def add_many_runs(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
         f"deadline is {limit:.0f} ms"
     )
     rows.add("lookup_262k_many_runs_p99_ms", p99, "ms", against)
-
-
-def add_first_use(rows: Results) -> None:
-    """What the first index of a process waits for, its imports among it."""
-    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=True)
-    rows.add(
-        "span_index_first_use_s",
-        float(done.stdout),
-        "s",
-        "import, make an index, add a donor, find it and remove it",
-        goal=5.0,
-    )
 
 
 if __name__ == "__main__":
