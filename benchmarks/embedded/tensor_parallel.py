@@ -58,7 +58,11 @@ def answers(runner: ModelRunner, folder: Path, longest: int) -> list[Any]:
     prompts = Prompts(int(runner.config.vocab_size), seed=1)
     room, facts = longest + 64, runner.facts
     token_bytes = facts.num_layers * 2 * facts.kv_heads * facts.head_dim * runner.dtype.itemsize
-    engine = {"tensor_parallel_size": runner.ranks.size, "max_num_tokens": longest, "enable_chunked_prefill": False}
+    engine: dict[str, Any] = {
+        "tensor_parallel_size": runner.ranks.size,
+        "max_num_tokens": longest,
+        "enable_chunked_prefill": False,
+    }
     engine |= {"max_seq_len": room, "pool_tokens": 2 * room}
     donors = {"POLICY": "position_fix", "HOST_BYTES": "0", "DEVICE_BYTES": str(DONORS * room * token_bytes)}
     with open_llm(folder, runner, None, **engine) as llm:

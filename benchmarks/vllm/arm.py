@@ -56,7 +56,7 @@ _SMALL_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 2048,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
 }
 # Requests that decode, and tokens of each; steps in which they are alone, and prefills that pass.
 _DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
@@ -92,7 +92,7 @@ class Sizes:
         return [self.long // 6 * factor for factor in (1, 2, 4, 6, 8)]
 
 
-SMALL = Sizes(long=1_536, document=128, per_prompt=3, requests=12, turns=2, miss_turns=2, device_bytes=1 << 26)
+SMALL = Sizes(long=3_072, document=128, per_prompt=3, requests=12, turns=2, miss_turns=2, device_bytes=1 << 26)
 
 
 @dataclass(slots=True)

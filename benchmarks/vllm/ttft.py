@@ -120,7 +120,7 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
         sizes, check = SMALL if options.small else Sizes(), _settings(options.check_option)
         arm = VllmArm(name, Path(folder), sizes, own, turn, check, options.kv)
         try:
-            told = {"arm": name, "engine": arm.facts, "options": own | variables}
+            told: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
             told |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
             # What an earlier call measured of the same engine stays.
             earlier = _read(path)
@@ -389,8 +389,8 @@ def _record(options: argparse.Namespace) -> list[str]:
     if rows.rows:
         table = markdown_table("*", {f"{first['machine']['name']}/{name}": rows.rows})
         write_text(options.out / "rows" / f"{name}.md", table)
-    seen = [each for parts in arms.values() for each in parts.get(OBSERVATIONS, {}).get(OBSERVATIONS, [])]
-    if seen:
+    observed = [parts[OBSERVATIONS] for parts in arms.values() if OBSERVATIONS in parts]
+    if seen := [each for found in observed if not found.get("problem") for each in found[OBSERVATIONS]]:
         lines = ",\n".join(f" {json.dumps(each)}" for each in seen)
         write_text(options.out / f"{OBSERVATIONS}.json", f"[\n{lines}\n]\n")
     return problems
