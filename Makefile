@@ -166,10 +166,9 @@ trtllm-check: ## answers, a reuse profile and a crowd of requests inside TensorR
 
 KERNEL_BENCHMARKS := ceilings kv_move deviation sparse_prefill
 
-bench: card env ## run every kernel benchmark and the TTFT benchmark, writing benchmarks/results/$(MACHINE)
+bench: card env ## run every kernel benchmark, writing benchmarks/results/$(MACHINE)
 	for name in $(KERNEL_BENCHMARKS); do \
 	  $(RUN) -m benchmarks.kernels.$$name --json benchmarks/results/$(MACHINE) || exit 1; done
-	$(RUN) -m benchmarks.embedded.ttft --json benchmarks/results/$(MACHINE) $(ARGS)
 
 lint: env ## ruff: rules and format
 	$(BIN)/ruff check .

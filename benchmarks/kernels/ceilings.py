@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,12 +13,10 @@ import torch
 from benchmarks.program import parser_of
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv
 from kernels.rope import RopeRotation
-from validation.results import Results, say
+from validation.results import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from kernels.span_table import Tiling
+    from collections.abc import Callable
 
 COPY_BYTES = 2 << 30
 HOST_BYTES = 1 << 30
@@ -64,15 +61,6 @@ def add_share(results: Results, name: str, milliseconds: float, num_bytes: float
     return speed / copy_gbps()
 
 
-def show_tilings(what: str, num_bytes: int, tilings: Iterable[Tiling], time_of: Callable[[Tiling], float]) -> None:
-    """Shows how fast each tiling reads and writes `num_bytes`; `time_of` measures one, in milliseconds."""
-    say(f"tilings at {what}; copy {copy_gbps():.0f} GB/s")
-    for tiling in tilings:
-        milliseconds = time_of(tiling)
-        speed = num_bytes / milliseconds / 1e6
-        say(f"  {milliseconds:8.4f} ms {speed:7.0f} GB/s {speed / copy_gbps():6.3f} of copy  {tiling}")
-
-
 def check_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
     """Returns the relative error in the 2-norm. Ends the program if the result is wrong: its figures would mean
     nothing.
@@ -87,7 +75,7 @@ def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int =
     """Median milliseconds of `function` on the card, between CUDA events on the current stream.
 
     Before each run the L2 cache is overwritten and the card is kept busy for about a millisecond, so that the host's
-    preparation of the run stays out of the figure; `wall_ms` counts it.
+    preparation of the run stays out of the figure.
     """
     for _ in range(warm_up):
         function()
@@ -105,34 +93,20 @@ def time_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int =
     return float(statistics.median(start.elapsed_time(end) for start, end in timings))
 
 
-def wall_ms(function: Callable[[], object], *, repeats: int = 20, warm_up: int = 3) -> float:
-    """Median milliseconds of `function` on the host's clock, from an idle card until the card is idle again."""
-    for _ in range(warm_up):
-        function()
-    timings = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        timings.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(timings)
-
-
 @cache
-def copy_gbps(num_bytes: int = COPY_BYTES) -> float:
+def copy_gbps() -> float:
     """GB/s of a device-to-device copy of random bytes, counting bytes read and written."""
-    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * num_bytes / time_ms(lambda: target.copy_(source)) / 1e6
+    return 2 * COPY_BYTES / time_ms(lambda: target.copy_(source)) / 1e6
 
 
 @cache
-def matmul_tflops(size: int = MATMUL_SIZE) -> float:
-    """TFLOP/s of a bf16 [size, size] x [size, size] product of random matrices."""
-    first, second = torch.randn(2, size, size, dtype=torch.bfloat16, device="cuda")
+def matmul_tflops() -> float:
+    """TFLOP/s of a bf16 product of two square random matrices."""
+    first, second = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
     output = torch.empty_like(first)
-    return 2 * size**3 / time_ms(lambda: torch.mm(first, second, out=output)) / 1e9
+    return 2 * MATMUL_SIZE**3 / time_ms(lambda: torch.mm(first, second, out=output)) / 1e9
 
 
 @cache
@@ -158,7 +132,7 @@ def random_donor(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeom
 
 def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
     """A pool of random values that holds `tokens` tokens in shuffled blocks."""
-    blocks = torch.randperm(QWEN_7B.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    blocks = _shuffled_blocks(QWEN_7B, tokens)
     shape = (len(blocks), QWEN_7B.num_layers, QWEN_7B.kv_factor, QWEN_7B.row_elements)
     return PagedKv(torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype), blocks, QWEN_7B)
 
@@ -166,7 +140,7 @@ def random_pool(tokens: int, dtype: torch.dtype = torch.bfloat16) -> PagedKv:
 def random_layers(layout: str, tokens: int) -> PagedKv:
     """As `random_pool`, in one of `VLLM_LAYOUTS` and in blocks of vLLM's size: a tensor a layer."""
     sizes = replace(QWEN_7B, block_size=VLLM_BLOCK_SIZE)
-    blocks = torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    blocks = _shuffled_blocks(sizes, tokens)
     axes = VLLM_LAYOUTS[layout]
     names = ("kinds", "blocks", "heads", "tokens", "channels")
     lengths = dict(zip(names, (2, len(blocks), sizes.kv_heads, sizes.block_size, sizes.head_dim), strict=True))
@@ -180,10 +154,14 @@ def random_layers(layout: str, tokens: int) -> PagedKv:
 def random_latents(tokens: int) -> PagedKv:
     """As `random_layers`, of DEEPSEEK_V3, as vLLM lays its rows out."""
     sizes = DEEPSEEK_V3
-    blocks = torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
+    blocks = _shuffled_blocks(sizes, tokens)
     shape = (len(blocks), 1, sizes.block_size, sizes.head_dim)
     layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(sizes.num_layers)]
     return PagedKv(LayeredPool(tuple(layers)), blocks, sizes)
+
+
+def _shuffled_blocks(sizes: KvGeometry, tokens: int) -> torch.Tensor:
+    return torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
 
 
 def add_ceilings(results: Results) -> None:

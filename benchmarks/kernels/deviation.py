@@ -1,11 +1,10 @@
 """deviation of one layer at the size of Qwen2.5-7B, as a share of the speed at which the card copies.
 
-`python -m benchmarks.kernels.deviation --json benchmarks/results/<machine>`; the sweep says which tiling is best.
+`python -m benchmarks.kernels.deviation --json benchmarks/results/<machine>`
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +21,7 @@ from benchmarks.kernels.ceilings import (
     random_layers,
     random_pool,
     run_on_card,
-    show_tilings,
     time_ms,
-    wall_ms,
 )
 from kernels.deviation import FreshRows, Move, deviation, eager
 from validation.results import say
@@ -32,22 +29,17 @@ from validation.results import say
 if TYPE_CHECKING:
     from kernels.deviation.spans import Fresh
     from kernels.layout import ContiguousKv, PagedKv
-    from kernels.span_table import Tiling
     from validation.results import Results
 
 LAYER = 2
 
 
 def measure(results: Results) -> None:
-    """Checks some calls against torch, sweeps the tilings, and measures the default one."""
+    """Checks some calls against torch, and measures the kernel by tokens and by vLLM's layouts."""
     say(f"relative error against torch: {_check():.1e}")
-    _sweep(TOKENS[-1])
     for tokens in TOKENS:
-        spans, fresh = [Move(random_donor(tokens), 0, SHIFT, tokens)], random_pool(tokens + 32)
-        name = f"deviation_{tokens // 1024}k"
-        add_share(results, name, _kernel_ms(spans[0], fresh), _bytes_read(tokens))
-        call = wall_ms(lambda spans=spans, fresh=fresh: deviation(spans, fresh, LAYER, ROTATION))  # type: ignore[misc]
-        results.add(f"{name}_call_ms", call, "ms", "host clock, checks and launch included")
+        span, fresh = Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32)
+        add_share(results, f"deviation_{tokens // 1024}k", _kernel_ms(span, fresh), _bytes_read(tokens))
     tokens = TOKENS[-1]
     for layout in VLLM_LAYOUTS:  # a check's comparison: rows of a forward with what was placed into vLLM's pool
         placed = Move(random_layers(layout, tokens), 0, 0, tokens, turn=0)
@@ -63,21 +55,12 @@ def _rows(tokens: int) -> FreshRows:
     return FreshRows(k, v)
 
 
-def _kernel_ms(span: Move, fresh: Fresh, tiling: Tiling | None = None) -> float:
+def _kernel_ms(span: Move, fresh: Fresh) -> float:
     """Milliseconds of the kernel alone, its table ready on the card."""
     from kernels.deviation import triton_deviation
 
     output = torch.empty(2, span.length, device="cuda")
-    tiling = tiling or triton_deviation.DEFAULT
-    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION, tiling))
-
-
-def _sweep(tokens: int) -> None:
-    from kernels.span_table import Tiling
-
-    span, fresh = Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32)
-    tilings = (Tiling(4096), Tiling(8192), Tiling(2048, warps=2), Tiling(8192, warps=8))
-    show_tilings(f"{tokens} tokens", _bytes_read(tokens), tilings, partial(_kernel_ms, span, fresh))
+    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION, triton_deviation.DEFAULT))
 
 
 def _check() -> float:

@@ -1,12 +1,11 @@
 """kv_move at the size of Qwen2.5-7B, and at that of DeepSeek-V3's latent rows (MLA): share of the card's copy speed, by
-tokens, tiling, dtype, source and layout.
+tokens, dtype, source and layout.
 
-`python -m benchmarks.kernels.kv_move --json benchmarks/results/<machine>`; the sweep says which tiling is best.
+`python -m benchmarks.kernels.kv_move --json benchmarks/results/<machine>`
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,22 +28,16 @@ from benchmarks.kernels.ceilings import (
     random_layers,
     random_pool,
     run_on_card,
-    show_tilings,
     time_ms,
-    wall_ms,
 )
 from kernels.kv_move import Move, eager, kv_move
-from kernels.kv_move.move import check_moves, planes_of, sizes_of
+from kernels.kv_move.move import planes_of, sizes_of
 from kernels.layout import ContiguousKv
-from kernels.rope import RopeRotation, by_layer
 from validation.results import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kernels.layout import KvGeometry, PagedKv
     from kernels.rope import Rotation
-    from kernels.span_table import Tiling
     from validation.results import Results
 
 GOAL_TOKENS = 24576
@@ -54,55 +47,28 @@ OTHER_COPY_GOAL = 0.85
 
 
 def measure(results: Results) -> None:
-    """Checks one plan a layout against torch, sweeps the tilings, and measures the default one."""
+    """Checks one plan a layout against torch, and measures."""
     _check(random_pool(320), random_pool(320))
     for layout in VLLM_LAYOUTS:
         _check(random_layers(layout, 320), random_layers(layout, 320))
     _check(random_latents(320), random_latents(320), LATENT_ROTATION)
-    _sweep()
     least = min(_measure_size(results, tokens) for tokens in TOKENS)
     baseline = (
         f"least of {TOKENS[0]} to {TOKENS[-1]} tokens, shifted by {SHIFT}; copy of {COPY_BYTES >> 30} GiB at "
         f"{copy_gbps():.0f} GB/s"
     )
     results.add("kv_move_share_of_copy", least, "", baseline, COPY_GOAL, "higher")
-    _measure_variants(results)
+    _measure_sources(results)
     for layout in VLLM_LAYOUTS:
         _measure_layout(results, layout)
     _measure_latents(results)
 
 
-def tilings() -> list[Tiling]:
-    """The default and its competitors."""
-    from kernels.span_table import Tiling
-
-    return [
-        Tiling(tile_bytes=4096, warps=2, tokens_first=False),
-        Tiling(tile_bytes=4096, warps=2),
-        Tiling(tile_bytes=4096, heads=2),
-        Tiling(tile_bytes=4096, warps=2, heads=4),
-        Tiling(tile_bytes=2048, warps=1),
-        Tiling(tile_bytes=2048, warps=1, tokens_first=False),
-        Tiling(tile_bytes=4096, warps=1),
-        Tiling(tile_bytes=8192, warps=2),
-        Tiling(tile_bytes=8192),
-        Tiling(tile_bytes=8192, heads=4),
-        Tiling(warps=8),
-        Tiling(warps=8, tokens_first=False),
-        Tiling(tile_bytes=32768, warps=8),
-    ]
-
-
-def kernel_ms(
-    moves: Sequence[Move],
-    target: PagedKv | ContiguousKv,
-    tiling: Tiling | None = None,
-    rotation: Rotation = ROTATION,
-) -> float:
+def kernel_ms(move: Move, target: PagedKv | ContiguousKv, rotation: Rotation = ROTATION) -> float:
     """Milliseconds of the kernel alone, its table ready on the card."""
     from kernels.kv_move import triton_move
 
-    run = triton_move.prepared(moves, target, rotation, tiling)
+    run = triton_move.prepared([move], target, rotation)
     return time_ms(lambda: run(range(sizes_of(target)[0]), 0))
 
 
@@ -111,7 +77,7 @@ def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeome
     return 2 * tokens * sizes.bytes_per_token(dtype)
 
 
-def _check(actual: PagedKv, expected: PagedKv, rotation: RopeRotation = ROTATION) -> None:
+def _check(actual: PagedKv, expected: PagedKv, rotation: Rotation = ROTATION) -> None:
     for ours, theirs in zip(planes_of(actual), planes_of(expected), strict=True):
         theirs.copy_(ours)
     donor = random_donor(200, sizes=actual.geometry)
@@ -122,35 +88,29 @@ def _check(actual: PagedKv, expected: PagedKv, rotation: RopeRotation = ROTATION
     say(f"relative error against torch: {max(check_close('kv_move', *pair, 1e-2) for pair in pairs):.1e}")
 
 
-def _sweep() -> None:
-    for tokens in (TOKENS[0], GOAL_TOKENS):
-        donor, target = random_donor(tokens), random_pool(tokens + 32)
-        _sweep_move(f"{tokens} tokens", Move(donor, 0, SHIFT, tokens), target)
-    for layout in VLLM_LAYOUTS:
-        donor, held = random_donor(GOAL_TOKENS), random_layers(layout, GOAL_TOKENS + 32)
-        _sweep_move(f"{GOAL_TOKENS} tokens into {layout}", Move(donor, 0, SHIFT, GOAL_TOKENS), held)
-        _sweep_move(f"{GOAL_TOKENS} tokens out of {layout}", Move(held, 0, 0, GOAL_TOKENS), donor)
-
-
-def _sweep_move(what: str, move: Move, target: PagedKv | ContiguousKv) -> None:
-    show_tilings(what, bytes_moved(move.length), tilings(), partial(kernel_ms, [move], target))
-
-
 def _measure_size(results: Results, tokens: int) -> float:
     """Adds the rows of one size; returns the share of the copy speed."""
-    donor, target = random_donor(tokens), random_pool(tokens + 32)
-    shifted = [Move(donor, 0, SHIFT, tokens)]
-    milliseconds = kernel_ms(shifted, target)
-    name, same = f"kv_move_{tokens // 1024}k", bytes_moved(tokens) // 2
+    milliseconds = kernel_ms(Move(random_donor(tokens), 0, SHIFT, tokens), random_pool(tokens + 32))
+    name = f"kv_move_{tokens // 1024}k"
     limit = f"kernel alone; copy speed would take {bytes_moved(tokens) / copy_gbps() / 1e6:.3f} ms"
     results.add(f"{name}_ms", milliseconds, "ms", limit, MILLISECONDS_GOAL if tokens == GOAL_TOKENS else None)
-    share = add_share(results, name, milliseconds, bytes_moved(tokens))
-    of_same = bytes_moved(tokens) / milliseconds / 1e6 / copy_gbps(same)
-    baseline = f"copy of the same {same} bytes {copy_gbps(same):.0f} GB/s"
-    results.add(f"{name}_share_of_same_copy", of_same, "", baseline, better="higher")
-    call = wall_ms(lambda: kv_move(shifted, target, ROTATION))
-    results.add(f"{name}_call_ms", call, "ms", "host clock, checks and launch included")
-    return share
+    return add_share(results, name, milliseconds, bytes_moved(tokens))
+
+
+def _measure_sources(results: Results) -> None:
+    """From a donor in place, from a pool, in fp8, and from pinned memory."""
+    tokens = GOAL_TOKENS
+    donor, target = random_donor(tokens), random_pool(tokens + 32)
+    add_share(results, "kv_move_unshifted", kernel_ms(Move(donor, 0, 0, tokens), target), bytes_moved(tokens))
+    add_share(results, "kv_move_save", kernel_ms(Move(target, 0, 0, tokens), donor), bytes_moved(tokens))
+    fp8 = torch.float8_e4m3fn
+    milliseconds = kernel_ms(Move(random_donor(tokens, fp8), 0, SHIFT, tokens), random_pool(tokens + 32, fp8))
+    add_share(results, "kv_move_fp8", milliseconds, bytes_moved(tokens, fp8), OTHER_COPY_GOAL)
+    pinned = ContiguousKv(donor.tensor.cpu().pin_memory())
+    milliseconds = time_ms(lambda: kv_move([Move(pinned, 0, SHIFT, tokens)], target, ROTATION), repeats=5)
+    share = bytes_moved(tokens) / 2 / milliseconds / 1e6 / host_gbps(to_device=True)
+    baseline = f"{milliseconds:.2f} ms; one copy from pinned memory {host_gbps(to_device=True):.1f} GB/s"
+    results.add("kv_move_pinned_share_of_pcie", share, "", baseline, better="higher")
 
 
 def _measure_layout(results: Results, layout: str) -> None:
@@ -162,49 +122,17 @@ def _measure_layout(results: Results, layout: str) -> None:
         ("save", Move(held, 0, 0, tokens), donor),
         ("within", Move(held, 0, tokens + SHIFT, tokens), held),
     ):
-        add_share(results, f"kv_move_{layout}_{name}", kernel_ms([move], target), bytes_moved(tokens))
+        add_share(results, f"kv_move_{layout}_{name}", kernel_ms(move, target), bytes_moved(tokens))
 
 
 def _measure_latents(results: Results) -> None:
-    """Latent rows placed into a pool as vLLM lays it out, saved from it, and the tilings of a placement."""
+    """Latent rows placed into a pool as vLLM lays it out, and saved from it."""
     tokens = GOAL_TOKENS
+    donor, held = random_donor(tokens, sizes=DEEPSEEK_V3), random_latents(tokens + 32)
     moved = bytes_moved(tokens, sizes=DEEPSEEK_V3)
-    donor, held = random_donor(tokens, sizes=DEEPSEEK_V3), random_latents(tokens + 64)
-    place = [Move(donor, 0, SHIFT, tokens)]
-    time_of = partial(kernel_ms, rotation=LATENT_ROTATION)
-    show_tilings(f"{tokens} latent rows", moved, tilings(), partial(time_of, place, held))
-    add_share(results, "kv_move_mla", time_of(place, held), moved, OTHER_COPY_GOAL)
-    add_share(results, "kv_move_mla_save", time_of([Move(held, 0, 0, tokens)], donor), moved)
-
-
-def _measure_variants(results: Results) -> None:
-    """Unshifted, half of the channels rotated (GLM-4.5), two rotations (Gemma 3), three donors, from a pool, fp8, from
-    pinned memory, the checks."""
-    tokens = GOAL_TOKENS
-    donor, target = random_donor(tokens), random_pool(tokens + 32)
-    add_share(results, "kv_move_unshifted", kernel_ms([Move(donor, 0, 0, tokens)], target), bytes_moved(tokens))
-    half = RopeRotation(ROTATION.inverse_frequencies[::2], ROTATION.rotary_dim // 2)
-    milliseconds = kernel_ms([Move(donor, 0, SHIFT, tokens)], target, rotation=half)
-    add_share(results, "kv_move_partial", milliseconds, bytes_moved(tokens))
-    slow = RopeRotation(tuple(each / 7 for each in ROTATION.inverse_frequencies), ROTATION.rotary_dim)
-    layers = by_layer([slow if layer % 6 else ROTATION for layer in range(QWEN_7B.num_layers)])
-    milliseconds = kernel_ms([Move(donor, 0, SHIFT, tokens)], target, rotation=layers)
-    add_share(results, "kv_move_two_kinds_of_layers", milliseconds, bytes_moved(tokens))
-    third = tokens // 3
-    spans = [Move(random_donor(third + 9), index, index * (third + 5), third) for index in range(3)]
-    add_share(results, "kv_move_three_donors", kernel_ms(spans, target), bytes_moved(tokens))
-    add_share(results, "kv_move_save", kernel_ms([Move(target, 0, 0, tokens)], donor), bytes_moved(tokens))
-    checks = wall_ms(lambda: check_moves(spans, target, ROTATION))
-    results.add("kv_move_checks_ms", checks, "ms", "host checks of three spans")
-    fp8 = torch.float8_e4m3fn
-    fp8_move = Move(random_donor(tokens, fp8), 0, SHIFT, tokens)
-    milliseconds = kernel_ms([fp8_move], random_pool(tokens + 32, fp8))
-    add_share(results, "kv_move_fp8", milliseconds, bytes_moved(tokens, fp8), OTHER_COPY_GOAL)
-    pinned = ContiguousKv(donor.tensor.cpu().pin_memory())
-    milliseconds = time_ms(lambda: kv_move([Move(pinned, 0, SHIFT, tokens)], target, ROTATION), repeats=5)
-    share = bytes_moved(tokens) / 2 / milliseconds / 1e6 / host_gbps(to_device=True)
-    baseline = f"{milliseconds:.2f} ms; one copy from pinned memory {host_gbps(to_device=True):.1f} GB/s"
-    results.add("kv_move_pinned_share_of_pcie", share, "", baseline, better="higher")
+    place, save = Move(donor, 0, SHIFT, tokens), Move(held, 0, 0, tokens)
+    add_share(results, "kv_move_mla", kernel_ms(place, held, LATENT_ROTATION), moved, OTHER_COPY_GOAL)
+    add_share(results, "kv_move_mla_save", kernel_ms(save, donor, LATENT_ROTATION), moved)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `python -m benchmarks.vllm.answers --model DIR --out DIR` calibrates each model in vLLM, in float32, and
 serves prompts there that it was not calibrated with; each of the two in a process of its own. With `--kv-dtype fp8`
 the KV cache, cold as well, is in e4m3. A profile that lies in --out as <model>.profile.json already is used as it is.
-What stands behind `--` goes to every calibration, as `--sample-tries 0`.
+What follows `--` goes to every calibration, as `--sample-tries 0`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
     shared += ["--kv-dtype", options.kv_dtype]
     shared += ["--groups", str(options.groups), "--questions", str(options.questions), "--tokens", str(options.tokens)]
     if not profile.is_file():
-        run_command(["calibrate", *shared, *options.given, "--output", str(profile)])
+        _run(["calibrate", *shared, *options.given, "--output", str(profile)])
     with tempfile.TemporaryDirectory() as folder:
         document, record = options.out / f"{model.name}.json", Path(folder) / "rows"
         given = [*shared, "--seed", str(_FRESH), "--profile", str(profile), "--output", str(document)]
         # Where a family is not shown to be as good as cold, its rows say by how much.
-        run_command(["quality", *given, "--record", str(record)])
+        _run(["quality", *given, "--record", str(record)])
         if idle := not_offered(json.loads(document.read_text(encoding="utf-8"))):
             raise SystemExit(f"{model.name}: no token was offered in {', '.join(idle)}; does {profile} hold here?")
         [path] = record.rglob("*.json")
@@ -57,13 +57,12 @@ def rows_for(model: Path, options: argparse.Namespace) -> list[Row]:
     return renamed(found, model.name, options)
 
 
-def run_command(command: Sequence[str]) -> None:
-    """Runs one command of `python -m validation`, whose status 1 says that something is not shown to hold. Raises
-    CalledProcessError for one that ends with an error."""
-    arguments = [sys.executable, "-m", "validation", *command]
-    code = subprocess.run(arguments, check=False).returncode
-    if code not in (0, 1):
-        raise subprocess.CalledProcessError(code, arguments)
+def _run(arguments: Sequence[str]) -> None:
+    """Runs a command of `python -m validation`. Raises CalledProcessError unless it ends with 0, or with 1, which says
+    that something is not shown to hold."""
+    call = [sys.executable, "-m", "validation", *arguments]
+    if (status := subprocess.run(call, check=False).returncode) not in (0, 1):
+        raise subprocess.CalledProcessError(status, call)
 
 
 def not_offered(report: dict[str, Any]) -> list[str]:
@@ -72,7 +71,7 @@ def not_offered(report: dict[str, Any]) -> list[str]:
 
 
 def renamed(rows: Sequence[Row], model: str, options: argparse.Namespace) -> list[Row]:
-    """The rows that are kept, under their names here with the model behind them."""
+    """The rows that are kept, under their names here, at the end of which is the model."""
     names = NAMES[options.kv_dtype]
     kept = [(row, theirs) for row in rows for theirs in names if row.name.startswith(theirs)]
     return [

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,12 +33,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-STOCK, POSITION_FIX, VERIFIED = "stock", "position_fix", "verified"
-ARMS = (STOCK, POSITION_FIX, VERIFIED)
-PARTS = ("ttft", "miss", "decode", "rag", "arrivals", "contaminated")
+STOCK, POSITION_FIX, VERIFIED = ARMS = ("stock", "position_fix", "verified")
 # They compare single prompts, whose times a machine's drift would hide: the arms take turns at them.
 IN_TURNS = ("ttft", "miss")
-# Of what stands in donors, so much has to be served from them, or a figure says nothing about reuse.
+PARTS = (*IN_TURNS, "decode", "rag", "arrivals", "contaminated")
+# Times by size, of which `semblend-trt estimate` makes its latency model.
+OBSERVATIONS = "observations"
+# Of what stands in donors, at least this share has to be served from them, or a figure says nothing about reuse.
 SERVED_SHARE = 0.9
 # What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA).
 PLAIN, FP8, MLA = KV_FORMS = ("plain", "fp8", "mla")
@@ -44,8 +48,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     FP8: {"kv_cache_dtype": "fp8"},
     MLA: {"attention_backend": "FLASH_ATTN_MLA"} if torch.cuda.is_available() else {},
 }
-# Requests at 80 % of what stock vLLM sustains.
-LOAD = 0.8
+_SHAPES = dict.fromkeys(KV_FORMS, "Qwen2.5-7B's shape") | {MLA: "twelve dense layers of DeepSeek-V3's shape"}
 _SMALL_MODEL = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
@@ -53,91 +56,56 @@ _SMALL_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 2048,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
 }
-
-_SHAPES = dict.fromkeys(KV_FORMS, "Qwen2.5-7B's shape") | {MLA: "twelve dense layers of DeepSeek-V3's shape"}
+# Requests that decode, and tokens of each; steps in which they are alone, and prefills that pass.
+_DECODING, _DECODED_TOKENS, _ALONE, _PREFILLS = 8, 512, 64, 10
+# Prompts of a turn that count; new tokens of a retrieval prompt, and the number that run together.
+_IN_TURN, _MISSES, _NEW_TOKENS, _AT_ONCE = 4, 3, 64, 32
+# Prompts that push others out of vLLM's queue of free blocks.
+_OTHERS = 15
+# Tokens of the prompt and of the answer that wake a processor, which runs slowly at first when it has waited.
+_WAKING = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked: tokens of prompts and documents, and how many of each."""
+    """What is asked: tokens of the longest prompts that are compared and of a document, documents of a prompt,
+    retrieval prompts, turns; and the bytes for donors on the card."""
 
     long: int = 24_576
-    miss: int = 8_192
     document: int = 1_024
-    documents: int = 24
     per_prompt: int = 8
     requests: int = 96
-    warm_ups: int = 16
-    at_once: int = 32
-    new_tokens: int = 64
-    decoding: int = 8
-    decoding_prompt: int = 1_024
-    decoding_tokens: int = 512
-    alone: int = 64
-    prefills: int = 10
-    repeats: int = 15
     turns: int = 6
-    in_turn: int = 4
-    waking_prompt: int = 16
-    waking_tokens: int = 64
     miss_turns: int = 40
-    misses: int = 3
-    donor_device_bytes: int = 4 << 30
-    donor_host_bytes: int = 8 << 30
+    device_bytes: int = 4 << 30
 
     @property
-    def longest(self) -> int:
-        return self.long + 1_024
+    def miss(self) -> int:
+        """Tokens of a prompt without a donor."""
+        return self.long // 3
+
+    @property
+    def observed(self) -> list[int]:
+        """Tokens of the prompts of OBSERVATIONS."""
+        return [self.long // 6 * factor for factor in (1, 2, 4, 6, 8)]
 
 
-SMALL = Sizes(
-    long=1_024,
-    miss=512,
-    document=128,
-    documents=6,
-    per_prompt=3,
-    requests=8,
-    warm_ups=3,
-    at_once=4,
-    new_tokens=8,
-    decoding=3,
-    decoding_prompt=64,
-    decoding_tokens=64,
-    alone=4,
-    prefills=2,
-    repeats=2,
-    turns=2,
-    in_turn=2,
-    waking_tokens=2,
-    miss_turns=2,
-    misses=2,
-    donor_device_bytes=1 << 26,
-    donor_host_bytes=1 << 28,
-)
-
-
-@dataclass(slots=True)
-class Answers:
-    """Of requests served together, by their order: seconds to the first token and tokens of the answer. `seconds` is
-    the time of all; `cached` prompt tokens were not computed, as vLLM counts them."""
-
-    first: list[float]
-    tokens: list[list[int]]
-    seconds: float
-    cached: int
+SMALL = Sizes(long=3_072, document=128, per_prompt=3, requests=12, turns=2, miss_turns=2, device_bytes=1 << 26)
 
 
 @dataclass(slots=True)
 class Served:
-    """How our connector served some requests: all zero in stock vLLM."""
+    """How our connector served some requests: empty in stock vLLM."""
 
     told: dict[str, Any] = field(default_factory=dict)
 
     def problem(self, in_donors: int) -> str | None:
         """Why the requests do not show reuse: `in_donors` of their tokens stand in donors."""
         told = self.told
+        if not told:
+            return None
         if told["mode"] != EngineMode.WRAPPER.value or told["refusal"] or told["faults"]:
             return f"mode {told['mode']}, refusal {told['refusal']}, faults {told['faults']}"
         declined = told["outcomes"].get("backend_declined_reuse", 0)
@@ -161,52 +129,47 @@ class VllmArm:
         options: Mapping[str, Any],
         turn: Callable[[], AbstractContextManager[None]],
         check: Mapping[str, Any],
-        *,
         kv: str,
-        small: bool,
     ) -> None:
         """Makes the model in `folder`. Raises what vLLM raises when it does not start."""
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.name, self.sizes, self._turn, self._kv = name, sizes, turn, kv
+        self.name, self.sizes, self._turn, self._kv, self._folder = name, sizes, turn, kv, folder
+        self._is_stock, small = name == STOCK, sizes is SMALL
         config = write_config(folder, _SMALL_MODEL if small else None, is_latent=kv == MLA)
+        longest = sizes.observed[-1] + 1_024
         given: dict[str, Any] = {
             "model": str(folder),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": "float32" if small else "bfloat16",
-            "max_model_len": sizes.longest,
+            "max_model_len": longest,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             **_OPTIONS[kv],
         }
-        # There is no tokenizer, without which an embedder has no text.
-        self._settings = {
-            "policy": name,
-            "device_bytes": sizes.donor_device_bytes,
-            "host_bytes": sizes.donor_host_bytes,
-            "model_revision": "random",
-            "tokenizer_revision": "none",
-            "embedder": "off",
-        }
-        if name != STOCK:
-            given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=self._settings)
+        if not self._is_stock:
+            settings = {
+                "policy": name,
+                "device_bytes": sizes.device_bytes,
+                "host_bytes": 2 * sizes.device_bytes,
+                "model_revision": "random",
+                "tokenizer_revision": "none",
+                "embedder": "off",  # there is no tokenizer, so that an embedder has no text
+            }
+            given["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=settings)
         self._llm = LLM(**given | dict(options))
         self._engine = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
-        self.prompts = Prompts(int(config.vocab_size))
-        self._vocabulary = int(config.vocab_size)
-        self._asked = 0
+        self._vocabulary, self._asked = int(config.vocab_size), 0
+        self.prompts = Prompts(self._vocabulary)
         self._profile = ReuseProfile.read(shipped_model() / PROFILE_NAME)
         assert self._profile.check is not None
         sample = {"sample_every": SAMPLE_EVERY, "sample_threshold": self._profile.check.threshold}
-        self._folder, self._sampled = folder, self._profile.check.model_copy(update={**sample, **check})
-        if name == VERIFIED:
-            self._use_profile("shifted_ms")
-
-    # -- the engine ------------------------------------------------------------------------------------------------
+        self._sampled = self._profile.check.model_copy(update={**sample, **check})
+        self._use_profile("shifted_ms")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -214,53 +177,30 @@ class VllmArm:
         import vllm
 
         config = self._engine.vllm_config
-        runner = self._core.model_executor.driver_worker.worker.model_runner
-        graphs = config.compilation_config.cudagraph_mode
-        told: dict[str, Any] = {
+        namespace = None if self._is_stock else self._scheduler.namespace
+        return {
             "vllm": vllm.__version__,
-            "model": f"{_SHAPES[self._kv]}, dummy weights" if self.sizes != SMALL else "a small dry run",
+            "model": f"{_SHAPES[self._kv]}, dummy weights" if self.sizes is not SMALL else "a small dry run",
             "kv": self._kv,
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "runner": type(runner).__module__,
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "runner": type(self._core.model_executor.driver_worker.worker.model_runner).__module__,
             "enforce_eager": bool(config.model_config.enforce_eager),
-            "cudagraph_mode": getattr(graphs, "name", str(graphs)),
-            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "block_size": config.cache_config.block_size,
-            "num_gpu_blocks": config.cache_config.num_gpu_blocks,
-            "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "engine_process": "the benchmark's own",
+            "engine_key": None if namespace is None else namespace.backend_cache_layout,
+            "checks": f"{self._profile.check}; for sampled_ms {self._sampled}" if self.name == VERIFIED else None,
         }
-        if self.name != STOCK:
-            namespace = self._scheduler.namespace
-            told["engine_key"] = None if namespace is None else namespace.backend_cache_layout
-            told["connector"] = self._settings
-        if self.name == VERIFIED:
-            told["profile"] = (
-                f"the shipped model's, made for this engine: {self._profile.check}, head_tokens "
-                f"{self._profile.head_tokens}; for sampled_ms {self._sampled}; dummy weights are so small that K "
-                "and V hardly hang on other tokens, so that nearly all is kept, as of harmless text"
-            )
-        return told
 
     def begin(self) -> str | None:
         """Serves a first prompt, which our connector checks itself by; returns why nothing is reused, if so."""
         with self.watched() as served:
             self.ask([self.prompts.fresh(self.sizes.long)])
         self.settle()
-        return None if self.name == STOCK else served.problem(0)
+        return served.problem(0)
 
     def close(self) -> None:
         """Ends the engine."""
         self._engine.engine_core.shutdown()
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether nothing is reused any more."""
-        return self.name != STOCK and self._scheduler._runtime.refusal is not None
 
     def ask(self, prompts: Sequence[list[int]], new_tokens: int = 1) -> list[Any]:
         """vLLM's outputs of prompts that are asked together through `generate`."""
@@ -279,79 +219,73 @@ class VllmArm:
         settle(self._core, lambda: self.ask([[0]]))
 
     def serve(
-        self, prompts: Sequence[list[int]], new_tokens: int, at_once: int, arrivals: Sequence[float] | None = None
-    ) -> Answers:
-        """Serves prompts step by step: `at_once` of them all the time, or each at its arrival, in seconds from now."""
+        self, prompts: Sequence[list[int]], arrivals: Sequence[float] | None = None
+    ) -> tuple[list[list[int]], dict[str, Any]]:
+        """Serves prompts step by step: _AT_ONCE of them all the time, or each at its arrival, in seconds from now.
+        Returns the tokens of the answers and what was measured."""
         waiting, asked, first = deque(range(len(prompts))), dict[str, float](), dict[str, float]()
-        tokens, names, cached = dict[str, list[int]](), list[str](), 0
+        done: dict[str, Any] = {}
         begin = time.perf_counter()
-        while waiting or len(tokens) < len(names):
-            now, running = time.perf_counter() - begin, len(names) - len(tokens)
-            while waiting and (running < at_once if arrivals is None else arrivals[waiting[0]] <= now):
+        while waiting or len(done) < len(asked):
+            now = time.perf_counter() - begin
+            while waiting and (len(asked) - len(done) < _AT_ONCE if arrivals is None else arrivals[waiting[0]] <= now):
                 index = waiting.popleft()
-                names.append(self._add(prompts[index], new_tokens))
-                asked[names[-1]] = now if arrivals is None else arrivals[index]
-                running += 1
-            if not running:
-                assert arrivals is not None
+                asked[self._add(prompts[index], _NEW_TOKENS)] = now if arrivals is None else arrivals[index]
+            if arrivals is not None and len(done) == len(asked):
                 time.sleep(max(0.0, arrivals[waiting[0]] - now))
                 continue
             for output in self._engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - begin)
                 if output.finished and output.request_id in asked:
-                    tokens[output.request_id] = list(output.outputs[0].token_ids)
-                    cached += output.num_cached_tokens or 0
+                    done[output.request_id] = output
         seconds = time.perf_counter() - begin
-        return Answers([first[name] - asked[name] for name in names], [tokens[name] for name in names], seconds, cached)
+        self.settle()
+        return [list(done[name].outputs[0].token_ids) for name in asked], {
+            "requests": len(prompts),
+            "prompt_tokens": sum(map(len, prompts)),
+            "cached_tokens": sum(each.num_cached_tokens or 0 for each in done.values()),
+            "requests_per_s": len(prompts) / seconds,
+            "ttft_ms": [1e3 * (first[name] - asked[name]) for name in asked],
+        }
 
     @contextmanager
     def watched(self) -> Iterator[Served]:
         """Tells, once the block is left, how the requests within it were served."""
         found, before = Served(), self._last
         yield found
-        if self.name == STOCK:
+        if self._is_stock:
             return
-        runtime = self._scheduler._runtime
+        runtime, index = self._scheduler._runtime, self._scheduler.donor_index
         reports = [self._scheduler.outcomes.of(number) for number in range(before + 1, self._last + 1)]
         known = [each for each in reports if each is not None and each.reason != "short_prompt"]
         found.told = {
-            "requests": len(known),
             "outcomes": dict(Counter(each.outcome for each in known)),
             "reasons": dict(Counter(each.reason for each in known if each.reason)),
             "faults": dict(runtime.faults),
             "refusal": runtime.refusal,
             "mode": runtime.mode.value,
-            "held": {} if self._scheduler.donor_index is None else asdict(self._scheduler.donor_index.held()),
-        }
-        for name in ("exact_prefix_tokens", "offered_tokens", "reused_tokens", "recomputed_tokens"):
-            found.told[name] = sum(getattr(each, name) or 0 for each in known)
-        found.told["largest_kept"] = max((each.largest_kept or 0.0 for each in known), default=0.0)
-        sampled = [each for each in known if each.sampled_tokens]
-        found.told["sampled"] = {"requests": len(sampled)}
-        for name in ("offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens"):
-            found.told["sampled"][name] = sum(getattr(each, name) or 0 for each in sampled)
-
-    # -- measurements ----------------------------------------------------------------------------------------------
+            "donors": 0 if index is None else index.held().donors,
+            "largest_kept": max((each.largest_kept or 0.0 for each in known), default=0.0),
+            "sampled": _sums([each for each in known if each.sampled_tokens]),
+        } | _sums(known)
 
     def ttft(self) -> dict[str, Any]:
-        """The long prompt: cold and behind an exact prefix in stock vLLM, else behind another first block."""
+        """The long prompt: cold and after an exact prefix in stock vLLM, else after another first block."""
         size = self.sizes.long
         document = self.prompts.document(size)
-        if self.name == STOCK:
-            with self._turn():
-                self.ask([document + self.prompts.fresh(NEW_TOKENS)])
+        with self._turn():
+            self.ask([self.prompts.donor(document) if not self._is_stock else document])
+            self.settle()
+        if self._is_stock:
             makers = {
                 "cold_ms": lambda: self.prompts.fresh(size),
                 "exact_hit_ms": lambda: document + self.prompts.fresh(NEW_TOKENS),
             }
             return {"tokens": size, **self._times(makers)}
-        with self._turn():
-            self.ask([self.prompts.donor(document)])
-            self.settle()
         names = ("shifted_ms", "sampled_ms") if self.name == VERIFIED else ("shifted_ms",)
         with self.watched() as served:
             times = self._times(dict.fromkeys(names, lambda: self.prompts.shifted(document)))
-        asked = self.sizes.turns * (1 + self.sizes.in_turn)
+        asked = self.sizes.turns * (1 + _IN_TURN)
         problem = served.problem(len(document) * asked * len(names))
         if problem is None and served.told["sampled"]["requests"] != asked * (len(names) - 1):
             problem = f"{served.told['sampled']['requests']} checks had a sample, and {asked} prompts should have one"
@@ -359,7 +293,7 @@ class VllmArm:
         return {"tokens": size, **times, "served": served.told, "problem": problem, "check": check}
 
     def miss(self) -> dict[str, Any]:
-        """Prompts that were never asked before, one directly behind the other: each is saved while the next runs.
+        """Prompts that were never asked before, one directly after the other: each is saved while the next runs.
 
         `ms` has a list for each turn; the first prompt of a turn, beside which nothing is saved, is not in it.
         """
@@ -367,26 +301,41 @@ class VllmArm:
         with self.watched() as served:
             for _ in range(self.sizes.miss_turns):
                 gc.collect()
-                prompts = [self.prompts.fresh(self.sizes.miss) for _ in range(1 + self.sizes.misses)]
+                prompts = [self.prompts.fresh(self.sizes.miss) for _ in range(1 + _MISSES)]
                 with self._turn():
-                    self._wake()
+                    self.ask([self.prompts.fresh(_WAKING[0])], _WAKING[1])
                     found["ms"].append([self.ttft_ms(prompt) for prompt in prompts][1:])
                     self.settle()
-        found["served"] = served.told
-        if self.name != STOCK:
-            saved = served.told["held"]["donors"]
-            found["problem"] = served.problem(0) or (None if saved else "nothing was saved")
-        return found
+        problem = served.problem(0)
+        if not self._is_stock and not served.told["donors"]:
+            problem = problem or "nothing was saved"
+        return found | {"served": served.told, "problem": problem}
+
+    def observations(self) -> dict[str, Any]:
+        """The median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
+        seen, problems = [], []
+        for size in self.sizes.observed:
+            document = self.prompts.document(size)
+            if not self._is_stock:
+                self.ask([self.prompts.donor(document)])
+                self.settle()
+            make = partial(self.prompts.fresh, size) if self._is_stock else partial(self.prompts.shifted, document)
+            with self.watched() as served:
+                [times] = self._times({"shifted_ms": make}).values()
+            asked = self.sizes.turns * (1 + _IN_TURN)
+            problems.append(served.problem(len(document) * asked))
+            reused = round(served.told.get("reused_tokens", 0) / asked)
+            told = {"ttft_ms": round(statistics.median(times), 3), "computed": size - reused, "reused": reused}
+            seen.append(told | {"is_checked": self.name == VERIFIED})
+        return {"observations": seen, "problem": next(filter(None, problems), None)}
 
     def decode(self) -> dict[str, Any]:
-        """Times between the tokens of running requests, alone and while long prompts pass one behind the other."""
+        """Times between the tokens of running requests, alone and while long prompts pass one after the other."""
         sizes = self.sizes
         document = self.prompts.document(sizes.long)
         self.ask([self.prompts.donor(document)])
         self.settle()
-        names = [
-            self._add(self.prompts.fresh(sizes.decoding_prompt), sizes.decoding_tokens) for _ in range(sizes.decoding)
-        ]
+        names = [self._add(self.prompts.fresh(sizes.document), _DECODED_TOKENS) for _ in range(_DECODING)]
         last: dict[str, float] = {}
         ended: set[str] = set()
 
@@ -403,57 +352,51 @@ class VllmArm:
 
         while len(last) < len(names):
             step()
-        alone = [gap for _ in range(sizes.alone) for gap in step()]
+        alone = [gap for _ in range(_ALONE) for gap in step()]
         beside: list[float] = []
         with self.watched() as served:
-            for index in range(1 + sizes.prefills):
-                stock = self.name == STOCK
-                passing = self._add(self.prompts.fresh(sizes.long) if stock else self.prompts.shifted(document), 1)
+            for index in range(1 + _PREFILLS):
+                prompt = self.prompts.fresh(sizes.long) if self._is_stock else self.prompts.shifted(document)
+                passing = self._add(prompt, 1)
                 while passing not in ended:
                     gaps = step()
                     beside += gaps if index else []  # the first one warms up
-        problem = None if self.name == STOCK else served.problem(len(document) * (1 + sizes.prefills))
+        problem = served.problem(len(document) * (1 + _PREFILLS))
         if not ended.isdisjoint(names):
-            problem = f"the {sizes.decoding} running requests ended before the prefills did"
+            problem = f"the {_DECODING} running requests ended before the prefills did"
         self._engine.abort_request(names)
-        self._drain()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self.settle()
         return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served.told, "problem": problem}
 
     def rag(self) -> dict[str, Any]:
-        """Requests a second of retrieval prompts in random order, `at_once` of them all the time."""
-        self._warm_rag()
-        return self._rag("closed", None)
+        """Requests a second of retrieval prompts in random order, _AT_ONCE of them all the time."""
+        return self._serve_retrieval(2, None)
 
     def arrivals(self, per_second: float) -> dict[str, Any]:
         """Times to the first token when such prompts come by chance, `per_second` of them."""
-        if not hasattr(self, "_documents"):
-            self._warm_rag()
         gaps = np.random.default_rng(3).exponential(1 / per_second, self.sizes.requests)
-        return {"per_second": per_second} | self._rag("open", np.cumsum(gaps).tolist())
+        return {"per_second": per_second} | self._serve_retrieval(5, np.cumsum(gaps).tolist())
 
     def contaminated(self) -> dict[str, Any]:
-        """Asks planned prompts with their answers again, as stock: none may hit more than the tokens in front of the
-        first one that was reused. Asked a third time all of it may be hit, or there was nothing to see."""
-        if not hasattr(self, "_documents"):
-            self._warm_rag()
-        rng, sizes = np.random.default_rng(4), self.sizes
+        """Asks planned prompts with their answers again, as stock: none may hit more than the tokens before the first
+        one that was reused. Asked a third time all of it may be hit, or there was nothing to see."""
+        sizes = self.sizes
         prompts = [
-            self.prompts.fresh(INSTRUCTION) + self._drawn(rng) + self.prompts.fresh(QUESTION)
-            for _ in range(sizes.warm_ups)
+            self.prompts.fresh(INSTRUCTION) + prompt[INSTRUCTION:] for prompt in self._retrieval(4, sizes.requests // 6)
         ]
         with self.watched() as served:
-            answers = self.serve(prompts, sizes.new_tokens, sizes.at_once)
+            answers, _ = self.serve(prompts)
         problem = served.problem(sizes.per_prompt * sizes.document * len(prompts))
-        self.settle()
-        for _ in range(sizes.repeats):
+        for _ in range(_OTHERS):
             self.ask([self.prompts.fresh(sizes.miss)])
         self.settle()
-        again = [prompt + answer for prompt, answer in zip(prompts, answers.tokens, strict=True)]
+        again = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         runtime = self._scheduler._runtime
         kept, runtime.refusal = runtime.refusal, runtime.refusal or "benchmark"
         try:
-            hits = [self.ask([prompt])[0].num_cached_tokens for prompt in again]
-            control = [self.ask([prompt])[0].num_cached_tokens for prompt in again]
+            hits, control = ([self.ask([prompt])[0].num_cached_tokens for prompt in again] for _ in range(2))
         finally:
             runtime.refusal = kept
         if min(control) <= INSTRUCTION:
@@ -468,81 +411,49 @@ class VllmArm:
             "problem": problem,
         }
 
-    # -- parts of them ---------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        """Decodes for a while: a processor that has waited for its turn runs slowly at first."""
-        self.ask([self.prompts.fresh(self.sizes.waking_prompt)], self.sizes.waking_tokens)
-
     def _times(self, makers: Mapping[str, Callable[[], list[int]]]) -> dict[str, list[float]]:
-        """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, behind one that warms up."""
+        """Milliseconds of the prompts that each of `makers` makes, some of each in a turn, after one that warms up."""
         times: dict[str, list[float]] = {name: [] for name in makers}
         for _ in range(self.sizes.turns):
-            prompts = {name: [make() for _ in range(1 + self.sizes.in_turn)] for name, make in makers.items()}
+            prompts = {name: [make() for _ in range(1 + _IN_TURN)] for name, make in makers.items()}
             gc.collect()
             with self._turn():
-                self._wake()
+                self.ask([self.prompts.fresh(_WAKING[0])], _WAKING[1])
                 for name, own in prompts.items():
-                    if self.name == VERIFIED:
-                        self._use_profile(name)
+                    self._use_profile(name)
                     for prompt in own:
                         times[name].append(self.ttft_ms(prompt))
                         self.settle()
                     del times[name][-len(own)]
         return times
 
-    def _warm_rag(self) -> None:
-        """Has every document served once, in prompts of their own, and then some prompts in random order. The same
-        ones in all arms."""
-        sizes, own = self.sizes, Prompts(self._vocabulary, seed=1)
-        self._documents = [own.fresh(sizes.document) for _ in range(sizes.documents)]
-        self._instruction = own.fresh(INSTRUCTION)
-        self._questions = own
-        for begin in range(0, sizes.documents, sizes.per_prompt):
-            order = range(begin, min(begin + sizes.per_prompt, sizes.documents))
-            self.serve([self._retrieval([self._documents[i] for i in order])], 1, 1)
+    @cached_property
+    def _library(self) -> tuple[list[int], list[list[int]], Prompts]:
+        """Of retrieval prompts, the same in all arms: the instruction, the documents, which were served once, and where
+        questions come from."""
+        prompts, shown = Prompts(self._vocabulary, seed=1), self.sizes.per_prompt
+        documents = [prompts.fresh(self.sizes.document) for _ in range(3 * shown)]
+        instruction = prompts.fresh(INSTRUCTION)
+        for begin in range(0, 3 * shown, shown):
+            self.ask([[*instruction, *chain(*documents[begin : begin + shown]), *prompts.fresh(QUESTION)]])
             self.settle()
-        rng = np.random.default_rng(1)
-        self.serve([self._rag_prompt(rng) for _ in range(sizes.warm_ups)], sizes.new_tokens, sizes.at_once)
-        self.settle()
+        return instruction, documents, prompts
 
-    def _rag(self, kind: str, arrivals: list[float] | None) -> dict[str, Any]:
-        sizes, rng = self.sizes, np.random.default_rng(2 if arrivals is None else 5)
-        prompts = [self._rag_prompt(rng) for _ in range(sizes.requests)]
+    def _retrieval(self, seed: int, count: int) -> list[list[int]]:
+        """Prompts of documents in random order, after one instruction, with a question of their own."""
+        rng, shown = np.random.default_rng(seed), self.sizes.per_prompt
+        instruction, documents, prompts = self._library
+        drawn = [[documents[index] for index in rng.permutation(3 * shown)[:shown]] for _ in range(count)]
+        return [[*instruction, *chain(*each), *prompts.fresh(QUESTION)] for each in drawn]
+
+    def _serve_retrieval(self, seed: int, arrivals: list[float] | None) -> dict[str, Any]:
+        self.serve(self._retrieval(1, self.sizes.requests // 6))  # warms up
+        prompts = self._retrieval(seed, self.sizes.requests)
         gc.collect()
         with self.watched() as served:
-            found = self.serve(prompts, sizes.new_tokens, sizes.at_once, arrivals)
-        self.settle()
-        in_donors = sizes.per_prompt * sizes.document * len(prompts)
-        return {
-            "kind": kind,
-            "requests": len(prompts),
-            "prompt_tokens": sum(map(len, prompts)),
-            "cached_tokens": found.cached,
-            "seconds": found.seconds,
-            "requests_per_s": len(prompts) / found.seconds,
-            "ttft_ms": [1e3 * each for each in found.first],
-            "warm_up": f"prompts that hold each document once, one after the other; then {sizes.warm_ups} in random "
-            "order; the same in all arms",
-            "served": served.told,
-            "problem": None if self.name == STOCK else served.problem(in_donors),
-        }
-
-    def _rag_prompt(self, rng: np.random.Generator) -> list[int]:
-        return self._instruction + self._drawn(rng) + self._questions.fresh(QUESTION)
-
-    def _retrieval(self, documents: Sequence[list[int]]) -> list[int]:
-        return self._instruction + [token for each in documents for token in each] + self._questions.fresh(QUESTION)
-
-    def _drawn(self, rng: np.random.Generator) -> list[int]:
-        """Documents in random order, joined."""
-        chosen = rng.permutation(self.sizes.documents)[: self.sizes.per_prompt]
-        return [token for index in chosen for token in self._documents[index]]
-
-    def _drain(self) -> None:
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-        self.settle()
+            _, found = self.serve(prompts, arrivals)
+        problem = served.problem(self.sizes.per_prompt * self.sizes.document * len(prompts))
+        return found | {"served": served.told, "problem": problem}
 
     def _add(self, prompt: list[int], new_tokens: int) -> str:
         self._asked += 1
@@ -563,25 +474,26 @@ class VllmArm:
     @property
     def _last(self) -> int:
         """Our number of the request that was asked last; 0 in stock vLLM."""
-        if self.name == STOCK:
-            return 0
-        return int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
+        return 0 if self._is_stock else int(next(copy(self._core.scheduler.connector._scheduler._next_number))) - 1
 
     def _use_profile(self, measured: str) -> None:
         """Makes the shipped model's profile one for this engine, whose name only the running engine knows, and has it
-        used. The check of what is measured as sampled_ms has a sample."""
+        used, in the arm that checks. The check of what is measured as sampled_ms has a sample."""
+        # Where the engine is refused, the first prompt tells why.
+        if self.name != VERIFIED or self._scheduler.namespace is None:
+            return
         scheduler = self._scheduler
-        runtime, namespace = scheduler._runtime, scheduler.namespace
-        if namespace is None:
-            return  # refused; the first prompt tells why
         check = self._sampled if measured == "sampled_ms" else self._profile.check
-        here = ReuseProfile.made_for(namespace, runtime.pool.geometry, policy=ReusePolicy.EXACT)
+        geometry = scheduler._runtime.pool.geometry
+        here = ReuseProfile.made_for(scheduler.namespace, geometry, policy=ReusePolicy.EXACT)
         own = {name: getattr(here, name) for name in ("version", "namespace", "engines", "geometry", "date")}
         path = self._folder / "reuse-profile.json"
         self._profile.model_copy(update=own | {"check": check}).write(path)
         settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
         scheduler._profiles = ProfileMatcher(settings)
 
-    @property
-    def device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+
+def _sums(reports: Sequence[Any]) -> dict[str, int]:
+    """Tokens of some requests together, by what became of them."""
+    names = ("exact_prefix_tokens", "offered_tokens", "sampled_tokens", "checked_tokens", "reused_tokens")
+    return {"requests": len(reports)} | {name: sum(getattr(each, name) or 0 for each in reports) for name in names}

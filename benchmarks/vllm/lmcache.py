@@ -1,8 +1,8 @@
 """A yardstick beside our connector: LMCache with CacheBlend in vLLM, on a shifted document and on trap prompts.
 
-`python -m benchmarks.vllm.lmcache --out DIR` times prompts cold and blended, and with `--answers FOLDER`
-compares a model's answers. Each part runs in a process of its own. DIR/lmcache.json holds what was measured and what
-LMCache said; a part that did not start or was not served has its own words in the place of a figure.
+`python -m benchmarks.vllm.lmcache --out DIR` times prompts cold and blended, and with `--answers FOLDER` compares a
+model's answers. Each part runs in a process of its own, which writes DIR/lmcache-<part>.json and .log; a part that did
+not start or was not served has its own words in the place of a figure.
 """
 
 from __future__ import annotations
@@ -11,41 +11,38 @@ import argparse
 import gc
 import json
 import os
-import re
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.embedded.bench_model import (
     DONOR_INSTRUCTION,
-    GOAL_SIZE,
     INSTRUCTION,
     NEW_TOKENS,
     QUESTION,
-    WARM_UPS,
     Prompts,
     label,
     write_config,
 )
+from benchmarks.program import parser_of
 from benchmarks.vllm.arm import SERVED_SHARE
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.metrics import exact_match
-from validation.output import write_json, write_text
-from validation.results import Measured, Results, command, describe, say, today, versions
-from validation.scoreboard import markdown_table
+from validation.output import write_json
+from validation.results import Measured, Results, command, write_rows
 from validation.vllm_engine import VllmEngines
 
 if TYPE_CHECKING:
@@ -64,16 +61,12 @@ _CARD_SHARE = 0.6
 # How often the prompt's KV fits into host memory, and what is kept for the small prompts beside it.
 _KEPT_PROMPTS, _KEPT_BESIDE = 3, 1 << 30
 _BYTES = 2
-# LMCache counts its own tables of angles by this; Qwen2.5-7B-Instruct has so many positions.
+# LMCache counts its own tables of angles by this; Qwen2.5-7B-Instruct has this number of positions.
 _POSITIONS = 32_768
-# For new tokens and the marks.
-_ROOM = 1_024
+# Tokens of the prompts that are timed, room for new tokens and the marks, and runs before and of a median.
+_SIZE, _ROOM, _WARM_UPS, _REPEATS = 24_576, 1_024, 2, 7
 _ANSWER_TOKENS, _GROUPS, _QUESTIONS, _TOKENS, _KEPT_LINES = 8, 6, 4, 1_024, 4 << 30
 TTFT = "ttft"
-# Of what is said, LMCache's warnings and errors are kept, and the last lines of a part without a figure.
-_TOLD, _LAST = 40, 20
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_WARNINGS = re.compile(r"LMCache (WARNING|ERROR): (.*?) \(\w+\.py:\d+:[\w.]+\)$", re.DOTALL | re.MULTILINE)
 
 
 class Segments:
@@ -199,26 +192,20 @@ class LmcacheEngine:
         rope.cos_sin_cache = rope.cos_sin_cache.to("cuda")
 
 
-def measure_ttft(model: Path | None, size: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of prompts of `size` tokens over random weights: cold, and with a document that stood elsewhere.
-
-    `model`: a folder with a config.json; None is the benchmarks' own shape.
-    """
+def measure_ttft(size: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of prompts of `size` tokens over random weights: cold, and with a document that stood elsewhere."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if model is None:
-            write_config(folder, {"max_position_embeddings": max(_POSITIONS, size + _ROOM)})
-        else:
-            shutil.copy(model / "config.json", folder)
+        config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, size + _ROOM)})
         write_tokenizer(folder)
-        return _ttft(folder, size, repeats)
+        return _ttft(folder, int(config.vocab_size), size, repeats)
 
 
-def _ttft(folder: Path, size: int, repeats: int) -> dict[str, Any]:
-    facts, config = model_facts(str(folder)), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+def _ttft(folder: Path, vocabulary: int, size: int, repeats: int) -> dict[str, Any]:
+    facts = model_facts(str(folder))
     kept = _KEPT_PROMPTS * size * 2 * facts.num_layers * facts.kv_heads * facts.head_dim * _BYTES
     engine = LmcacheEngine(folder, _MARKS, size + _ROOM, kept + _KEPT_BESIDE, load_format="dummy")
-    prompts, segments = Prompts(int(config["vocab_size"])), engine.segments
+    prompts, segments = Prompts(vocabulary), engine.segments
     document = prompts.fresh(size - NEW_TOKENS - 2 * len(segments.separator))
 
     def shifted() -> list[int]:
@@ -319,13 +306,13 @@ def _times(
     """Milliseconds of `generate` with one new token, and prompt tokens that were not computed by vLLM."""
     gc.collect()
     times, cached = list[float](), list[int]()
-    for _ in range(WARM_UPS + repeats):
+    for _ in range(_WARM_UPS + repeats):
         asked = prompt()
         begin = time.perf_counter()
         output = engine.ask(asked, keeps=keeps)
         times.append((time.perf_counter() - begin) * 1e3)
         cached.append(int(output.num_cached_tokens or 0))
-    return times[WARM_UPS:], cached[WARM_UPS:]
+    return times[_WARM_UPS:], cached[_WARM_UPS:]
 
 
 def _answer(
@@ -346,34 +333,27 @@ def _unserved(cached: int, kept: int) -> str | None:
     return None if cached >= SERVED_SHARE * kept else f"LMCache served {cached:,} of {kept:,} tokens that it had kept"
 
 
-def run_part(command: Sequence[str], path: Path, timeout: float) -> dict[str, Any]:
-    """Runs a part's process, which writes what it measured to `path`, and adds what it `said`.
+def run_part(part: str, out: Path, timeout: float) -> dict[str, Any]:
+    """Runs a part's process, which writes what it measured, and reads that.
 
-    Where it ended otherwise or not within `timeout` seconds, `problem` tells so, with its last words.
+    Where it ended otherwise or not within `timeout` seconds, `problem` tells so, with its last line.
     """
+    path = out / f"lmcache-{Path(part).name}.json"
     path.unlink(missing_ok=True)
     log, failed = path.with_suffix(".log"), None
+    call = [sys.executable, "-m", "benchmarks.vllm.lmcache", "--out", str(path), "--part", part]
     with log.open("w", encoding="utf-8") as stream:
         try:
             ended = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, timeout=timeout, check=False
+                call, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, timeout=timeout, check=False
             )
             failed = f"its process ended with {ended.returncode}" if ended.returncode else None
         except subprocess.TimeoutExpired:
             failed = f"its process was ended after {timeout:,.0f} s"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    text = _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace"))
-    lines = [line for line in map(str.rstrip, text.splitlines()) if line]
-    warnings = list(dict.fromkeys(_WARNINGS.findall(text)))
-    found["said"] = [f"{level}: {message}" for level, message in warnings][:_TOLD]
     if failed and not found.get("problem"):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         found["problem"] = f"{failed}: {lines[-1]}" if lines else failed
-    if found.get("problem"):
-        found["last_lines"] = lines[-_LAST:]
-        errors = [message for level, message in warnings if level == "ERROR"]
-        if errors:  # the first; the others follow from it
-            said = " ".join(line.strip() for line in errors[0].splitlines() if not line.startswith("  "))
-            found["problem"] += f"; LMCache said: {said}"
     return found
 
 
@@ -419,20 +399,16 @@ def _median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def measure(options: argparse.Namespace) -> NoReturn:
+def measure(part: str, path: Path) -> None:
     """The process of one part: writes what it measured, or what went wrong, and ends."""
-    found: dict[str, Any] = {}
     try:
-        if options.part == TTFT:
-            found = measure_ttft(options.model, options.size, options.repeats)
-        else:
-            found = measure_answers(Path(options.part))
-        found |= {"machine": describe("cuda"), "versions": versions()}
-        found["versions"] |= {name: found["engine"][name] for name in ("vllm", "lmcache")}
+        found = measure_ttft(_SIZE, _REPEATS) if part == TTFT else measure_answers(Path(part))
+        found["measured"] = asdict(Measured.now("", "cuda"))
+        found["measured"]["versions"] |= {name: found["engine"][name] for name in ("vllm", "lmcache")}
     except Exception as error:
         traceback.print_exc()
-        found["problem"] = f"{type(error).__name__}: {error}"
-    write_json(options.found, found)
+        found = {"problem": f"{type(error).__name__}: {error}"}
+    write_json(path, found)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of LMCache may wait for ever
@@ -440,58 +416,34 @@ def measure(options: argparse.Namespace) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, runs the parts, prints and writes. Exits with 1 when a part has no figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.lmcache", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where lmcache.json, logs and rows go")
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="a config.json whose shape is timed (default: Qwen2.5-7B's)"
-    )
-    parser.add_argument("--size", type=int, default=GOAL_SIZE, help="tokens of the prompts that are timed")
-    parser.add_argument("--repeats", type=int, default=7, help="runs that count for a median; 0 times nothing")
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where files, logs and rows go")
     parser.add_argument(
         "--answers", type=Path, nargs="+", default=[], metavar="FOLDER", help="models whose answers are compared"
     )
     parser.add_argument("--timeout", type=float, default=420, help="seconds that a part may take")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if options.part is not None:
-        measure(options)
-    for folder in filter(None, (options.model, *options.answers)):
+        measure(options.part, options.out)
+    for folder in options.answers:
         if not (folder / "config.json").is_file():
             parser.error(f"{folder} holds no config.json; name a model's folder")
     options.out.mkdir(parents=True, exist_ok=True)
-    parts = ([TTFT] if options.repeats else []) + [str(folder) for folder in options.answers]
-    if not parts:
-        parser.error("nothing is asked for; give --repeats above 0 or --answers")
-    if len({Path(part).name for part in parts}) < len(parts):
-        parser.error("the folders of --answers need different names; their files would have one name")
-    told = {}
-    for part in parts:
-        name = TTFT if part == TTFT else Path(part).name
-        path = options.out / f"lmcache-{name}.json"
-        own = [sys.executable, "-m", "benchmarks.vllm.lmcache", *given, "--part", part, "--found", str(path)]
-        told[name] = run_part(own, path, options.timeout)
-        write_json(path, told[name])
-    if not _record(command(arguments), told, options.out):
-        raise SystemExit(1)
-
-
-def _record(whole: str, parts: dict[str, dict[str, Any]], out: Path) -> bool:
-    """Prints the table and writes it; returns whether every part has its figures."""
-    there = next((found for found in parts.values() if "machine" in found), {})
-    machine, known = there.get("machine") or describe("cpu"), there.get("versions") or versions()
-    rows = Results(measured=Measured(whole, machine, known, today()))
-    add_rows(parts, rows)
-    rows.write(out / "rows", "vllm_lmcache")
-    problems = {name: str(found["problem"]) for name, found in parts.items() if found.get("problem")}
+    parts = {
+        Path(part).name: run_part(part, options.out, options.timeout) for part in (TTFT, *map(str, options.answers))
+    }
+    problems = {name: found["problem"] for name, found in parts.items() if found.get("problem")}
     for name, problem in problems.items():
-        say(f"vllm_lmcache_{name} none: {problem}")
-    write_json(out / "lmcache.json", {"command": whole, "date": today(), "parts": parts})
-    text = markdown_table("*", {f"{machine['name']}/vllm_lmcache": rows.rows}) if rows.rows else ""
-    text += "".join(f"\nNo figure of {name}: {problem}\n" for name, problem in problems.items())
-    write_text(out / "rows" / "vllm_lmcache.md", text)
-    return not problems
+        print(f"no figure of {name}: {problem}", file=sys.stderr)
+    if there := [found["measured"] for found in parts.values() if "measured" in found]:
+        rows = Results(measured=Measured(**there[0] | {"command": command(arguments)}))
+        add_rows(parts, rows)
+        rows.write(options.out / "rows", "vllm_lmcache")
+        if options.json is not None:
+            write_rows(options.json / "vllm_lmcache.json", rows.rows)
+    if problems:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

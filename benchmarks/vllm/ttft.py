@@ -2,25 +2,23 @@
 
 `python -m benchmarks.vllm.ttft --out DIR` runs every arm in a process of its own. Single prompts (the parts ttft
 and miss) are measured in turns, all arms on one card; for the other parts an arm has the card for itself. A process
-writes DIR/<arm>.json or DIR/<arm>_in_turns.json behind every measurement, and the rows are made of what is there. So a
+writes DIR/<arm>.json or DIR/<arm>_in_turns.json after every measurement, and the rows are made of what is there. So a
 run may be spread over several calls: `--arms` and `--parts` say what is measured now. `--engine-option
 VLLM_USE_V2_MODEL_RUNNER=1` has the second model runner, whose rows are named so. `--kv fp8` has the KV cache in e4m3,
 and `--kv mla` another model, whose attention is latent: of these the single prompts are measured, with position_fix.
-`--small` is a dry run, for which no card is needed.
+`--parts observations` writes DIR/observations.json, which `semblend-trt estimate --ttft` reads. `--small` is a dry run,
+for which no card is needed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import multiprocessing
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ from benchmarks.vllm.arm import (
     ARMS,
     IN_TURNS,
     KV_FORMS,
-    LOAD,
+    OBSERVATIONS,
     PARTS,
     PLAIN,
     POSITION_FIX,
@@ -48,147 +46,130 @@ from validation.results import Measured, Results, command, write_rows
 from validation.scoreboard import markdown_table
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
 
 # Our connector inside vLLM, each against stock vLLM of the same version in the same run.
 VLLM_OVER_EXACT_HIT = 1.0
 VLLM_VERIFIED_OVER_EXACT_HIT = 1.2
-VLLM_SHIFTED_OVER_COLD = 0.03
-VLLM_VERIFIED_OVER_COLD = 0.13
+VLLM_OVER_COLD = {POSITION_FIX: 0.03, VERIFIED: 0.13}
 VLLM_MISS_OVERHEAD_PERCENT = 1.0
 VLLM_DECODE_SLOWDOWN = 1.0
-VLLM_RAG_GAIN = {"position_fix": 4.0, "verified": 3.0}
+VLLM_RAG_GAIN = {POSITION_FIX: 4.0, VERIFIED: 3.0}
 VLLM_RAG_P95_RATIO = 0.25
 # With a cache in fp8, and with latent attention.
 VLLM_OTHER_KV_OVER_COLD = 0.05
 
+# Requests at 80 % of what stock vLLM sustains.
+LOAD = 0.8
 # The arena of donors on the card lies beside what vLLM takes.
 _OURS = {"gpu_memory_utilization": 0.8}
 # Three engines on one card, each with room for seven of the longest prompts.
 _SHARING = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 10 << 30}
 _SMALL: dict[str, Any] = {"block_size": 32, "enforce_eager": True}
 _SMALL_ON_CARD = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-# Behind the names of rows of the second model runner, by the module that vLLM has it in.
+# At the end of the names of rows of the second model runner, by the module that vLLM has it in.
 _RUNNERS = {"vllm.v1.worker.gpu.model_runner": "_v2_runner"}
 
 
-class Turns:
-    """Takes turns at the machine with the other arms, which run in processes of their own (`give_turns`)."""
-
-    def __init__(self, descriptor: int) -> None:
-        """`descriptor`: of a socket, inherited from the process that gives the turns."""
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Waits for the turn, and gives it up at the end."""
-        self._socket.sendall(b"?")
-        self._socket.recv(1)
-        yield
-        self._socket.sendall(b".")
+@contextmanager
+def turn_of(parent: Connection) -> Iterator[None]:
+    """In an arm's process: waits for its turn at the machine (`give_turns`), and gives it up at the end."""
+    parent.send(None)
+    parent.recv()
+    yield
+    parent.send(None)
 
 
-def give_turns(arms: Sequence[socket.socket]) -> None:
+def give_turns(arms: Sequence[Connection]) -> None:
     """Gives every arm one turn in each round, which begins when all have asked for it; returns when all have ended."""
+
+    def waited(arm: Connection) -> bool:
+        with suppress(EOFError, OSError):
+            arm.recv()
+            return True
+        return False
+
     asking = list(arms)
-    while asking := [arm for arm in asking if arm.recv(1)]:
+    while asking := [arm for arm in asking if waited(arm)]:
         for arm in asking:
-            arm.sendall(b"!")
-            arm.recv(1)
+            with suppress(OSError):
+                arm.send(None)
+                waited(arm)
 
 
-def measure_arm(options: argparse.Namespace) -> None:
-    """The process of one arm: starts the engine, measures, and writes its file behind every part.
+def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, parent: Connection | None) -> None:
+    """The process of one arm: starts the engine, measures, and writes its file after every part. `parent` gives turns.
 
     Raises SystemExit where nothing is reused.
     """
-    name: str = options.arm
     own, has_card = dict(_SMALL) if options.small else {}, torch.cuda.is_available()
     if options.small and has_card:
         own |= _SMALL_ON_CARD
-    elif options.turns is not None:
+    elif parent is not None:
         own |= _SHARING if has_card else {}
     elif name != STOCK and not options.small:
         own |= _OURS
     own |= _settings(options.engine_option) | (_settings(options.our_option) if name != STOCK else {})
-    turn = nullcontext if options.turns is None else Turns(options.turns)
     variables = {key: str(own.pop(key)) for key in list(own) if key.isupper()}
     os.environ.update(variables)
-    begin = time.perf_counter()
+    path = _file_of(options.out, name, in_turns=parent is not None)
     with tempfile.TemporaryDirectory() as folder:
+        turn = nullcontext if parent is None else lambda: turn_of(parent)
         sizes, check = SMALL if options.small else Sizes(), _settings(options.check_option)
-        arm = VllmArm(name, Path(folder), sizes, own, turn, check, kv=options.kv, small=options.small)
-        told = {
-            "arm": name,
-            "engine": arm.facts,
-            "options": own | variables,
-            **asdict(Measured.now(options.command, arm.device)),
-            "start_s": time.perf_counter() - begin,
-        }
+        arm = VllmArm(name, Path(folder), sizes, own, turn, check, options.kv)
         try:
-            _measure_parts(arm, told, options)
+            told: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
+            told |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
+            # What an earlier call measured of the same engine stays.
+            earlier = _read(path)
+            told["parts"] = earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(told["engine"])) else {}
+            told["problem"] = arm.begin()
+            write_json(path, told)
+            if told["problem"]:
+                raise SystemExit(f"{name}: nothing is reused in this engine: {told['problem']}")
+            for part in parts:
+                _measure_part(arm, part, told, options.out)
+                write_json(path, told)
         finally:
             arm.close()
 
 
-def _measure_parts(arm: VllmArm, told: dict[str, Any], options: argparse.Namespace) -> None:
-    path = _file_of(options.out, arm.name, in_turns=options.turns is not None)
-    # What an earlier call measured of the same engine stays.
-    earlier = _read(path)
-    told["parts"] = earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(told["engine"])) else {}
-    told["problem"] = arm.begin()
-    write_json(path, told)
-    if told["problem"]:
-        raise SystemExit(f"{arm.name}: nothing is reused in this engine: {told['problem']}")
-    for part in PARTS:
-        if part not in options.parts or (part == "contaminated" and arm.name == STOCK):
-            continue
-        begin = time.perf_counter()
-        if part == "arrivals":
-            stock = told if arm.name == STOCK else _read(_file_of(options.out, STOCK))
-            if (rag := stock.get("parts", {}).get("rag")) is None:
-                print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
-                continue
-            found = arm.arrivals(LOAD * rag["requests_per_s"])
-        else:
-            found = getattr(arm, part)()
-        found["took_s"] = time.perf_counter() - begin
-        told["parts"][part] = found
-        write_json(path, told)
-        print(f"{arm.name} {part}: {found['took_s']:.1f} s {found.get('problem') or ''}", flush=True)
-        if arm.is_refused:
-            raise SystemExit(f"{arm.name}: nothing is reused in this engine any more")
+def _measure_part(arm: VllmArm, part: str, told: dict[str, Any], out: Path) -> None:
+    if part == "contaminated" and arm.name == STOCK:
+        return
+    given = []
+    if part == "arrivals":
+        stock = told if arm.name == STOCK else _read(_file_of(out, STOCK))
+        if (rag := stock.get("parts", {}).get("rag")) is None:
+            print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
+            return
+        given = [LOAD * rag["requests_per_s"]]
+    told["parts"][part] = getattr(arm, part)(*given)
+    print(f"{arm.name} {part}: measured {told['parts'][part].get('problem') or ''}", flush=True)
 
 
 def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
     """Adds the rows of the arms that were measured with a cache of the form `kv`; returns what was not served as its
     row says, which gives none."""
-    problems: list[str] = []
-
-    def part(arm: str, name: str) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = arms.get(arm, {}).get("parts", {}).get(name)
-        if found is not None and found.get("problem"):
-            problems.append(f"{arm} {name}: {found['problem']}")
-            return None
-        return found
-
-    stock = {name: part(STOCK, name) for name in PARTS}
-    if kv != PLAIN:
-        for name, add in (("ttft", _other_kv_rows), ("miss", _other_miss_rows)):
-            if stock[name] is not None and (found := part(POSITION_FIX, name)) is not None:
-                add(kv, found, stock[name], rows)
-        return problems
+    problems = [
+        f"{arm} {name}: {found['problem']}"
+        for arm, parts in arms.items()
+        for name, found in parts.items()
+        if found.get("problem")
+    ]
+    served = {arm: {name: each for name, each in arms[arm].items() if not each.get("problem")} for arm in ARMS}
+    stock = served[STOCK]
     for arm in (POSITION_FIX, VERIFIED):
-        for name in PARTS:
-            found, beside = part(arm, name), stock[name]
-            if found is not None and (beside is not None or name == "contaminated"):
-                _ROWS[name](arm, found, beside, rows)
-    if (found := stock["ttft"]) is not None:
+        for name, add in (_ROWS if kv == PLAIN else _OTHER_ROWS).items():
+            if name in served[arm] and (name in stock or name == "contaminated"):
+                add(arm if kv == PLAIN else kv, served[arm][name], stock.get(name), rows)
+    if kv == PLAIN and (found := stock.get("ttft")) is not None:
         size = label(found["tokens"])
         rows.add(f"vllm_stock_cold_ttft_{size}_ms", _median(found["cold_ms"]), "ms", _spread(found["cold_ms"]))
         rows.add(f"vllm_stock_hit_ttft_{size}_ms", _median(found["exact_hit_ms"]), "ms", _spread(found["exact_hit_ms"]))
-    if (found := stock["rag"]) is not None:
+    if kv == PLAIN and (found := stock.get("rag")) is not None:
         rows.add("vllm_stock_rag_requests_per_s", found["requests_per_s"], "1/s", _of_rag(found), better="higher")
     return problems
 
@@ -200,9 +181,9 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
     if arm == POSITION_FIX:
         baseline = f"{ttft:,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; {counts}"
         rows.add(f"vllm_shifted_ttft_{size}_over_exact_hit", ttft / hit, "x", baseline, VLLM_OVER_EXACT_HIT)
-    name, goal = {POSITION_FIX: ("shifted", VLLM_SHIFTED_OVER_COLD)}.get(arm, ("verified", VLLM_VERIFIED_OVER_COLD))
+    name = "shifted" if arm == POSITION_FIX else "verified"
     baseline = f"{ttft:,.1f} ms over stock vLLM cold {cold:,.1f} ms; {counts}"
-    rows.add(f"vllm_{name}_ttft_{size}_over_cold", ttft / cold, "x", baseline, goal)
+    rows.add(f"vllm_{name}_ttft_{size}_over_cold", ttft / cold, "x", baseline, VLLM_OVER_COLD[arm])
     rows.add(f"vllm_{name}_ttft_{size}_ms", ttft, "ms", f"stock vLLM cold {cold:,.1f} ms, hit {hit:,.1f} ms")
     if sampled := ours.get("sampled_ms"):
         told = ours["served"]["sampled"]
@@ -218,24 +199,20 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
 
 
 def _other_kv_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    size, times = label(ours["tokens"]), ours["shifted_ms"]
-    told = f"{_reused(ours)}; {_spread(times)}"
-    for name, of, goal in (("cold", "cold_ms", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", "exact_hit_ms", None)):
-        ttft, theirs = _median(times), _median(stock[of])
-        baseline = f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {told}"
+    size, ttft = label(ours["tokens"]), _median(ours["shifted_ms"])
+    for name, goal in (("cold", VLLM_OTHER_KV_OVER_COLD), ("exact_hit", None)):
+        theirs = _median(stock[f"{name}_ms"])
+        baseline = (
+            f"{ttft:,.1f} ms over stock vLLM's {name.replace('_', ' ')} {theirs:,.1f} ms; {_reused(ours)}; "
+            f"{_spread(ours['shifted_ms'])}"
+        )
         rows.add(f"vllm_{kv}_shifted_over_{name}_{size}", ttft / theirs, "x", baseline, goal)
 
 
-def _miss_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    name = f"vllm_miss_overhead_{label(ours['tokens'])}" + ("" if arm == POSITION_FIX else f"_{arm}")
-    _miss_row(name, ours, stock, rows, VLLM_MISS_OVERHEAD_PERCENT)
-
-
-def _other_miss_rows(kv: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    _miss_row(f"vllm_{kv}_miss_overhead_{label(ours['tokens'])}", ours, stock, rows)
-
-
-def _miss_row(name: str, ours: dict[str, Any], stock: Any, rows: Results, goal: float | None = None) -> None:
+def _miss_rows(kind: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
+    """`kind`: an arm, or another form of the KV cache."""
+    size = label(ours["tokens"])
+    name = {POSITION_FIX: f"miss_overhead_{size}", VERIFIED: f"miss_overhead_{size}_verified"}.get(kind)
     turns = [_median(mine) / _median(theirs) for mine, theirs in zip(ours["ms"], stock["ms"], strict=True)]
     low, _, high = (100 * (each - 1) for each in statistics.quantiles(turns, n=4))
     mine, theirs = (_median([each for turn in found["ms"] for each in turn]) for found in (ours, stock))
@@ -243,17 +220,18 @@ def _miss_row(name: str, ours: dict[str, Any], stock: Any, rows: Results, goal: 
         f"{mine:,.2f} ms against stock vLLM {theirs:,.2f} ms; median of {len(turns)} turns of {len(ours['ms'][0])} "
         f"prompts, half of them within {low:,.2f} and {high:,.2f} %; every prompt is saved while the next one runs"
     )
-    rows.add(name, 100 * (_median(turns) - 1), "%", baseline, goal)
+    goal = None if name is None else VLLM_MISS_OVERHEAD_PERCENT
+    rows.add(f"vllm_{name or f'{kind}_miss_overhead_{size}'}", 100 * (_median(turns) - 1), "%", baseline, goal)
 
 
 def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = statistics.fmean(ours["ms"]), statistics.fmean(stock["ms"])
     told = "; ".join(
         f"{who} mean {statistics.fmean(each['ms']):,.1f}, p50 {_median(each['ms']):,.1f}, p95 "
-        f"{_percentile(each['ms'], 95):,.1f} ms, alone {_median(each['alone_ms']):,.1f} ms"
+        f"{_p95(each['ms']):,.1f} ms, alone {_median(each['alone_ms']):,.1f} ms"
         for who, each in (("ours", ours), ("stock vLLM beside cold prefills", stock))
     )
-    baseline = f"inter-token time, prefills of {label(ours['tokens'])} one behind the other: {told}"
+    baseline = f"inter-token time, prefills of {label(ours['tokens'])} one after the other: {told}"
     rows.add(f"vllm_decode_slowdown_{arm}", mine / theirs, "x", baseline, VLLM_DECODE_SLOWDOWN)
 
 
@@ -267,7 +245,7 @@ def _rag_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None
 
 
 def _arrival_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
-    mine, theirs = (_percentile(each["ttft_ms"], 95) for each in (ours, stock))
+    mine, theirs = _p95(ours["ttft_ms"]), _p95(stock["ttft_ms"])
     baseline = (
         f"p95 {mine:,.0f} ms over stock vLLM {theirs:,.0f} ms (p50 {_median(ours['ttft_ms']):,.0f} and "
         f"{_median(stock['ttft_ms']):,.0f}); {ours['per_second']:.2f} arrivals/s, {LOAD:.0%} of what stock sustains, "
@@ -293,6 +271,7 @@ _ROWS = {
     "arrivals": _arrival_rows,
     "contaminated": _contaminated_rows,
 }
+_OTHER_ROWS = {"ttft": _other_kv_rows, "miss": _miss_rows}
 
 
 def _of_rag(found: dict[str, Any]) -> str:
@@ -308,8 +287,8 @@ def _median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def _percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+def _p95(values: list[float]) -> float:
+    return statistics.quantiles(values, n=20, method="inclusive")[-1]
 
 
 def _spread(values: list[float]) -> str:
@@ -339,35 +318,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where <arm>.json and the rows go")
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas between them, or none (default: all)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas between them (default: all)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"with commas between them, {OBSERVATIONS} too (default: %(default)s)"
+    )
     parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
-    parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     for name, told in (
         ("engine", "of vLLM's engine, or a variable in capitals"),
         ("our", "the same, in our arms only"),
         ("check", "of the profile's check, where it has a sample"),
     ):
         parser.add_argument(f"--{name}-option", action="append", default=[], metavar="KEY=VALUE", help=told)
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    parser.add_argument("--command", help=argparse.SUPPRESS)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
-    options.parts = [each for each in options.parts.split(",") if each]
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"--parts has {', '.join(sorted(unknown))}; possible are {', '.join(PARTS)}")
-    if options.arm is not None:
-        measure_arm(options)
-        return
-    chosen = [] if options.arms == "none" else options.arms.split(",")
-    if unknown := set(chosen) - set(ARMS):
-        parser.error(f"--arms has {', '.join(sorted(unknown))}; possible are {', '.join(ARMS)}")
-    if options.kv != PLAIN:
-        chosen = [each for each in chosen if each != VERIFIED]
-        options.parts = [each for each in options.parts if each in IN_TURNS]
+    options = parser.parse_args(arguments)
+    options.command = command(arguments)
+    chosen = {"arms": options.arms, "parts": options.parts}
+    for name, possible in (("arms", (*ARMS, "none")), ("parts", (*PARTS, OBSERVATIONS))):
+        if unknown := set(chosen[name].split(",")) - set(possible):
+            parser.error(f"--{name} has {', '.join(sorted(unknown))}; possible are {', '.join(possible)}")
+    others = (VERIFIED,) if options.kv != PLAIN else ()
+    arms = [arm for arm in ARMS if arm in options.arms.split(",") and arm not in others]
+    parts = [part for part in (*PARTS, OBSERVATIONS) if part in options.parts.split(",")]
     options.out.mkdir(parents=True, exist_ok=True)
-    arms = [arm for arm in ARMS if arm in chosen]
-    failed = _run_in_turns(arms, options, command(arguments)) + _run_alone(arms, options, command(arguments))
+    failed = _run(arms, [part for part in parts if part in IN_TURNS], options, in_turns=True)
+    for arm in arms if options.kv == PLAIN else []:
+        failed += _run([arm], [part for part in parts if part not in IN_TURNS], options, in_turns=False)
     problems = [f"{arm}: its process failed" for arm in failed] + _record(options)
     for problem in problems:
         print(f"no figure: {problem}", file=sys.stderr)
@@ -375,35 +349,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _run_alone(arms: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
-    """One arm behind the other; returns those that failed."""
-    parts = [part for part in options.parts if part not in IN_TURNS]
-    return [
-        arm for arm in arms if parts and subprocess.run(_command(arm, parts, options, whole), check=False).returncode
-    ]
-
-
-def _run_in_turns(arms: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
-    """All arms at once; returns those that failed."""
-    parts = [part for part in IN_TURNS if part in options.parts]
-    pairs = {arm: socket.socketpair() for arm in arms if parts}
-    started = {}
-    for arm, (_, theirs) in pairs.items():
-        call = [*_command(arm, parts, options, whole), "--turns", str(theirs.fileno())]
-        started[arm] = subprocess.Popen(call, pass_fds=[theirs.fileno()])
+def _run(arms: Sequence[str], parts: Sequence[str], options: argparse.Namespace, *, in_turns: bool) -> list[str]:
+    """Runs each arm in a process, all at once; returns those that failed."""
+    context, started = multiprocessing.get_context("spawn"), []
+    for arm in arms if parts else []:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=measure_arm, args=(arm, parts, options, theirs if in_turns else None))
+        process.start()
         theirs.close()
-    give_turns([ours for ours, _ in pairs.values()])
-    return [arm for arm, process in started.items() if process.wait()]
-
-
-def _command(arm: str, parts: Sequence[str], options: argparse.Namespace, whole: str) -> list[str]:
-    """The command of an arm's own process."""
-    given = [sys.executable, "-m", "benchmarks.vllm.ttft", "--out", str(options.out), "--arm", arm]
-    given += ["--parts", ",".join(parts), "--kv", options.kv, "--command", whole]
-    given += ["--small"] if options.small else []
-    given += [f"--engine-option={each}" for each in options.engine_option]
-    given += [f"--check-option={each}" for each in options.check_option]
-    return given + [f"--our-option={each}" for each in options.our_option]
+        started.append((arm, process, ours))
+    give_turns([ours for _, _, ours in started] if in_turns else [])
+    for _, process, _ in started:
+        process.join()
+    return [arm for arm, process, _ in started if process.exitcode]
 
 
 def _file_of(folder: Path, arm: str, *, in_turns: bool = False) -> Path:
@@ -416,7 +374,7 @@ def _record(options: argparse.Namespace) -> list[str]:
     there = [found for both in files.values() for found in both if found]
     if not there:
         return [f"{options.out} holds no arm"]
-    arms = {arm: {"parts": alone.get("parts", {}) | shared.get("parts", {})} for arm, (alone, shared) in files.items()}
+    arms = {arm: alone.get("parts", {}) | shared.get("parts", {}) for arm, (alone, shared) in files.items()}
     commands = " ; ".join(dict.fromkeys(found["command"] for found in there))
     first = there[0]
     measured = Measured(commands, first["machine"], first["versions"], first["date"])
@@ -431,6 +389,10 @@ def _record(options: argparse.Namespace) -> list[str]:
     if rows.rows:
         table = markdown_table("*", {f"{first['machine']['name']}/{name}": rows.rows})
         write_text(options.out / "rows" / f"{name}.md", table)
+    observed = [parts[OBSERVATIONS] for parts in arms.values() if OBSERVATIONS in parts]
+    if seen := [each for found in observed if not found.get("problem") for each in found[OBSERVATIONS]]:
+        lines = ",\n".join(f" {json.dumps(each)}" for each in seen)
+        write_text(options.out / f"{OBSERVATIONS}.json", f"[\n{lines}\n]\n")
     return problems
 
 

@@ -1,7 +1,6 @@
 """Cold exact match of the shipped model: greedy answers on prompts that no training run has seen.
 
-`python -m benchmarks.yardstick_model.evaluate --model DIR [--questions N] [--device cuda]` prints one JSON object; with
-`--families NAMES`, of families instead of the shipped model's own suites; with `--kv-dtype fp8`, of KV rounded to e4m3.
+`python -m benchmarks.yardstick_model.evaluate --model DIR [--questions N] [--device cuda]` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from validation import documents, prompts
-from validation.families.catalog import write_family
-from validation.models import AUTO, KV_DTYPES, shipped_model
-
-from .kv_rounding import keep_kv
+from validation.models import shipped_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 EVALUATION_SEED = 20_260_000
-# Questions on the same documents of a family, and tokens of its prompts.
-_GROUP, _FAMILY_TOKENS = 4, 1_536
 
 
 def stock_case(rng: random.Random, tokenizer: Any, tokens: int) -> documents.Question:
@@ -117,8 +109,8 @@ def exact_match(model: Any, tokenizer: Any, examples: Sequence[documents.Questio
             shared, cache = context, model(ids, use_cache=True, logits_to_keep=1).past_key_values
         expected = tokenizer(case.answer + prompts.END_MARK).input_ids
         ids = torch.tensor([tokenizer(mark + question).input_ids + expected], device=model.device)
-        # A copy: the cache of a layer with a window cannot be cut back.
-        logits = model(ids, past_key_values=deepcopy(cache), use_cache=True).logits[0, -len(expected) - 1 : -1]
+        logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -len(expected) - 1 : -1]
+        cache.crop(-ids.shape[1])
         right += int(logits.argmax(-1).tolist() == expected)
     return right / len(examples)
 
@@ -128,27 +120,10 @@ def evaluate(model: Any, tokenizer: Any, count: int) -> dict[str, float]:
     return {suite: round(exact_match(model, tokenizer, cases(suite, tokenizer, count)), 4) for suite in SUITES}
 
 
-def evaluate_families(model: Any, tokenizer: Any, names: Iterable[str], count: int) -> dict[str, float]:
-    """Return the cold exact match of families over about `count` cases each, in groups on the same documents."""
-    form = prompts.form_for(tokenizer)
-
-    def scored(name: str) -> float:
-        groups = -(-count // _GROUP)
-        found = write_family(name, form, partial(_length, tokenizer), EVALUATION_SEED, groups, _GROUP, _FAMILY_TOKENS)
-        return exact_match(model, tokenizer, [documents.Question(each.prompt, each.reference or "") for each in found])
-
-    return {name: round(scored(name), 4) for name in dict.fromkeys(names)}
-
-
-def load(directory: Path, device: str = "cpu", kv_dtype: str = AUTO) -> tuple[Any, Any]:
-    """Return the model in float32, with KV as `keep_kv` says, and its tokenizer.
-
-    Raises OSError if the directory holds no model, and ValueError where its KV cannot be kept so.
-    """
+def load(directory: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """Return the model in float32 and its tokenizer. Raises OSError if the directory holds no model."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
-    keep_kv(model, kv_dtype)
-    return model, tokenizer
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval(), tokenizer
 
 
 def _examination(
@@ -196,20 +171,14 @@ def _length(tokenizer: Any, text: str) -> int:
 
 
 def main() -> None:
-    """Print the exact match of a model directory on every suite, or on families."""
+    """Print the exact match of a model directory on every suite."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=shipped_model())
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--families", type=lambda names: names.split(","), help="with commas, instead of the suites")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=AUTO, help="fp8: attention sees K and V in e4m3")
     arguments = parser.parse_args()
-    model, tokenizer = load(arguments.model, arguments.device, arguments.kv_dtype)
-    if arguments.families:
-        found = evaluate_families(model, tokenizer, arguments.families, arguments.questions)
-    else:
-        found = evaluate(model, tokenizer, arguments.questions)
-    print(json.dumps(found, indent=1))
+    model, tokenizer = load(arguments.model, arguments.device)
+    print(json.dumps(evaluate(model, tokenizer, arguments.questions), indent=1))
 
 
 if __name__ == "__main__":

@@ -9,26 +9,21 @@ import queue
 import random
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from validation import documents, prompts
-from validation.prompts import form_for
 
-from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID, packaged
+from .tokenizer import ANSWER_ID, END_ID, END_OF_TEXT_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-    from validation.prompts import PromptForm
-
     Batch = tuple[NDArray[np.uint16], NDArray[np.uint8]]
-
-Item = TypeVar("Item")
 
 # Weights of predicted tokens in quarters, so that they fit into a byte.
 TEXT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT = 4, 1, 32
@@ -75,20 +70,11 @@ class _Knowledge:
 class TaskWriter:
     """Writes training rows of a fixed length; equal seeds write equal rows."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        books: Sequence[str],
-        corpus: NDArray[np.uint16],
-        seed: int,
-        openings: Sequence[str] = (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS),
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._books = books
-        self._corpus = corpus
+    def __init__(self, tokenizer: Tokenizer, books: Sequence[str], corpus: NDArray[np.uint16], seed: int) -> None:
+        self._tokenizer, self._books, self._corpus = tokenizer, books, corpus
         self._rng = random.Random(seed)
-        self._openings = openings
-        self._sentences = [sentence for text in openings for sentence in re.split(r"(?<=\.) ", text)]
+        self._openings = (*prompts.INSTRUCTIONS, *prompts.SYSTEM_PROMPTS)
+        self._sentences = [sentence for text in self._openings for sentence in re.split(r"(?<=\.) ", text)]
 
     def batch(self, rows: int, length: int, text_share: float) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
         """Return ids and weights of shape (rows, length); `text_share` of the rows are plain prose."""
@@ -219,106 +205,6 @@ class TaskWriter:
         return ids
 
 
-# Documents of a prompt at most, and the share of a row that questions take at least.
-_MOST_LISTS, _MOST_DOCUMENTS, _QUESTION_SHARE, _MOST_QUESTIONS = 6, 14, 0.25, 30
-_MOST_LEFT, _MOST_MOVES, _MOST_FIRST_MOVES = 14, 5, 2
-
-
-class FamilyWriter(TaskWriter):
-    """Writes prompts of the kinds that `families` ask, in the form in which the tokenizer's model is asked; a family
-    that is named twice is written twice as often. A row ends with prose where the next prompt does not fit."""
-
-    def __init__(self, source: Source, seed: int) -> None:
-        self._form, self._families = form_for(packaged(source.tokenizer)), source.families
-        super().__init__(source.tokenizer, source.books, source.corpus, seed, self._form.instructions)
-
-    def _prompts(self, length: int) -> list[int]:
-        row = list[int]()
-        while len(row) < length:
-            prompt = self._encode(self._opening())
-            shown = WRITERS[self._rng.choice(self._families)](self._rng, self._form)
-            prompt += [token for each in shown for token in self._encode(prompts.DOCUMENT_MARK + each.text)]
-            if len(prompt) > (1 - _QUESTION_SHARE) * (length - len(row)) and row:
-                return [*row, *self._prose_row(length - len(row))]
-            asked = [question for document in shown for question in document.questions]
-            for question in self._rng.sample(asked, min(len(asked), _MOST_QUESTIONS)):
-                prompt += self._exchange(question)
-            row += [*prompt, END_OF_TEXT_ID]
-        return row
-
-
-def _stock_lists(rng: random.Random, form: PromptForm) -> list[documents.Document]:
-    places = _places(rng, form, rng.randint(2, _MOST_DOCUMENTS))
-    return [documents.counted_list(place, _counts(rng, form, _items(rng, form))) for place in places]
-
-
-def _linked_lists(rng: random.Random, form: PromptForm) -> list[documents.Document]:
-    """A register, then lists in another order."""
-    names, places, counts = _lists(rng, form)
-    owners = dict(zip(names, places, strict=True))
-    return [documents.register(owners), *_shuffled(rng, map(_with_names, names, places, counts))]
-
-
-def _rounds(rng: random.Random, form: PromptForm) -> list[documents.Document]:
-    names = rng.sample(documents.LIST_NAMES, rng.randint(1, _MOST_DOCUMENTS))
-    return [documents.round_of(name, *_walk(rng, form)) for name in names]
-
-
-def _walk(rng: random.Random, form: PromptForm) -> tuple[int, list[str]]:
-    """The floor on which a round starts, and its steps, which stay in the house."""
-    moves, items = tuple(documents.MOVES), rng.sample(form.vocabulary.items, rng.randint(3, _MOST_LEFT))
-    first = rng.choices(moves, k=rng.randint(0, _MOST_FIRST_MOVES))
-    steps = [*first, *_shuffled(rng, [*items, *rng.choices(moves, k=rng.randint(0, _MOST_MOVES))])]
-    path = documents.floors(0, steps)
-    start = rng.randint(documents.LOWEST_FLOOR - min(0, *path), documents.HIGHEST_FLOOR - max(0, *path))
-    return start, steps
-
-
-# What a model can be taught instead of the shipped model's tasks, by the name of the family that asks it.
-WRITERS: dict[str, Callable[[random.Random, PromptForm], list[documents.Document]]] = {
-    "reordered": _stock_lists,
-    "link": _linked_lists,
-    "state": _rounds,
-}
-
-
-def _lists(rng: random.Random, form: PromptForm) -> tuple[list[str], list[str], list[dict[str, int]]]:
-    """Names, places and counts of lists, now and then of the same items."""
-    names = rng.sample(documents.LIST_NAMES, rng.randint(2, _MOST_LISTS))
-    items, same = _items(rng, form), rng.random() < 0.7
-    counts = [_counts(rng, form, rng.sample(items, len(items)) if same else _items(rng, form)) for _ in names]
-    return names, _places(rng, form, len(names)), counts
-
-
-def _with_names(name: str, place: str, counts: Mapping[str, int]) -> documents.Document:
-    """A list that is asked about by its own name as well."""
-    document = documents.named_list(name, place, counts)
-    by_name = [documents.Question(f"How many {item} are in List {name}?", str(counts[item])) for item in counts]
-    whose = documents.Question(f"Who owns List {name}?", place)
-    return documents.Document(document.text, (*document.questions, *by_name[: len(counts) // 3], whose))
-
-
-def _places(rng: random.Random, form: PromptForm, count: int) -> list[str]:
-    words, places = form.vocabulary, set[str]()
-    while len(places) < count:
-        places.add(f"{rng.choice(words.place_kinds)} {rng.choice(words.place_names)}")
-    return _shuffled(rng, sorted(places))
-
-
-def _items(rng: random.Random, form: PromptForm) -> list[str]:
-    return rng.sample(form.vocabulary.items, rng.randint(form.rows[0] // 2, form.rows[1] + 1))
-
-
-def _counts(rng: random.Random, form: PromptForm, items: Sequence[str]) -> dict[str, int]:
-    return {item: rng.randint(form.vocabulary.least, form.vocabulary.most) for item in items}
-
-
-def _shuffled(rng: random.Random, values: Iterable[Item]) -> list[Item]:
-    found = list(values)
-    rng.shuffle(found)
-    return found
-
-
 def answer_weights(ids: NDArray[np.uint16]) -> NDArray[np.uint8]:
     """Return a weight for each token as a target: answers and their `<|end|>` count most, in one row of ids."""
     ended = np.concatenate(([False], ids[:-1] == END_ID))
@@ -335,13 +221,12 @@ def _place(document: documents.Document) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the writers draw from; without `families` they write the shipped model's tasks."""
+    """What the writers draw from."""
 
     tokenizer: Tokenizer
     books: Sequence[str]
     corpus: NDArray[np.uint16]
     seed: int
-    families: tuple[str, ...] = ()
 
 
 class BatchStream:
@@ -381,10 +266,6 @@ class BatchStream:
 def _write(source: Source, number: int, rows: int, length: int, text_share: float, batches: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     seed = (source.seed * 1_000 + number) * 10_000 + length
-    writer = (
-        FamilyWriter(source, seed)
-        if source.families
-        else TaskWriter(source.tokenizer, source.books, source.corpus, seed)
-    )
+    writer = TaskWriter(source.tokenizer, source.books, source.corpus, seed)
     while True:
         batches.put(writer.batch(rows, length, text_share))

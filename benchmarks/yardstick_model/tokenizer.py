@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SEPARATOR = "<|endoftext|>"
+SPECIAL_TOKENS = (SEPARATOR, *prompts.MARKS)
+END_OF_TEXT_ID = 0
+ANSWER_ID = SPECIAL_TOKENS.index(prompts.ANSWER_MARK)
+END_ID = SPECIAL_TOKENS.index(prompts.END_MARK)
+# Qwen2's own splitting rule: transformers puts it in place of any other when it loads a tokenizer beside a Qwen2 model.
+SPLIT_RULE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class CorpusError(ValueError):
@@ -70,18 +79,6 @@ def _excerpt_opening() -> str:
     return file.read_text(encoding="utf-8")[1_000:1_200]
 
 
-END_OF_TEXT = SEPARATOR
-SPECIAL_TOKENS = (END_OF_TEXT, *prompts.MARKS)
-END_OF_TEXT_ID = 0
-ANSWER_ID = SPECIAL_TOKENS.index(prompts.ANSWER_MARK)
-END_ID = SPECIAL_TOKENS.index(prompts.END_MARK)
-# Qwen2's own splitting rule: transformers puts it in place of any other when it loads a tokenizer beside a Qwen2 model.
-SPLIT_RULE = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
 def train_tokenizer(books: list[str], seed: int, size: int = 2_048) -> Tokenizer:
     """Return a tokenizer of `size` tokens, trained on a sample of the books and on generated documents."""
     tokenizer = Tokenizer(models.BPE())
@@ -107,9 +104,9 @@ def packaged(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """Return the tokenizer in Hugging Face form: no token is added to a prompt, special tokens are recognised."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
+        bos_token=SEPARATOR,
+        eos_token=SEPARATOR,
+        pad_token=SEPARATOR,
         extra_special_tokens=list(prompts.MARKS),
         model_max_length=8_192,
         clean_up_tokenization_spaces=False,
@@ -125,7 +122,7 @@ def encode_books(tokenizer: Tokenizer, books: list[str]) -> NDArray[np.uint16]:
 def _sample(books: list[str], rng: random.Random) -> Iterator[str]:
     parts = paragraphs(books, characters=5_000)
     rng.shuffle(parts)
-    yield from (part.removesuffix(END_OF_TEXT) for part in itertools.islice(parts, 2_000))
+    yield from (part.removesuffix(SEPARATOR) for part in itertools.islice(parts, 2_000))
     # The generated words must become short tokens too, or names would fill the context.
     for _ in range(4_000):
         for document in (documents.stock_list(rng), documents.fact_sheet(rng, people=1)):

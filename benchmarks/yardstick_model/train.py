@@ -1,9 +1,6 @@
 """Train the shipped model: text, then tasks at 4,096 tokens, then tasks at 8,192.
 
 `python -m benchmarks.yardstick_model.train --text FILE --out DIR --seed N [--minutes M]`
-With `--families NAMES --resume MODEL` a model is taught to answer families that it does not answer yet. With
-`--window N` every second layer sees N tokens: the model is then of Gemma 3's architecture instead of Qwen2's. With
-`--kv-dtype fp8` attention sees K and V rounded to e4m3, in training and in the evaluation behind it (`kv_rounding.py`).
 """
 
 from __future__ import annotations
@@ -20,25 +17,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from validation import prompts
-from validation.models import AUTO, KV_DTYPES
 
 from . import evaluate
-from .kv_rounding import keep_kv
-from .tasks import TEXT_WEIGHT, WRITERS, BatchStream, Source
+from .tasks import TEXT_WEIGHT, BatchStream, Source
 from .tokenizer import (
     END_ID,
     END_OF_TEXT_ID,
@@ -54,6 +40,17 @@ from .tokenizer import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+
+# What the shipped model was trained with.
+RATE = 1.6e-3
+BATCH_TOKENS = 131_072
+LAYERS, HIDDEN, MLP, HEADS, KV_HEADS = 8, 256, 416, 4, 2
+# Layers after which a row must know its place, and the weight of that auxiliary task.
+PROBE_LAYERS, PROBE_WEIGHT = 2, 0.3
+WORKERS = 14
+LOG_EVERY = 20
 
 
 def parse(values: list[str] | None = None) -> argparse.Namespace:
@@ -64,39 +61,11 @@ def parse(values: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=8.0, help="training time without compilation")
     parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of --minutes")
-    parser.add_argument("--resume", type=Path, help="a model directory to go on from, with a new warm-up")
-    parser.add_argument(
-        "--families",
-        type=lambda names: tuple(names.split(",")),
-        default=(),
-        help=f"instead of the shipped model's tasks, with commas: {', '.join(WRITERS)}; twice for twice as much",
-    )
-    parser.add_argument("--rate", type=float, default=1.6e-3, help="highest learning rate")
-    parser.add_argument("--batch-tokens", type=int, default=131_072)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--mlp", type=int, default=416)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--window", type=int, default=0, help="tokens that every second layer sees; 0: all")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=AUTO, help="fp8: attention sees K and V in e4m3")
-    parser.add_argument("--probe-layers", type=int, default=2, help="layers after which a row must know its place")
-    parser.add_argument("--probe-weight", type=float, default=0.3, help="0 switches the auxiliary task off")
-    parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--questions", type=int, default=200, help="questions a suite in the final evaluation")
-    parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="compiled on cuda")
     arguments = parser.parse_args(values)
-    if arguments.batch_tokens < 8_192:
-        parser.error("--batch-tokens must be at least 8192, one row of the last stage.")
-    if unknown := set(arguments.families) - set(WRITERS):
-        parser.error(f"--families names {', '.join(sorted(unknown))}; there are {', '.join(WRITERS)}.")
     if arguments.minutes <= 0 or arguments.steps < 0:
         parser.error("--minutes must be above 0 and --steps not below 0.")
-    if arguments.window < 0 or (arguments.window and (arguments.resume or arguments.layers < 2)):
-        parser.error("--window is for a new model of at least 2 layers, and not below 0.")
-    if not 1 <= arguments.probe_layers <= arguments.layers:
-        parser.error(f"--probe-layers must be between 1 and {arguments.layers}, the number of layers.")
     return arguments
 
 
@@ -163,46 +132,26 @@ class Stage:
 
 
 STAGES = (Stage(0.15, 2_048, 1.0, 0.15), Stage(0.80, 4_096, 1 / 6, 0.55), Stage(1.0, 8_192, 1 / 6, 0.30))
-CONTINUED_STAGES = (Stage(0.70, 4_096, 1 / 6, 0.65), Stage(1.0, 8_192, 1 / 6, 0.35))
-FAMILY_STAGES = (Stage(1.0, 2_048, 0.0, 1.0),)
-# Families that a model must not unlearn meanwhile.
-KEPT = ("reordered", "header_trap")
 WARM_UP_STEPS = 150
 
 
-def build_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel:
-    """Return a fresh float32 model, or the one in `--resume`."""
-    if arguments.resume:
-        return AutoModelForCausalLM.from_pretrained(arguments.resume, dtype=torch.float32)
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": arguments.hidden,
-        "intermediate_size": arguments.mlp,
-        "num_hidden_layers": arguments.layers,
-        "num_attention_heads": arguments.heads,
-        "num_key_value_heads": max(1, arguments.heads // 2),
-        "max_position_embeddings": 8_192,
-        "tie_word_embeddings": True,
-        "bos_token_id": END_OF_TEXT_ID,
-        "eos_token_id": END_OF_TEXT_ID,
-        "pad_token_id": END_OF_TEXT_ID,
-    }
-    rope = {"rope_type": "default", "rope_theta": 100_000.0}
-    if not arguments.window:
-        return Qwen2ForCausalLM(Qwen2Config(**sizes, rope_parameters=rope))
-    head_dim = arguments.hidden // arguments.heads
-    config = Gemma3TextConfig(
-        **sizes,
-        head_dim=head_dim,
-        query_pre_attn_scalar=head_dim,
-        sliding_window=arguments.window,
-        layer_types=[("sliding_attention", "full_attention")[layer % 2] for layer in range(arguments.layers)],
-        rope_parameters={
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
+def build_model(vocabulary: int) -> PreTrainedModel:
+    """Return a fresh float32 model."""
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=True,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=END_OF_TEXT_ID,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     )
-    return Gemma3ForCausalLM(config)
+    return Qwen2ForCausalLM(config)
 
 
 def build_optimizer(parameters: list[torch.nn.Parameter], device: str) -> torch.optim.AdamW:
@@ -238,7 +187,7 @@ class Trainer:
 
     def __init__(self, arguments: argparse.Namespace, model: PreTrainedModel, probe: PlaceProbe, log: IO[str]) -> None:
         self._arguments = arguments
-        self._device = arguments.device
+        self._device, self._is_compiled = arguments.device, arguments.device == "cuda"
         self._model = model.to(self._device).train()
         self._probe = probe.to(self._device)
         self._parameters = [*model.parameters(), *probe.parameters()]
@@ -246,27 +195,27 @@ class Trainer:
         self._losses = losses
         self._log = log
         self.step = 0
-        if arguments.compile:
+        if self._is_compiled:
             # Layer by layer: the layers share their code, so one compilation serves all of them.
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
             self._probe.compile(dynamic=False)
             self._losses = torch.compile(losses, dynamic=False)
 
-    def run(self, stages: tuple[Stage, ...], streams: list[BatchStream]) -> None:
+    def run(self, streams: list[BatchStream]) -> None:
         """Train until the minutes or steps are used up."""
         # Every shape is compiled before the clock starts.
-        for stream in streams if self._arguments.compile else []:
+        for stream in streams if self._is_compiled else []:
             self._update(stream.next(), rate=0.0)
         started = marked = time.monotonic()
         tokens = 0
         while (progress := self._progress(started)) < 1.0:
-            stream = streams[next(number for number, stage in enumerate(stages) if progress < stage.until)]
+            stream = streams[next(number for number, stage in enumerate(STAGES) if progress < stage.until)]
             batch = stream.next()
             values = self._update(batch, self._rate(progress))
             self.step += 1
             tokens += batch[0].size
-            if self.step % self._arguments.log_every == 0:
+            if self.step % LOG_EVERY == 0:
                 loss, answer_loss, answer_hits, probe_loss = values.tolist()
                 now = time.monotonic()
                 self._write(
@@ -286,11 +235,10 @@ class Trainer:
         ids = torch.from_numpy(batch[0]).to(self._device, non_blocking=True).long()
         weights = torch.from_numpy(batch[1]).to(self._device, non_blocking=True)
         with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
-            hidden, early = hidden_states(self._model, ids, self._arguments.probe_layers)
+            hidden, early = hidden_states(self._model, ids, PROBE_LAYERS)
             values = self._losses(hidden, self._model.lm_head.weight, ids, weights)
-            weight = self._arguments.probe_weight
-            probe_loss = self._probe(early, ids) if weight else values.new_zeros(())
-        torch.autograd.backward(values[0] + weight * probe_loss)
+            probe_loss = self._probe(early, ids)
+        torch.autograd.backward(values[0] + PROBE_WEIGHT * probe_loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -306,7 +254,7 @@ class Trainer:
     def _rate(self, progress: float) -> float:
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         warm_up = min(1.0, (self.step + 1) / WARM_UP_STEPS)
-        return float(self._arguments.rate * warm_up * (0.02 + 0.98 * cosine))
+        return float(RATE * warm_up * (0.02 + 0.98 * cosine))
 
     def _write(self, **entry: object) -> None:
         line = json.dumps(entry)
@@ -334,38 +282,31 @@ def main(values: list[str] | None = None) -> None:
         sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
-    resumed = arguments.resume and str(arguments.resume / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(resumed) if resumed else train_tokenizer(books, arguments.seed)
-    seed = arguments.seed + (1 if arguments.resume else 0)
-    source = Source(tokenizer, books, encode_books(tokenizer, books), seed, arguments.families)
-    stages = FAMILY_STAGES if arguments.families else CONTINUED_STAGES if arguments.resume else STAGES
+    tokenizer = train_tokenizer(books, arguments.seed)
+    source = Source(tokenizer, books, encode_books(tokenizer, books), arguments.seed)
     streams = [
         BatchStream(
             source,
-            rows=arguments.batch_tokens // stage.length,
+            rows=BATCH_TOKENS // stage.length,
             length=stage.length,
             text_share=stage.text_share,
-            workers=max(1, round(arguments.workers * stage.worker_share)),
+            workers=max(1, round(WORKERS * stage.worker_share)),
             ahead=256,
         )
-        for stage in stages
+        for stage in STAGES
     ]
     torch.set_float32_matmul_precision("high")
-    model = build_model(arguments, tokenizer.get_vocab_size())
-    keep_kv(model, arguments.kv_dtype)
+    model = build_model(tokenizer.get_vocab_size())
     with (arguments.out / "training_log.jsonl").open("w", encoding="utf-8") as log:
         log.write(json.dumps(heading(arguments)) + "\n")
         probe = PlaceProbe(model.config.hidden_size, tokenizer)
-        Trainer(arguments, model, probe, log).run(stages, streams)
+        Trainer(arguments, model, probe, log).run(streams)
         for stream in streams:
             stream.close()
         save(model, tokenizer, arguments.out / "model")
         torch.set_float32_matmul_precision("highest")
-        trained = evaluate.load(arguments.out / "model", arguments.device, arguments.kv_dtype)
-        if arguments.families:
-            figures = evaluate.evaluate_families(*trained, (*arguments.families, *KEPT), arguments.questions)
-        else:
-            figures = evaluate.evaluate(*trained, arguments.questions)
+        trained = evaluate.load(arguments.out / "model", arguments.device)
+        figures = evaluate.evaluate(*trained, arguments.questions)
         line = json.dumps({"exact_match": figures, "questions_per_suite": arguments.questions})
         log.write(line + "\n")
     print(line)

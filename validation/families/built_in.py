@@ -227,7 +227,7 @@ _LEFT, _MOVES, _FIRST_MOVES = 12, 4, 2
 def state(group: Group) -> list[Case]:
     """Rounds through a house: an item's floor follows from all moves before it, of which the first have changed.
 
-    Neither the shipped model nor a yardstick answers it cold: `benchmarks/yardstick_model` trains one that shall.
+    Neither the shipped model nor a yardstick answers it cold: a model has to be trained for it.
     """
     rng, room, before, after = group.rng, group.room, list[Document](), list[Document]()
     for name in rng.sample(documents.LIST_NAMES, len(documents.LIST_NAMES)):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.embedded.bench_model import GOAL_SIZE, MISS_SIZE
 from benchmarks.vllm import ttft
 from benchmarks.vllm.arm import (
     ARMS,
@@ -20,6 +20,7 @@ from benchmarks.vllm.arm import (
     Served,
     Sizes,
 )
+from validation.replay.latency import recorded_observations
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def test_rows_compare_with_stock_and_have_the_goals(tmp_path: Path) -> None:
     rows = {row.name: row for row in read_rows(tmp_path / "json")["card/vllm"]}
     for name, value, goal in (
         ("shifted_ttft_24k_over_exact_hit", 15 / 20, ttft.VLLM_OVER_EXACT_HIT),
-        ("shifted_ttft_24k_over_cold", 15 / 700, ttft.VLLM_SHIFTED_OVER_COLD),
-        ("verified_ttft_24k_over_cold", 15 / 700, ttft.VLLM_VERIFIED_OVER_COLD),
+        ("shifted_ttft_24k_over_cold", 15 / 700, ttft.VLLM_OVER_COLD[POSITION_FIX]),
+        ("verified_ttft_24k_over_cold", 15 / 700, ttft.VLLM_OVER_COLD[VERIFIED]),
         ("miss_overhead_8k", 0.5, ttft.VLLM_MISS_OVERHEAD_PERCENT),
         ("decode_slowdown_position_fix", 0.5, ttft.VLLM_DECODE_SLOWDOWN),
         ("rag_throughput_gain_position_fix", 4.5, 4.0),
@@ -126,8 +127,8 @@ def test_a_measurement_is_judged_by_how_it_was_served(change: dict[str, Any], sa
 
 def test_the_sizes_are_those_of_the_rows() -> None:
     sizes = Sizes()
-    assert (sizes.long, sizes.miss) == (GOAL_SIZE, MISS_SIZE)
-    assert sizes.documents % sizes.per_prompt == 0
+    assert (sizes.long, sizes.miss) == (24_576, 8_192)
+    assert sizes.observed == [4_096, 8_192, 16_384, 24_576, 32_768]
 
 
 @pytest.mark.parametrize("kv", [FP8, MLA])
@@ -150,6 +151,16 @@ def test_rows_of_the_second_model_runner_are_named_so(tmp_path: Path) -> None:
     assert file == "vllm_v2_runner"
     assert [row.name for row in rows if not row.name.endswith("_v2_runner")] == []
     assert "vllm_stock_rag_requests_per_s_v2_runner" in [row.name for row in rows]
+
+
+def test_observations_are_a_file_that_the_estimate_reads(tmp_path: Path) -> None:
+    cold = [{"ttft_ms": float(size), "computed": size, "reused": 0, "is_checked": False} for size in (512, 1_024)]
+    checked = [{"ttft_ms": 9.5, "computed": 128, "reused": 384, "is_checked": True}]
+    parts = {STOCK: cold, VERIFIED: checked}
+    written(tmp_path, {name: {"observations": {"observations": seen}} for name, seen in parts.items()})
+    ttft.main(["--out", str(tmp_path), "--arms", "none"])
+    found = recorded_observations(tmp_path / "observations.json")
+    assert [asdict(each) for each in found] == [*cold, *checked]
 
 
 def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The recipe's tasks are seeded and right: the answers that the model learns follow from the documents before them."""
 
 import gzip
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 import validation
-from benchmarks.yardstick_model import evaluate, headers, tasks
+from benchmarks.yardstick_model import evaluate, tasks, train
 from benchmarks.yardstick_model.tokenizer import SEPARATOR, CorpusError, read_books
-from benchmarks.yardstick_model.train import PlaceProbe, hidden_states, main, parse
+from benchmarks.yardstick_model.train import PlaceProbe, hidden_states
 
 ASSETS = Path(validation.__file__).parent / "assets"
 
@@ -67,37 +68,6 @@ def test_answers_follow_the_latest_list_of_a_place(tokenizer: Tokenizer, prose: 
     assert 0 < unknown < checked / 5
 
 
-@pytest.mark.parametrize("family", tasks.WRITERS)
-def test_answers_to_families_follow_from_their_documents(tokenizer: Tokenizer, prose: str, family: str) -> None:
-    ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
-    source = tasks.Source(tokenizer, [prose], ids, 1, (family,))
-    rows, _ = tasks.FamilyWriter(source, 5).batch(4, 2_048, 0.0)
-    assert np.array_equal(rows, tasks.FamilyWriter(source, 5).batch(4, 2_048, 0.0)[0])
-    checked = 0
-    texts = (tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows)
-    for prompt in SEPARATOR.join(texts).split(SEPARATOR):
-        shown, *asked = prompt.split("<|q|>")
-        for question, answer in re.findall(r"(.*)\?<\|a\|>(.*)<\|end", "\n".join(asked)):
-            assert answered(shown, question) == answer
-            checked += 1
-    assert checked > 60
-
-
-def answered(shown: str, question: str) -> str:
-    """What the documents say."""
-    if asked := re.match(r"On which floor does (\w+) leave (\w+)", question):
-        steps = re.search(rf"Round of {asked[1]}, from floor (\d)\.([\s\S]*?)\nLeave {asked[2]}\.", shown)
-        return str(int(steps[1]) + steps[2].count("Go up.") - steps[2].count("Go down."))
-    owners = dict(re.findall(r"(List \w+) belongs to (\w+ \w+)\.", shown))
-    places = {}
-    for title, rest in re.findall(r"<\|doc\|>(?:Stock list of )?([\w ]+)\.\n([^<]*)", shown):
-        owner = owners.get(title, title)
-        rows = dict(re.findall(r"(\w+): (\d+)", rest))
-        places |= {f"{item} are in {name}": count for item, count in rows.items() for name in (title, owner)}
-        places[f"Who owns {title}"] = owner
-    return places[question.removeprefix("How many ")]
-
-
 def test_only_answers_and_their_ends_weigh_most(tokenizer: Tokenizer) -> None:
     encoding = tokenizer.encode("<|inst|>Go.<|doc|>lamps: 12<|q|>How many?<|a|>12<|end|><|q|>And?<|a|>7<|end|><|doc|>x")
     weights = tasks.answer_weights(np.asarray(encoding.ids, dtype=np.uint16))
@@ -132,23 +102,20 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Token
     assert "prose" not in covered
 
 
-SMALL = ["--layers", "4", "--hidden", "32", "--mlp", "48", "--heads", "2", "--questions", "1", "--workers", "1"]
-
-
-@pytest.mark.parametrize("window", [0, 48])
 def test_a_model_is_trained_saved_and_evaluated(
-    window: int, tmp_path: Path, prose: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, prose: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "books.txt"
     text.write_text("It was a fine day. " * 6_000 + SEPARATOR + prose, encoding="utf-8")
-    few = ["--text", str(text), "--out", str(tmp_path), "--steps", "1", "--batch-tokens", "8192", *SMALL]
-    main([*few, "--window", str(window), "--no-compile", "--log-every", "1", "--device", "cpu"])
+    small = {"BATCH_TOKENS": 8_192, "LAYERS": 4, "HIDDEN": 32, "MLP": 48, "HEADS": 2, "KV_HEADS": 1}
+    for name, value in (small | {"WORKERS": 1, "LOG_EVERY": 1}).items():
+        monkeypatch.setattr(train, name, value)
+    few = ["--steps", "1", "--questions", "1", "--device", "cpu"]
+    train.main(["--text", str(text), "--out", str(tmp_path), *few])
     assert '"exact_match": {"stock_1k": 0.0' in capsys.readouterr().out
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    assert config.model_type == ("gemma3_text" if window else "qwen2")
-    assert config.layer_types == [("sliding_attention" if window else "full_attention"), "full_attention"] * 2
-    if window:
-        assert config.sliding_window == window
+    assert AutoConfig.from_pretrained(tmp_path / "model").num_hidden_layers == 4
+    first, step, last = (json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines())
+    assert (first["seed"], step["step"], last["questions_per_suite"]) == (1, 1, 1)
 
 
 def test_states_are_taken_behind_the_probed_layer() -> None:
@@ -162,27 +129,7 @@ def test_states_are_taken_behind_the_probed_layer() -> None:
     assert torch.equal(early, behind[0])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (["--batch-tokens", "100"], "at least 8192"),
-        (["--minutes", "0"], "must be above 0"),
-        (["--window", "-1"], "not below 0"),
-        (["--window", "64", "--resume", "model"], "--window is for a new model"),
-        (["--kv-dtype", "int8"], "invalid choice: 'int8'"),
-        (["--families", "link,prose"], "--families names prose; there are reordered, link"),
-    ],
-)
-def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_time_to_train_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--text", "books.txt", "--out", "out", *wrong])
-    assert message in capsys.readouterr().err
-
-
-def test_rows_under_an_exchanged_header_need_more_than_the_donor() -> None:
-    model, tokenizer = evaluate.load(ASSETS / "model")
-    measured = headers.measure(model, tokenizer, count=2)
-    assert measured["exact_match_by_fresh_layers"][0] == 0.0
-    assert measured["exact_match_by_fresh_layers"][-1] == 1.0
-    deviation = measured["value_deviation_by_layer"]
-    assert deviation["header exchanged"][2][1] > 5 * deviation["header kept"][2][2]
+        train.parse(["--text", "books.txt", "--out", "out", "--minutes", "0"])
+    assert "must be above 0" in capsys.readouterr().err

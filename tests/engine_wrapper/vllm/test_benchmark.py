@@ -30,11 +30,11 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     rows = {row.name: row for row in read_rows(tmp_path / "json")["vllm"]}
     assert rows == {row.name: row for row in read_rows(out / "rows")["vllm"]}
-    measured = ("verified_ttft_1k_over_cold", "rag_throughput_gain_verified", "rag_ttft_p95_ratio_verified")
-    sampled = ("verified_ttft_1k_over_exact_hit", "verified_sampled_ttft_1k_ms")
-    for name in (*measured, *sampled, "decode_slowdown_verified", "stock_hit_ttft_1k_ms", "stock_rag_requests_per_s"):
+    measured = ("verified_ttft_3k_over_cold", "rag_throughput_gain_verified", "rag_ttft_p95_ratio_verified")
+    sampled = ("verified_ttft_3k_over_exact_hit", "verified_sampled_ttft_3k_ms")
+    for name in (*measured, *sampled, "decode_slowdown_verified", "stock_hit_ttft_3k_ms", "stock_rag_requests_per_s"):
         assert rows[f"vllm_{name}"].value > 0
-    assert "vllm_miss_overhead_512_verified" in rows
+    assert "vllm_miss_overhead_1k_verified" in rows
     assert rows["vllm_contaminated_hits_verified"].value == 0
     assert all(row.goal is None for row in rows.values())
     told = json.loads((out / "verified.json").read_text())
@@ -47,10 +47,10 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert all(0 < each["largest_kept"] < 0.01 for each in reused)
     few = parts["ttft"]["served"]["sampled"]
     assert 0 == few["checked_tokens"] < few["sampled_tokens"] < few["offered_tokens"] / 8
-    assert "check in layer 1, one token in 16" in rows["vllm_verified_ttft_1k_over_exact_hit"].baseline
+    assert "check in layer 1, one token in 16" in rows["vllm_verified_ttft_3k_over_exact_hit"].baseline
     assert not any(parts[name]["served"]["sampled"]["requests"] for name in ("decode", "rag", "arrivals"))
     assert told["engine"]["engine_key"].startswith("vllm-")
-    assert "| `vllm_verified_ttft_1k_over_cold` |" in (out / "rows" / "vllm.md").read_text()
+    assert "| `vllm_verified_ttft_3k_over_cold` |" in (out / "rows" / "vllm.md").read_text()
 
 
 def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_with_a_cache_in_fp8_single_prompts_are_measured(tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stderr
     rows = {row.name: row for row in read_rows(tmp_path / "rows")["vllm_fp8"]}
     assert set(rows) == {
-        "vllm_fp8_shifted_over_cold_1k",
-        "vllm_fp8_shifted_over_exact_hit_1k",
-        "vllm_fp8_miss_overhead_512",
+        "vllm_fp8_shifted_over_cold_3k",
+        "vllm_fp8_shifted_over_exact_hit_3k",
+        "vllm_fp8_miss_overhead_1k",
     }
     told = json.loads((tmp_path / "position_fix_in_turns.json").read_text())
     assert told["engine"]["kv_cache_dtype"].startswith("fp8")
