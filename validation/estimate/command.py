@@ -79,9 +79,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replays, prints and writes. Raises SemBlendError and OSError."""
     from semblend_trt.reuse_profile import ReuseProfile
+    from validation.estimate.latency import H200_PROFILE, LatencyModel, recorded_observations
     from validation.estimate.prompts import Encoder
     from validation.estimate.serving import Serving
-    from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
 
     for path in filter(None, (arguments.json, arguments.plot)):
         check_writable(path)

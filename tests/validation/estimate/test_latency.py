@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
-from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
-from validation.replay.trace import Observation
+from validation.estimate.latency import H200_PROFILE, LatencyModel, Observation, recorded_observations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,20 +69,14 @@ def test_too_little_to_fit_is_refused(seen: list[Observation]) -> None:
         LatencyModel.fitted(seen, "a test")
 
 
-def test_recorded_rows_make_a_close_fit(recorded_rows: Path) -> None:
-    seen = recorded_observations(recorded_rows)
+def test_the_times_that_ship_make_a_close_fit() -> None:
+    seen = recorded_observations(H200_PROFILE)
     assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
     reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
     assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
     model = LatencyModel.fitted(seen, "rows")
     assert model.r2 > 0.99
     assert min(model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms) > 0.0
-
-
-def test_result_rows_hold_what_a_list_of_observations_does(recorded_rows: Path) -> None:
-    shipped = recorded_observations(H200_PROFILE)
-    assert recorded_observations(recorded_rows) == shipped
-    assert any(each.is_checked for each in shipped)
 
 
 def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
@@ -98,12 +91,11 @@ def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ('[{"name": "cold_ttft_4k_ms"}]', "does not hold result rows"),
-        ('[{"ttft_ms": 4}]', "does not hold result rows or observations: Field required"),
+        ('[{"ttft_ms": 4}]', "does not hold observations: Field required"),
         ('[{"ttft_ms": 0, "computed": 4, "reused": 0}]', "cannot have been observed"),
         ('[{"ttft_ms": 1, "computed": 0, "reused": 9}]', "cannot have been observed"),
-        ('"ttft_ms"', "does not hold result rows or observations"),
-        (None, "does not hold result rows or observations: No such file"),
+        ('"ttft_ms"', "does not hold observations"),
+        (None, "does not hold observations: No such file"),
     ],
 )
 def test_a_file_without_observations_is_refused(content: str | None, sentence: str, tmp_path: Path) -> None:

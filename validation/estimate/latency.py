@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import combinations
@@ -15,21 +14,31 @@ from pydantic import TypeAdapter, ValidationError
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
-from validation.replay.trace import Observation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from validation.results import Row
-
     Floats = npt.NDArray[np.float64]
     Integers = npt.NDArray[np.int64]
 
-MIN_OF_A_TRACE = 30
 H200_PROFILE = Path(str(files("validation") / "assets" / "h200_ttft.json"))
 _COMPUTED, _REUSED, _PAIRS = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens, which were checked or not."""
+
+    ttft_ms: float
+    computed: int
+    reused: int
+    is_checked: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        return 0.0 < self.ttft_ms < math.inf and self.computed >= 1 and self.reused >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,39 +158,17 @@ def _arrays(observations: Sequence[Observation]) -> tuple[Integers, Integers, Fl
     return computed, reused, np.array([each.ttft_ms for each in observations], dtype=np.float64)
 
 
-_COLD = re.compile(r"cold_ttft_(\d+)(k?)_ms")
-_REUSE = re.compile(r"(?:shifted|(verified))_ttft_\d+k?_ms")
-_TOKENS = re.compile(r"(\d+) tokens reused, (\d+) computed")
 _OBSERVATIONS = TypeAdapter(list[Observation])
 
 
 def recorded_observations(path: Path) -> list[Observation]:
-    """The observations that a file lists as JSON, or those of its result rows: `cold_ttft_SIZE_ms`,
-    `shifted_ttft_SIZE_ms` and `verified_ttft_SIZE_ms`, in which SIZE counts tokens or k of them.
-
-    Raises ConfigurationError when the file holds neither.
-    """
+    """The observations that a file lists as JSON. Raises ConfigurationError when it holds none."""
     try:
-        content = read_input(path)
-        if b'"ttft_ms"' not in content:
-            from validation.scoreboard import rows_of  # needs the extra validation
-
-            return [found for each in rows_of(path) if (found := _observation(each)) is not None]
-        observations = _OBSERVATIONS.validate_json(content)
+        observations = _OBSERVATIONS.validate_json(read_input(path))
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
-        raise ConfigurationError(f"{path} does not hold result rows or observations: {reason}.") from None
+        raise ConfigurationError(f"{path} does not hold observations: {reason}.") from None
     wrong = next((each for each in observations if not each.is_possible), None)
     if wrong is not None:
         raise ConfigurationError(f"{path} holds {wrong}, which cannot have been observed; mend the file.")
     return observations
-
-
-def _observation(row: Row) -> Observation | None:
-    cold, reuse = _COLD.fullmatch(row.name), _REUSE.fullmatch(row.name)
-    if cold is not None:
-        return Observation(row.value, int(cold[1]) * (1024 if cold[2] else 1), 0)
-    tokens = None if reuse is None else _TOKENS.search(row.baseline)
-    if reuse is None or tokens is None:
-        return None
-    return Observation(row.value, computed=int(tokens[2]), reused=int(tokens[1]), is_checked=bool(reuse[1]))
