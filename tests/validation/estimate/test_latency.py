@@ -38,16 +38,12 @@ def test_known_costs_are_found(intercept: float, computed: float, reused: float,
     model = LatencyModel.fitted(observations((intercept, computed, reused, pair)), "a test")
     found = (model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms)
     assert found == pytest.approx((intercept, computed, reused, pair), rel=1e-3, abs=1e-9)
-    assert model.r2 == pytest.approx(1.0)
-    assert model.residual_p95_ms < 1e-3
 
 
-def test_noise_shows_in_the_residuals_and_a_cost_that_it_hides_is_left_out() -> None:
-    model = LatencyModel.fitted(observations((20.0, 0.1, 0.0, 0.0), noise=0.2), "a test")
-    assert model.pair_ms == model.reused_ms == 0.0
-    assert 0.5 < model.r2 < 0.99
-    assert model.residual_p95_ms > 20.0
-    assert f"r2 {model.r2:.4f}" in model.sentence()
+def test_a_cost_below_nothing_is_left_out() -> None:
+    model = LatencyModel.fitted(observations((20.0, 0.1, -0.001, 0.0), noise=0.2), "a test")
+    assert model.reused_ms == 0.0
+    assert model.computed_ms == pytest.approx(0.1, rel=0.1)
 
 
 def test_predictions_beyond_what_was_observed_are_told() -> None:
@@ -56,7 +52,6 @@ def test_predictions_beyond_what_was_observed_are_told() -> None:
     computed, reused = np.array([99, 100, 150, 199, 200, 150]), np.array([0, 0, 0, 0, 0, 1])
     assert model.outside(computed, reused).tolist() == [True, False, False, False, True, True]
     assert model.predict(computed, reused) == pytest.approx([109, 110, 160, 209, 210, 160])
-    assert "taken as free" in model.sentence()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +70,9 @@ def test_the_times_that_ship_make_a_close_fit() -> None:
     reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
     assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
     model = LatencyModel.fitted(seen, "rows")
-    assert model.r2 > 0.99
-    assert min(model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms) > 0.0
+    predicted = model.predict(*(np.array([getattr(each, name) for each in seen]) for name in ("computed", "reused")))
+    for each, ttft in zip(seen, predicted, strict=True):
+        assert each.is_checked or ttft == pytest.approx(each.ttft_ms, rel=0.25)
 
 
 def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
