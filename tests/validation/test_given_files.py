@@ -16,7 +16,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
 from validation.audit_log import read_events
 from validation.cases import content_of
-from validation.replay.latency import recorded_observations
+from validation.estimate.latency import recorded_observations
 from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 READERS: list[Callable[[Path], object]] = [
     *(read_options, load_config, ReuseProfile.read, read_events, content_of, recorded_observations, rows_of, read_text),
-    *(lambda path: tokenizer_file(path.parent), trace_file, lambda path: trace_file(path.parent)),
+    *(lambda path: tokenizer_file(path.parent), trace_file),
 ]
 
 

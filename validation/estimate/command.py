@@ -9,23 +9,20 @@ figures.
 
 from __future__ import annotations
 
-import gc
-import io
 import json
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
-from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.files import check_writable, open_input
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable, open_input, write_bytes
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from typing import BinaryIO
 
     from semblend_trt.config import Settings
@@ -43,8 +40,6 @@ FORMATS = ("jsonl", "vllm", "text")
 KV_BYTES_A_TOKEN = 28 * 2 * 4 * 128 * 2
 # About what an 80 GB card has left beside such a model.
 POOL_BYTES = 48 << 30
-# Objects made between two collections: a replay's caches are millions, and nearly none of them is ever in a cycle.
-_COLLECT_AFTER = 100_000
 # A look-up's time on this machine says nothing about the engine's: none is given up.
 _LOOKUP_MS = 60_000
 
@@ -69,24 +64,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=told)
     parser.add_argument("--block-size", type=count, default=32, metavar="N", help="tokens of a block of the pool")
     parser.add_argument("--min-span", type=count, metavar="N", help="shortest run (default: SEMBLEND_MIN_SPAN)")
-    told = "times to the first token to predict by: result rows or observations as JSON (default: an H200's)"
+    told = "times to the first token to predict by, as JSON (default: an H200's)"
     parser.add_argument("--ttft", type=Path, metavar="FILE", help=told)
     parser.add_argument("--documents", type=count, default=10, metavar="N", help="documents to name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the shares (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays, prints and writes. Raises SemBlendError and OSError."""
     from semblend_trt.reuse_profile import ReuseProfile
+    from validation.estimate.latency import H200_PROFILE, LatencyModel, recorded_observations
     from validation.estimate.prompts import Encoder
     from validation.estimate.serving import Serving
-    from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
 
-    for path in filter(None, (arguments.json, arguments.plot)):
-        check_writable(path)
-    if arguments.plot is not None:
-        _figure_class()
+    if arguments.json is not None:
+        check_writable(arguments.json)
     source = "an H200 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
     model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_PROFILE), source)
     profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
@@ -115,7 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(_shown(report) + "\n")
     for sentence in filter(None, (skipped.sentence(), model.sentence())):
         sys.stdout.write(printable(sentence) + "\n")
-    _write(report, arguments)
+    if arguments.json is not None:
+        write_bytes(arguments.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
     passed_over = skipped.counts.total()
     if passed_over <= figures.prompts:
         return 0
@@ -185,7 +178,7 @@ def _replayed(
 
     figures = Figures()
     form = None if arguments.format is None else LogFormat(arguments.format)
-    with _opened(arguments.file, HEAD_BYTES) as file, _rare_collections():
+    with _opened(arguments.file, HEAD_BYTES) as file:
         total = os.fstat(file.fileno()).st_size or None
         with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
             log = PromptLog(file, encoder, form, bar.update)
@@ -195,17 +188,6 @@ def _replayed(
                     figures.add(prompt.line, prompt.namespace, tokens, served)
     held = serving.stats()
     return figures, log.skipped, {"donors": held.ready, "donor_bytes": held.used_bytes, "evicted_donors": held.evicted}
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Has Python look for cycles less often; it took a sixth of a replay."""
-    before = gc.get_threshold()
-    gc.set_threshold(_COLLECT_AFTER, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _opened(path: Path, buffering: int) -> BinaryIO:
@@ -292,51 +274,3 @@ def _columns(headings: Sequence[str], rows: Any) -> str:
         "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])
         for name, *cells in table
     )
-
-
-# -- what is written --------------------------------------------------------------------------------------------------
-def _write(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from semblend_trt.files import write_bytes
-
-    if arguments.json is not None:
-        write_bytes(arguments.json, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
-    if arguments.plot is not None:
-        write_bytes(arguments.plot, _drawn(report))
-
-
-def _figure_class() -> Any:
-    """Matplotlib's. Raises SemBlendError where it is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise SemBlendError(
-            "matplotlib is not installed, and --plot needs it; pip install 'semblend-trt[validation]'"
-        ) from None
-    return Figure
-
-
-def _drawn(report: dict[str, Any]) -> bytes:
-    """A PNG: the shares of the tokens with moved runs by their length, and the expected times."""
-    figure = _figure_class()(figsize=(9, 4), dpi=130, layout="constrained")
-    shares, times = figure.subplots(1, 2)
-    alone, bottom = 100 * report["shares"]["prefix_cache"], 0.0
-    shares.bar("exact prefix\ncache", alone, color="tab:gray")
-    shares.bar("moved text", 0.0)
-    for runs in report["moved_runs"]:
-        height = 100 * runs["share"]
-        shares.bar("moved text", height, bottom=bottom, label=_run_cells(runs)[0])
-        bottom += height
-    shares.set_ylabel("share of the prompts' tokens, %")
-    if report["moved_runs"]:
-        shares.legend(title="tokens of a run", fontsize=7, title_fontsize=7)
-    told = {
-        name: each for name, each in report["expected_ttft"].items() if isinstance(each, dict) and "mean_ms" in each
-    }
-    for name, each in told.items():
-        times.bar(name.replace("_", "\n"), each["p50_ms"], color="tab:blue", alpha=0.8)
-        times.plot(name.replace("_", "\n"), each["p95_ms"], "k_", markersize=12)
-    times.set_ylabel("expected TTFT, ms: median, and p95 as a line")
-    figure.suptitle(f"{report['prompts']:,} prompts, {report['tokens']:,} tokens", fontsize=10)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from semblend_trt.discovery.fingerprint import TokenArray
     from semblend_trt.plan import PlanSpan
+    from validation.estimate.latency import LatencyModel
     from validation.estimate.serving import Served
-    from validation.replay.latency import LatencyModel
 
 # The shortest runs of each class.
 RUN_CLASSES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

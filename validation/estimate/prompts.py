@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
@@ -22,7 +21,6 @@ from validation.replay.trace import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
     from typing import BinaryIO
 
     from semblend_trt.discovery.fingerprint import TokenArray
@@ -126,16 +124,9 @@ class Encoder:
 
 
 def encoded(prompts: Iterable[Prompt], encoder: Encoder) -> Iterator[tuple[Prompt, TokenArray]]:
-    """The prompts with their token ids, in order. The next ones are encoded while the caller goes on."""
-    with ThreadPoolExecutor(1) as thread:
-        before: tuple[list[Prompt], Future[list[TokenArray]]] | None = None
-        for batch in _batches(prompts):
-            now = batch, thread.submit(encoder.encode, batch)
-            if before is not None:
-                yield from zip(before[0], before[1].result(), strict=True)
-            before = now
-        if before is not None:
-            yield from zip(before[0], before[1].result(), strict=True)
+    """Return the prompts with their token ids, in order."""
+    for batch in _batches(prompts):
+        yield from zip(batch, encoder.encode(batch), strict=True)
 
 
 def _batches(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:

@@ -1,17 +1,15 @@
-"""A trace served by a cache of blocks under an eviction policy, or by replicas with a cache each behind a router."""
+"""A trace served by a cache of blocks under an eviction policy."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.donors.eviction import Eviction, EvictionPolicy, policy_of
-from semblend_trt.fleet.routing_policy import POLICIES, Holder, Replica, RoutingRequest
+from semblend_trt.donors.eviction import EvictionPolicy
 from validation.replay.policies import BlockHistory, ReplayPolicy, replay_policy
 from validation.replay.trace import NONE
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from validation.replay.latency import LatencyModel
     from validation.replay.trace import Blocks, Trace
 
 
@@ -243,111 +240,3 @@ def _spans(request: Sequence[int], hits: frozenset[int], blocks: Blocks, cache: 
         span += blocks.tokens[block] if block in hits else 0
         last = block
     yield span
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FleetOutcome:
-    """`reused` int64 [requests] and `ttft_ms` float64 [requests], with the time in a queue, in the order of
-    `Trace.requests`. `busy_ms` float64 [replicas]: time that each replica computes."""
-
-    policy: str
-    capacity_tokens: int
-    reused: npt.NDArray[np.int64]
-    ttft_ms: npt.NDArray[np.float64]
-    busy_ms: npt.NDArray[np.float64]
-
-    @property
-    def imbalance(self) -> float:
-        """The busiest replica's time over the mean."""
-        return float(self.busy_ms.max() / self.busy_ms.mean())
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    index: int
-    seconds: float
-    blocks: list[int]
-    tokens: int
-    expected_tokens: int
-
-
-class _SimulatedReplica:
-    """Prefills one request after the other in the time that `model` predicts. A request's blocks are held from its
-    prefill's begin on."""
-
-    def __init__(self, number: int, rule: ReuseRule, model: LatencyModel, cache: BlockCache, blocks: Blocks) -> None:
-        self.worker = (number, 0)
-        self.load, self.busy_ms, self.free_at = 0, 0.0, -math.inf
-        self.ended: list[tuple[int, int, float]] = []  # index of the request, reused tokens, ms to the first token
-        self._rule, self._model, self._cache, self._blocks = rule, model, cache, blocks
-        self._waiting: deque[_Arrival] = deque()
-        self._begun: deque[tuple[float, int]] = deque()  # when it ends, and what it adds to the load until then
-
-    def reused(self, request: Sequence[int], tokens: int) -> int:
-        """Tokens of a prompt that this replica would reuse now."""
-        hits = frozenset(block for block in request if block in self._cache)
-        return min(self._rule.reused(_spans(request, hits, self._blocks, self._cache)), tokens - 1)
-
-    def send(self, arrival: _Arrival) -> None:
-        self._waiting.append(arrival)
-        self.load += arrival.expected_tokens
-        self.advance(arrival.seconds)
-
-    def advance(self, now: float) -> None:
-        """Begins and ends what does so until `now`, in seconds."""
-        while self._waiting and max(self._waiting[0].seconds, self.free_at) <= now:
-            arrival = self._waiting.popleft()
-            began = max(arrival.seconds, self.free_at)
-            reused = self.reused(arrival.blocks, arrival.tokens)
-            self._cache.serve(arrival.blocks, began)
-            took = float(self._model.predict(np.array([arrival.tokens - reused]), np.array([reused]))[0])
-            self.busy_ms += took
-            self.free_at = began + took / 1e3
-            self._begun.append((self.free_at, arrival.expected_tokens))
-            self.ended.append((arrival.index, reused, (self.free_at - arrival.seconds) * 1e3))
-        while self._begun and self._begun[0][0] <= now:
-            self.load -= self._begun.popleft()[1]
-
-
-def simulate_fleet(
-    trace: Trace, rule: ReuseRule, policy: str, replicas: int, capacity_tokens: int, model: LatencyModel
-) -> FleetOutcome:
-    """Sends the requests at their times to `replicas` replicas of `capacity_tokens` each, which evict by lru.
-
-    `policy` is one of the router's `POLICIES`. It is told at once, and exactly, what each replica holds.
-    """
-    blocks, router = rule.blocks(trace), POLICIES[policy]()
-    fleet = [
-        _SimulatedReplica(
-            number,
-            rule,
-            model,
-            BlockCache(blocks, policy_of(Eviction.LRU), capacity_tokens),
-            blocks,
-        )
-        for number in range(replicas)
-    ]
-    prompt_tokens = trace.prompt_tokens()
-    for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        for each in fleet:
-            each.advance(seconds)
-        tokens = prompt_tokens[index]
-        holders = tuple(Holder(each.worker, each.reused(request, tokens)) for each in fleet)
-        asked = RoutingRequest(_token_ids(index, request, tokens, blocks), holders=holders)
-        choice = router.choose(asked, [Replica(each.worker, each.load) for each in fleet])
-        expected = max(0, tokens - choice.reused_tokens)
-        fleet[choice.worker[0]].send(_Arrival(index, seconds, request, tokens, expected))
-    for each in fleet:
-        each.advance(math.inf)
-    ended = sorted(each for replica in fleet for each in replica.ended)
-    _, reused, ttft = (np.array(column) for column in zip(*ended, strict=True))
-    busy = np.array([each.busy_ms for each in fleet])
-    return FleetOutcome(policy, capacity_tokens, reused.astype(np.int64), ttft.astype(np.float64), busy)
-
-
-def _token_ids(index: int, request: Sequence[int], tokens: int, blocks: Blocks) -> npt.NDArray[np.int64]:
-    """Token ids int64 [tokens] that are equal where blocks are; those of blocks that are not shared are the request's
-    own."""
-    known = [block for block in request if block != NONE]
-    ids = np.repeat(np.array(known, dtype=np.int64), [blocks.tokens[block] for block in known])
-    return np.concatenate([ids, np.full(tokens - len(ids), NONE - 1 - index, dtype=np.int64)])

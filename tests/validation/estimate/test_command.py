@@ -1,4 +1,4 @@
-"""The command: its table, files and plot, what it refuses, and that no prompt's text leaves it."""
+"""The command: its table and file, what it refuses, and that no prompt's text leaves it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tests.semblend_trt.held_donors import at_once
 from tests.semblend_trt.test_reuse_profile import evidence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("installed_subcommands")
@@ -54,9 +53,8 @@ def estimated(log: Path, *arguments: str) -> dict[str, object]:
     return json.loads(path.read_text())
 
 
-def test_a_log_leaves_a_table_a_file_and_a_plot(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = log.with_name("shares.png")
-    found = estimated(log, "--plot", str(plot))
+def test_a_log_leaves_a_table_and_a_file(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(log)
     shares = found["shares"]
     assert found["prompts"] == 20
     assert found["skipped"] == {"not JSON": {"count": 1, "first_line": 5}, "empty": {"count": 1, "first_line": 6}}
@@ -66,7 +64,6 @@ def test_a_log_leaves_a_table_a_file_and_a_plot(log: Path, capsys: pytest.Captur
     times = found["expected_ttft"]
     assert times["with_donors"]["mean_ms"] < times["with_checked_donors"]["mean_ms"] < times["prefix_cache"]["mean_ms"]
     assert times["prefix_cache"]["mean_ms"] < times["cold"]["mean_ms"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr()
     assert "20 prompts" in shown.out
     assert f"{shares['together']:.1%}" in shown.out
@@ -205,13 +202,13 @@ def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(
             "pipe cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name a file of prompts",
         ),
         (["/dev/zero"], "/dev/zero cannot be read (it is not a regular file; a pipe can be given as /dev/stdin)"),
-        (["log", "--ttft", "pipe"], "pipe does not hold result rows or observations: it is not a regular file"),
+        (["log", "--ttft", "pipe"], "pipe does not hold observations: it is not a regular file"),
         (["log", "--profile", "pipe"], "reuse profile pipe is not a regular file"),
         (["log", "--tokenizer", "nowhere/at all"], "tokenizer nowhere/at all cannot be read"),
         (["log", "--model", "nowhere/at all"], "give --kv-bytes-a-token in place of --model"),
         (["log", "--profile", "missing.json"], "missing.json"),
-        (["log", "--ttft", "log"], "log does not hold result rows"),
-        (["log", "--ttft", "missing.json"], "missing.json does not hold result rows"),
+        (["log", "--ttft", "log"], "log does not hold observations"),
+        (["log", "--ttft", "missing.json"], "missing.json does not hold observations"),
         (["log", "--pool-bytes", "1000"], "--pool-bytes is 1000, less than a block of 32 tokens"),
         (["log", "--min-span", "9999999"], "min_span_tokens is '9999999'"),
         (["log", "--json", "."], ". is a folder"),
@@ -255,7 +252,6 @@ def test_a_file_without_the_right_to_read_it_is_named(tmp_path: Path) -> None:
 
 
 def test_the_base_installation_is_enough(log: Path) -> None:
-    """Without the extra validation there is no plot, which is said before anything is read."""
     code = (
         "import sys\n"
         "for name in ('matplotlib', 'rich', 'scipy', 'rouge_score'): sys.modules[name] = None\n"
@@ -264,19 +260,15 @@ def test_the_base_installation_is_enough(log: Path) -> None:
         "parser = ArgumentParser(); command.configure(parser)\n"
         "sys.exit(ended('semblend-trt', lambda: command.run(parser.parse_args())))"
     )
-    run: Callable[..., subprocess.CompletedProcess[str]] = lambda *more: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", code, str(log), *more],
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(log), "--limit", "5"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    done = run("--limit", "5")
     assert done.returncode == 0, done.stderr
     assert "5 prompts" in done.stdout
-    done = run("--plot", str(log.with_suffix(".png")))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "matplotlib is not installed, and --plot needs it" in done.stderr
 
 
 def test_it_is_a_subcommand_of_the_installed_command() -> None:

@@ -8,9 +8,8 @@ import pytest
 from semblend_trt.plan import PlanSpan
 from validation.estimate import figures as module
 from validation.estimate.figures import Documents, Figures
+from validation.estimate.latency import LatencyModel, Observation
 from validation.estimate.serving import Served, donor_name
-from validation.replay.latency import LatencyModel
-from validation.replay.trace import Observation
 
 
 def text(seed: int, tokens: int = 200) -> np.ndarray:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
-from validation import results
-from validation.replay.latency import H200_PROFILE, recorded_observations
 from validation.replay.trace import trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from validation.replay.trace import Trace
-    from validation.results import Measured
 
 
 def make_line(
@@ -44,14 +41,38 @@ def trace_from() -> Callable[[Sequence[Sequence[str]], dict[str, int]], Trace]:
     return make
 
 
-@pytest.fixture
-def recorded_rows(tmp_path: Path, measured: Measured) -> Path:
-    """The times that ship with the package, as the rows of a benchmark."""
-    rows = []
-    for each in recorded_observations(H200_PROFILE):
-        kind = "verified" if each.is_checked else "shifted" if each.reused else "cold"
-        name = f"{kind}_ttft_{each.computed + each.reused}_ms"
-        baseline = f"{each.reused} tokens reused, {each.computed} computed"
-        rows.append(results.row(name, each.ttft_ms, "ms", baseline=baseline, measured=measured))
-    results.write_rows(tmp_path / "ttft.json", rows)
-    return tmp_path / "ttft.json"
+@pytest.fixture(scope="session")
+def corpus() -> Callable[[int], Trace]:
+    """Makes a trace of N prompts, each of a header, four documents of a corpus in any order, and its question."""
+
+    def make(requests: int) -> Trace:
+        random, tokens = np.random.default_rng(3), np.random.default_rng(4).integers(400, 800, 64)
+        shares = 1.0 / np.arange(1, 65)
+        drawn = [random.choice(64, 4, replace=False, p=shares / shares.sum()) for _ in range(requests)]
+        return trace_of(
+            make_line(i, ["header", *map(str, each), f"question {i}"], [300, *map(int, tokens[each]), 60])
+            for i, each in enumerate(drawn)
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def conversations() -> Callable[[int], Trace]:
+    """Makes a trace of N turns of eight live conversations, each of which ends after 20 turns."""
+
+    def make(requests: int) -> Trace:
+        random = np.random.default_rng(5)
+        live, begun, lines = dict[int, list[str]](), 0, []
+        for index in range(requests):
+            while len(live) < 8:
+                begun += 1
+                live[begun] = ["header", f"page {begun}"]
+            number = int(random.choice(list(live)))
+            live[number].append(f"turn {number} {index}")
+            lines.append(make_line(index, live[number], [900, 500, *[300] * (len(live[number]) - 2)]))
+            if len(live[number]) == 22:
+                del live[number]
+        return trace_of(lines)
+
+    return make

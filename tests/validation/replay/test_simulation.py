@@ -6,22 +6,18 @@ import functools
 from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.donors.eviction import Eviction, policy_of
-from semblend_trt.fleet.routing_policy import POLICIES
-from validation.replay.latency import LatencyModel
 from validation.replay.policies import ReplayPolicy, replay_policy
-from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate, simulate_fleet
-from validation.replay.trace import NONE, trace_of, workload_lines
+from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate
+from validation.replay.trace import NONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from semblend_trt.fleet.telemetry import TraceLine
     from validation.replay.trace import Blocks, Trace
 
     Maker = Callable[..., Trace]
@@ -79,20 +75,20 @@ def test_what_counts_as_reused(
     assert by_prefix is None or simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == by_prefix
 
 
-@pytest.mark.parametrize("rule", [PREFIX, SPAN])
-def test_policies_differ_and_equal_traces_give_equal_outcomes(rule: ReuseRule) -> None:
+def test_policies_differ_and_equal_traces_give_equal_outcomes(corpus: Maker) -> None:
     def reused(policy: str) -> list[int]:
-        trace = trace_of(workload_lines("rag_shared_corpus", 150, 3))
-        return simulate(trace, rule, policy, 12_000).reused.tolist()
+        return simulate(corpus(150), SPAN, policy, 12_000).reused.tolist()
 
     assert reused("adaptive_semantic") == reused("adaptive_semantic")
     assert len({sum(reused(policy)) for policy in ("lru", "lfu", "size_aware", "adaptive_semantic")}) == 4
 
 
-@pytest.mark.parametrize(("workload", "other"), [("tool_agent_session_reuse", "lru"), ("rag_shared_corpus", "lfu")])
-def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(workload: str, other: str) -> None:
+@pytest.mark.parametrize(("name", "other"), [("conversations", "lru"), ("corpus", "lfu")])
+def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(
+    name: str, other: str, request: pytest.FixtureRequest
+) -> None:
     """Turns of conversations want the least recently used to go, documents of a corpus the least often used."""
-    trace = trace_of(workload_lines(workload, 400, 0))
+    trace = request.getfixturevalue(name)(400)
     capacity = sum(trace.spans.tokens) // 4
     adaptive, plain = (simulate(trace, SPAN, policy, capacity).reused.sum() for policy in ("adaptive_semantic", other))
     assert adaptive > 0.97 * plain
@@ -210,36 +206,3 @@ def test_the_optimum_hits_as_much_as_any_choice_could(
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     found = simulate(trace, ReuseRule("rule", as_prefixes=False), OPTIMUM, 10 * places)
     assert found.reused.sum() == 10 * best(0, frozenset())
-
-
-# 1 ms for each computed token, and nothing else.
-PLAIN = LatencyModel("a test", 1, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, (1, 1), (0, 0))
-
-
-def test_a_replica_takes_one_request_after_the_other(line: Callable[..., TraceLine]) -> None:
-    trace = trace_of([line(n, name, [2_000]) for n, name in enumerate("abc")])
-    alone = simulate_fleet(trace, PREFIX, "round_robin", 1, 10_000, PLAIN)
-    assert alone.ttft_ms.tolist() == pytest.approx([2_000, 3_000, 4_000])
-    two = simulate_fleet(trace, PREFIX, "least_loaded", 2, 10_000, PLAIN)
-    assert two.ttft_ms.tolist() == pytest.approx([2_000, 2_000, 2_000])
-    assert (two.busy_ms.tolist(), two.imbalance) == (pytest.approx([4_000, 2_000]), pytest.approx(4 / 3))
-
-
-def test_a_request_goes_where_its_blocks_are(line: Callable[..., TraceLine]) -> None:
-    trace = trace_of([line(10 * n, name, [500]) for n, name in enumerate("aabbab")])
-    found = {
-        policy: simulate_fleet(trace, PREFIX, policy, 2, 500, PLAIN).reused.tolist()
-        for policy in ("round_robin", "span_overlap")
-    }
-    assert found == {"round_robin": [0, 0, 0, 0, 0, 499], "span_overlap": [0, 499, 0, 499, 499, 499]}
-
-
-def test_one_replica_reuses_what_one_cache_does(trace_from: Callable[..., Trace]) -> None:
-    random = np.random.default_rng(0)
-    tokens = {name: int(random.integers(1, 90)) for name in "abcdefgh"}
-    requests = [list(random.choice(list(tokens), size=random.integers(1, 5))) for _ in range(60)]
-    trace = trace_from(requests, tokens)
-    for rule in (PREFIX, ReuseRule("span", False, min_tokens=8, recompute_tokens=2)):
-        alone = simulate(trace, rule, "lru", 200)
-        for policy in POLICIES:
-            assert simulate_fleet(trace, rule, policy, 1, 200, PLAIN).reused.tolist() == alone.reused.tolist()

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
-from validation.replay.latency import H200_PROFILE, LatencyModel, recorded_observations
-from validation.replay.trace import Observation
+from validation.estimate.latency import H200_PROFILE, LatencyModel, Observation, recorded_observations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,16 +38,12 @@ def test_known_costs_are_found(intercept: float, computed: float, reused: float,
     model = LatencyModel.fitted(observations((intercept, computed, reused, pair)), "a test")
     found = (model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms)
     assert found == pytest.approx((intercept, computed, reused, pair), rel=1e-3, abs=1e-9)
-    assert model.r2 == pytest.approx(1.0)
-    assert model.residual_p95_ms < 1e-3
 
 
-def test_noise_shows_in_the_residuals_and_a_cost_that_it_hides_is_left_out() -> None:
-    model = LatencyModel.fitted(observations((20.0, 0.1, 0.0, 0.0), noise=0.2), "a test")
-    assert model.pair_ms == model.reused_ms == 0.0
-    assert 0.5 < model.r2 < 0.99
-    assert model.residual_p95_ms > 20.0
-    assert f"r2 {model.r2:.4f}" in model.sentence()
+def test_a_cost_below_nothing_is_left_out() -> None:
+    model = LatencyModel.fitted(observations((20.0, 0.1, -0.001, 0.0), noise=0.2), "a test")
+    assert model.reused_ms == 0.0
+    assert model.computed_ms == pytest.approx(0.1, rel=0.1)
 
 
 def test_predictions_beyond_what_was_observed_are_told() -> None:
@@ -57,7 +52,6 @@ def test_predictions_beyond_what_was_observed_are_told() -> None:
     computed, reused = np.array([99, 100, 150, 199, 200, 150]), np.array([0, 0, 0, 0, 0, 1])
     assert model.outside(computed, reused).tolist() == [True, False, False, False, True, True]
     assert model.predict(computed, reused) == pytest.approx([109, 110, 160, 209, 210, 160])
-    assert "taken as free" in model.sentence()
 
 
 @pytest.mark.parametrize(
@@ -70,20 +64,15 @@ def test_too_little_to_fit_is_refused(seen: list[Observation]) -> None:
         LatencyModel.fitted(seen, "a test")
 
 
-def test_recorded_rows_make_a_close_fit(recorded_rows: Path) -> None:
-    seen = recorded_observations(recorded_rows)
+def test_the_times_that_ship_make_a_close_fit() -> None:
+    seen = recorded_observations(H200_PROFILE)
     assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
     reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
     assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
     model = LatencyModel.fitted(seen, "rows")
-    assert model.r2 > 0.99
-    assert min(model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms) > 0.0
-
-
-def test_result_rows_hold_what_a_list_of_observations_does(recorded_rows: Path) -> None:
-    shipped = recorded_observations(H200_PROFILE)
-    assert recorded_observations(recorded_rows) == shipped
-    assert any(each.is_checked for each in shipped)
+    predicted = model.predict(*(np.array([getattr(each, name) for each in seen]) for name in ("computed", "reused")))
+    for each, ttft in zip(seen, predicted, strict=True):
+        assert each.is_checked or ttft == pytest.approx(each.ttft_ms, rel=0.25)
 
 
 def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
@@ -98,12 +87,11 @@ def test_what_a_check_adds_is_no_part_of_the_fit() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ('[{"name": "cold_ttft_4k_ms"}]', "does not hold result rows"),
-        ('[{"ttft_ms": 4}]', "does not hold result rows or observations: Field required"),
+        ('[{"ttft_ms": 4}]', "does not hold observations: Field required"),
         ('[{"ttft_ms": 0, "computed": 4, "reused": 0}]', "cannot have been observed"),
         ('[{"ttft_ms": 1, "computed": 0, "reused": 9}]', "cannot have been observed"),
-        ('"ttft_ms"', "does not hold result rows or observations"),
-        (None, "does not hold result rows or observations: No such file"),
+        ('"ttft_ms"', "does not hold observations"),
+        (None, "does not hold observations: No such file"),
     ],
 )
 def test_a_file_without_observations_is_refused(content: str | None, sentence: str, tmp_path: Path) -> None:
