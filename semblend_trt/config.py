@@ -304,7 +304,7 @@ class ReportingSettings(SettingsGroup):
         ge=0.0,
         le=1.0,
         description="Share of the requests with reuse that are computed a second time without it, while nothing else "
-        "waits or runs, and compared: by the embedded engine's server, and by the router in front of vLLM.",
+        "waits or runs, and compared, by the router.",
     )
 
 

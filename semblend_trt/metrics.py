@@ -105,10 +105,6 @@ class Metrics:
         """Counts what became of one text that was to be embedded, one of TEXT_EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
 
-    def cold_run(self, result: str) -> None:
-        """Counts how an answer compares with its cold run, one of COLD_RUN_RESULTS."""
-        self._try(lambda series: series.cold_runs.labels(result).inc())
-
     def tier_event(self, event: OffloadEventKind) -> None:
         """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
@@ -189,9 +185,6 @@ class Series:
         self.tier_events = Counter(
             "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
         )
-        self.cold_runs = Counter(
-            "semblend_cold_runs", "Answers compared with a cold run's, by result.", ["result"], registry=registry
-        )
         self.weights_changes = Counter(
             "semblend_weights_changes", "Times that a running engine's weights have changed.", registry=registry
         )
@@ -212,8 +205,6 @@ class Series:
             self.tier_events.labels(tier_event.value)
         for event in TEXT_EVENTS:
             self.texts.labels(event)
-        for result in COLD_RUN_RESULTS:
-            self.cold_runs.labels(result)
 
     def request_ended(self, report: ReuseReport) -> None:
         self._requests.labels(report.outcome).inc()

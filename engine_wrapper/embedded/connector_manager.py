@@ -284,10 +284,6 @@ class KvCacheConnectorManager:
         """The connector's report on a request's reuse, on every rank; None where it offers none."""
         return self._on_leader(lambda: getattr(self.scheduler, "reuse_of", lambda _: None)(request_id))
 
-    def holds(self, request: LlmRequest) -> bool:
-        """Whether the connector says, on every rank, that a donor of exactly the request's prompt is held."""
-        return bool(self._on_leader(lambda: getattr(self.scheduler, "holds", lambda _: False)(self._handed(request))))
-
     def close(self) -> None:
         """Closes scheduler and worker where they can be closed."""
         for part in (self.scheduler, self.worker):

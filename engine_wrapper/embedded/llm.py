@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import signal
-import threading
 import time
 import weakref
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -27,13 +24,12 @@ from engine_wrapper.embedded.request import (
     token_ids_of,
 )
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
+from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks, joined_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import FrameType
 
 __all__ = [
     "LLM",
@@ -43,59 +39,9 @@ __all__ = [
     "LlmArgs",
     "RequestOutput",
     "SamplingParams",
-    "WarmReport",
 ]
 
 IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can run
-WARM_PRIORITY = 1  # of documents that are prefilled ahead; requests have 0
-
-
-@dataclass(frozen=True, slots=True)
-class WarmReport:
-    """What became of `documents` that were prefilled ahead. `tokens` were computed; `already_held` documents were held
-    as donors before. `failed`: why a document is no donor, by its index."""
-
-    documents: int
-    tokens: int
-    already_held: int
-    failed: dict[int, str]
-
-
-class _Hold:
-    """A signal handler that keeps the first interrupt for later and passes further ones on."""
-
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._handler = handler
-        self._first: tuple[int, FrameType | None] | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._first is not None:
-            self._handler(number, frame)
-        self._first = number, frame
-
-    def end(self) -> None:
-        signal.signal(signal.SIGINT, self._handler)
-        if self._first is not None:
-            self._handler(*self._first)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Delays an interrupt that comes inside the block, or inside nested ones, to the outermost block's end; a second
-    one is not delayed.
-
-    Python interrupts the main thread only; in other threads this does nothing.
-    """
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if handler is None or isinstance(handler, (int, _Hold)):
-        yield
-        return
-    hold = _Hold(handler)
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        hold.end()
 
 
 class RequestStream:
@@ -197,8 +143,7 @@ class LLM:
         """Runs one prompt (text or token ids) or several together; returns one output for each, in their order.
 
         `sampling_params` and `cache_salt` are one for all or one each. When one prompt is empty or can never fit, no
-        prompt is enqueued. A request that fails has finish reason "error" and says why in `error`. Ctrl-C ends these
-        requests behind the running iteration, and the engine serves on; a second Ctrl-C does not wait.
+        prompt is enqueued. A request that fails has finish reason "error" and says why in `error`.
         """
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
@@ -211,9 +156,8 @@ class LLM:
             self._enqueue(requests)
             self.run_until(lambda: all(request.is_finished for request in requests))
         finally:
-            with interrupts_held():
-                for request in requests:
-                    self.forget(request)
+            for request in requests:
+                self.forget(request)
         return [
             output_of(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
             for request, prompt in zip(requests, texts, strict=True)
@@ -243,52 +187,8 @@ class LLM:
         if cold:
             salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
         request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only, cold=cold)
-        # Made first: if an interrupt comes in between, the stream is dropped and ends the request.
-        stream = RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
         self._enqueue([request])
-        return stream
-
-    def warm_documents(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        cache_salt: str | None = None,
-        on_step: Callable[[int], None] | None = None,
-    ) -> WarmReport:
-        """Prefills documents (text or token ids) as donors, so that the first prompt that holds one can reuse it.
-
-        A document begins only while no other request waits or runs. One that a donor holds is not computed again, and
-        one that cannot be a donor is told in the report. `on_step` hears how many documents are done. Ctrl-C ends the
-        running document; those before it stay donors. Raises ConfigurationError for an engine without a connector.
-        """
-        connector = self.executor.connector
-        if connector is None:
-            raise ConfigurationError(
-                "this engine keeps no donors; give a kv_connector_config to prefill documents ahead"
-            )
-        documents, failed = as_prompts(texts), dict[int, str]()
-        tokens = already_held = 0
-        for index, document in enumerate(documents):
-            try:
-                request = self._document(document, cache_salt)
-                if connector.holds(request):
-                    already_held += 1
-                else:
-                    tokens += self._prefill(request)
-                if request.error is not None:
-                    failed[index] = request.error
-            except (ConfigurationError, CapacityError) as error:
-                failed[index] = str(error)
-            if on_step is not None:
-                on_step(index + 1)
-        for index, document in enumerate(documents):
-            if index in failed or connector.holds(request := self._document(document, cache_salt)):
-                continue
-            failed[index] = (
-                f"its {request.prompt_len} tokens are not held as a donor; see SEMBLEND_MIN_DONOR_TOKENS, which is the "
-                "least, SEMBLEND_HOST_BYTES, which is the room, and the log"
-            )
-        return WarmReport(len(documents), tokens, already_held, failed)
+        return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
     def warm_up(self) -> None:
         """Compiles the card's kernels, so that no request waits for them; on the CPU it does nothing."""
@@ -297,8 +197,7 @@ class LLM:
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
         request = self._live.get(request_id)
-        with interrupts_held():
-            return request is not None and self.executor.abort(request)
+        return request is not None and self.executor.abort(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all exact prefixes, as after weights were written. Returns False while a request reads one."""
@@ -311,8 +210,7 @@ class LLM:
         """
         deadline = time.monotonic() + self.llm_args.transfer_timeout
         while True:
-            with interrupts_held():
-                self.executor.poll_transfers()
+            self.executor.poll_transfers()
             if not self.executor.pending_transfers:
                 return
             self._pause(deadline)
@@ -364,21 +262,6 @@ class LLM:
             cold=cold,
         )
 
-    def _document(self, prompt: Prompt, cache_salt: str | None) -> LlmRequest:
-        """A request that prefills a document when nothing else runs."""
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
-        return self._request(prompt, params, cache_salt, None, WARM_PRIORITY, exact_only=True)
-
-    def _prefill(self, request: LlmRequest) -> int:
-        """Runs a request until its KV is kept; returns how many tokens of its prompt were computed."""
-        try:
-            self._enqueue([request])
-            self.run_until(lambda: request.is_finished)
-        finally:
-            self.forget(request)
-        self.settle()  # a donor that is being saved cannot make room for the next one
-        return request.prompt_len - request.prepopulated_prompt_len
-
     def _lora_task_id(self, lora_request: str | None) -> int | None:
         adapters = self.llm_args.lora_config or {}
         if lora_request is None:
@@ -389,16 +272,14 @@ class LLM:
         return adapters[lora_request]
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
-        with interrupts_held():
-            self.executor.enqueue(requests)
-            self._deadline = None
-            self._live.update((request.request_id, request) for request in requests)
+        self.executor.enqueue(requests)
+        self._deadline = None
+        self._live.update((request.request_id, request) for request in requests)
 
     def forget(self, request: LlmRequest) -> None:
         """Drops a request for good, ending it where it still runs."""
-        with interrupts_held():
-            if self._live.pop(request.request_id, None) is not None:
-                self.executor.abort(request)
+        if self._live.pop(request.request_id, None) is not None:
+            self.executor.abort(request)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Runs iterations until `done`; waits for the connector when no request can run."""
@@ -410,9 +291,7 @@ class LLM:
 
         Raises SemBlendError when that has lasted for `transfer_timeout` seconds.
         """
-        with interrupts_held():
-            has_run = self.executor.step()
-        if has_run:
+        if self.executor.step():
             self._deadline = None
         else:
             self._deadline = self._deadline or time.monotonic() + self.llm_args.transfer_timeout

@@ -20,6 +20,7 @@ import torch
 
 from engine_wrapper.embedded.block_manager import RootKey
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -334,6 +335,19 @@ class RequestOutput:
     reuse_reason: str | None = None
     receipt: dict[str, Any] | None = None
     error: str | None = None
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The `usage` of the OpenAI API: token counts of prompt and answer, and the connector's receipt."""
+        prompt, answer = len(self.prompt_token_ids), len(self.outputs[0].token_ids)
+        details = ("cached_tokens", "reused_tokens", "computed_tokens")
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {name: getattr(self, name) for name in details},
+            **({} if self.receipt is None else {RECEIPT: self.receipt}),
+        }
 
 
 def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:

@@ -56,7 +56,6 @@ class Life:
             "evicted": self._evicted(),
             "prefix": self._prefix(),
             "drawn": self._drawn(),
-            "warmed": self._warmed(),
         }
 
     def run_faults(self) -> Told:
@@ -150,12 +149,6 @@ class Life:
     def _drawn(self) -> Told:
         with self._engine(ENABLED=0) as llm:
             return {"agree": len({str(each) for each in self._ranks.gather(tokens(llm, OTHER, DRAWN))}) == 1}
-
-    def _warmed(self) -> Told:
-        with self._engine(POLICY="position_fix") as llm:
-            reports = [llm.warm_documents([DOCUMENT, "", OTHER[:32]]) for _ in range(2)]
-            told = [(each.tokens, each.already_held, sorted(each.failed)) for each in reports]
-            return {"told": told, "shifted": served(llm, SHIFTED)}
 
     def _save_fails(self) -> Told:
         with self._engine(POLICY="position_fix") as llm:

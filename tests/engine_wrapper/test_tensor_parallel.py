@@ -98,12 +98,6 @@ def test_sampled_answers_agree_without_a_seed(told: list[Told]) -> None:
     assert alike(told, "drawn") == {"agree": True}
 
 
-def test_documents_are_prefilled_ahead_on_every_rank(told: list[Told], alone: Told) -> None:
-    ours = alike(told, "warmed")
-    assert ours["told"] == [[232, 0, [1, 2]], [1, 1, [1, 2]]] == [list(each) for each in alone["warmed"]["told"]]
-    assert ours["shifted"]["reused"] == len(DOCUMENT)
-
-
 def test_a_donor_that_one_rank_could_not_save_is_never_found(told: list[Told], alone: Told) -> None:
     ours = alike(told, "save_fails")
     assert not any(ours["held"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import threading
 from itertools import count
 
 import numpy as np
@@ -18,7 +16,6 @@ from engine_wrapper.embedded.llm import (
     KvCacheConnectorConfig,
     LlmArgs,
     SamplingParams,
-    interrupts_held,
 )
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.pool import DEFAULT_POOL_BYTES, pool_blocks
@@ -343,100 +340,29 @@ def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(t
     assert unknown_fields(namespace_of(adopted)) == []
 
 
-# -- Ctrl-C ends the requests of a call where the engine is whole, and the engine serves on --------------------
+# -- Ctrl-C in a forward ends the running requests, and the engine serves on -----------------------------------
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPTS = [[*range(1, 60)], [*range(100, 130)]]
 
 
-def interrupt():
-    signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize("interrupts", [1, 2])
-def test_the_first_interrupt_waits_for_the_end_and_the_second_does_not(interrupts):
-    reached = []
-
-    def held():
-        with interrupts_held(), interrupts_held():
-            for number in range(interrupts):
-                interrupt()
-                reached.append(number)
-
-    with pytest.raises(KeyboardInterrupt):
-        held()
-    assert reached == [0]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_other_threads_hold_nothing():
-    handlers = []
-
-    def look():
-        with interrupts_held():
-            handlers.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join(60)
-    assert handlers == [signal.default_int_handler]
-
-
-def at_forward(number, llm, act):
-    """Has the engine's forward call `act` the `number`-th time, at its end."""
-    forward, numbers = llm.executor.model_runner.forward, count(1)
-
-    def acting(slices):
-        result = forward(slices)
-        if next(numbers) == number:
-            act()
-        return result
-
-    llm.executor.model_runner.forward = acting
-
-
-def raises():
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("act", [interrupt, raises])
 @pytest.mark.parametrize("fields", [{}, {"contract": "1.2", "disable_overlap_scheduler": False}])
-def test_the_engine_serves_on(make_recorded_llm, make_llm, fields, act, number):
+def test_the_engine_serves_on_after_an_interrupted_forward(make_recorded_llm, make_llm, fields, number):
     expected = answers(make_llm().generate(PROMPTS, EIGHT))
     llm, _ = make_recorded_llm(max_num_tokens=32, **fields)
-    free = llm.block_manager.num_free_blocks
-    at_forward(number, llm, act)
+    free, forward, numbers = llm.block_manager.num_free_blocks, llm.executor.model_runner.forward, count(1)
+
+    def interrupted(slices):
+        result = forward(slices)
+        if next(numbers) == number:
+            raise KeyboardInterrupt
+        return result
+
+    llm.executor.model_runner.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, EIGHT)
     llm.settle()
     assert llm.executor.num_unfinished == 0
     assert llm.block_manager.num_free_blocks == free
     assert answers(llm.generate(PROMPTS, EIGHT)) == expected
-
-
-def test_another_callers_request_goes_on(make_llm):
-    expected = answers(make_llm().generate(PROMPTS[:1], EIGHT))
-    llm = make_llm()
-    stream = llm.generate_async(PROMPTS[0], EIGHT)
-    next(stream)
-    at_forward(1, llm, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS[1], EIGHT)
-    *_, last = stream
-    assert answers([last]) == expected
-
-
-def test_a_request_is_not_left_behind_when_it_is_interrupted_on_its_way_in(make_llm, monkeypatch):
-    llm = make_llm()
-    enqueue = llm.executor.enqueue
-
-    def interrupted(requests):
-        enqueue(requests)
-        interrupt()
-
-    monkeypatch.setattr(llm.executor, "enqueue", interrupted)
-    for serve in (llm.generate, llm.generate_async):
-        with pytest.raises(KeyboardInterrupt):
-            serve(PROMPTS[0], EIGHT)
-    assert llm.executor.num_unfinished == 0

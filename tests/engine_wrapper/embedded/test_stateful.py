@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
-from engine_wrapper.embedded.server import usage_of
 from semblend_trt.audit import AuditEvents
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.host_tier import HostKv
@@ -170,7 +169,7 @@ class Told:
 
     def _compare(self, request):
         used, report = self.used[request.request_id], self._scheduler.outcomes.of(request.request_id)
-        usage = usage_of(output_of(request, None, None))
+        usage = output_of(request, None, None).usage
         details = usage["prompt_tokens_details"]
         assert (details["cached_tokens"], details["reused_tokens"]) == used
         assert details["computed_tokens"] == request.prompt_len - sum(used)
