@@ -77,10 +77,10 @@ class ServerProcess:
         self._listens.set()
 
 
-def worker(*arguments: str, **variables: str) -> ServerProcess:
+def worker(**variables: str) -> ServerProcess:
     """An embedded engine with the shipped model, at a free port."""
     command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
-    return ServerProcess(*command, *arguments, **variables)
+    return ServerProcess(*command, **variables)
 
 
 def router(config: Path, **variables: str) -> ServerProcess:

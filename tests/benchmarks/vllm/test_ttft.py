@@ -20,7 +20,7 @@ from benchmarks.vllm.arm import (
     Served,
     Sizes,
 )
-from validation.replay.latency import recorded_observations
+from validation.estimate.latency import recorded_observations
 from validation.scoreboard import read_rows
 
 if TYPE_CHECKING:

@@ -61,8 +61,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     server.start()
     with contextlib.ExitStack() as ending:
         ending.callback(server.kill)
-        shared = ("--nats", server.url, "--profile", str(MODEL / "reuse-profile.json"))
-        workers = [worker("--worker-id", str(number), *shared) for number in (1, 2)]
+        shared = {"SEMBLEND_NATS_URL": server.url, "SEMBLEND_PROFILE": str(MODEL / "reuse-profile.json")}
+        workers = [worker(SEMBLEND_WORKER_ID=str(number), **shared) for number in (1, 2)]
         fields = {"nats_url": server.url, "show_worker": True, "telemetry.path": str(trace)}
         front = ending.enter_context(routed_fleet(folder, workers, TENANTS, **fields))
         yield Fleet(dict(zip(("1.0", "2.0"), workers, strict=True)), front.address(), trace)
@@ -101,12 +101,6 @@ def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
         worker, answer = fleet.ask(prompt)
         assert (worker, answer["choices"][0]["text"]) == (holder, expected)
         assert reused(answer) > 200
-    with fleet.open(others[0][0], "acme", stream=True) as response:
-        assert response.headers["X-SemBlend-Worker"] == holder
-        *events, end = [line.decode().strip() for line in response if line.strip()]
-    assert end == "data: [DONE]"
-    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
-    assert "".join(texts) == others[0][1]
 
 
 def test_another_tenant_is_neither_drawn_to_them_nor_served_from_them(fleet: Fleet) -> None:
