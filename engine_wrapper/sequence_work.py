@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semblend_trt.errors import PlanError
-from semblend_trt.loader import block_vector
 from semblend_trt.plan import CheckEvidence, PlanKind, SemanticKvPlan
+from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

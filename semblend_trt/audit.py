@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from semblend_trt.outcome import Neighbour, ReuseReport
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.reuse_profile import ProfileMatch
-    from semblend_trt.runtime import SavedDonor
+    from semblend_trt.transfer.save import SavedDonor
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
-    from semblend_trt.runtime import LayerReadiness
+    from semblend_trt.transfer.load import LayerReadiness
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
 

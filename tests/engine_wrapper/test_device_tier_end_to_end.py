@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semblend_trt import loader as loader_module
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.staging import HostReader, Staging
+from semblend_trt.transfer import load as loader_module
+from semblend_trt.transfer.staging import HostReader, Staging
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text
 from tests.semblend_trt.held_donors import held_in

@@ -15,11 +15,11 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.sparse_forward import cache_keyword
 from kernels.layout import pool_view
 from kernels.rope import saturated
-from semblend_trt import loader as loader_module
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
-from semblend_trt.staging import HostReader, Staging
+from semblend_trt.transfer import load as loader_module
+from semblend_trt.transfer.staging import HostReader, Staging
 from tests.conftest import FAMILIES, save_tiny_model
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, PlanMaker, load, tokens_of

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from semblend_trt import runtime as runtime_module
 from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.ranks import EngineRanks
-from semblend_trt.runtime import MAX_EVENTS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
+from semblend_trt.runtime import MAX_EVENTS, ActivePlans, Runtime, runtime_for
+from semblend_trt.transfer.load import LayerReadiness
+from semblend_trt.transfer.save import SavedDonor
 from tests.semblend_trt.plans import plan_of
 
 
@@ -45,11 +47,8 @@ class Scheduler:
     """Takes the events of a runtime, or fails."""
 
     def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
-        self.runtime, self.fails, self.taken, self.prepared = runtime, fails, list[str](), 0
+        self.runtime, self.fails, self.taken = runtime, fails, list[str]()
         runtime.scheduler = self
-
-    def wait_for_initialization(self) -> None:
-        self.prepared += 1
 
     def take_events(self) -> None:
         if self.fails:
@@ -84,14 +83,6 @@ def test_a_scheduler_that_fails_is_counted() -> None:
     runtime.saved.append(SavedDonor("unread", 1))
     runtime.saves_ended()
     assert (runtime.faults, scheduler.taken) == ({"saved_news": 1}, [])
-
-
-def test_the_scheduler_prepares_when_the_caches_are_registered() -> None:
-    runtime = Runtime()
-    runtime.caches_registered()  # a rank without a scheduler
-    scheduler = Scheduler(runtime)
-    runtime.caches_registered()
-    assert scheduler.prepared == 1
 
 
 def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None:

@@ -15,7 +15,7 @@ from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
 from semblend_trt.plan import EngineMode, PlanKind
-from semblend_trt.runtime import SavedDonor
+from semblend_trt.transfer.save import SavedDonor
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings

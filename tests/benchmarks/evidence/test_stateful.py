@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.evidence import stateful
 from engine_wrapper.embedded.block_manager import BlockManager
-from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.runtime import ActivePlans
+from semblend_trt.transfer.save import DonorSaver
 from tests.benchmarks.dry_runs import dry_rows
 
 

@@ -21,7 +21,8 @@ from semblend_trt.plan import (
     EngineMode,
     PlanSpan,
 )
-from semblend_trt.runtime import SavedDonor, runtime_for
+from semblend_trt.runtime import runtime_for
+from semblend_trt.transfer.save import SavedDonor
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv
 from tests.semblend_trt.plans import plan_of

@@ -30,9 +30,10 @@ from semblend_trt.fleet.wire import Emitter, decode
 from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import PlanSpan, SpanCheck
-from semblend_trt.runtime import PoolFacts, SavedDonor
+from semblend_trt.runtime import PoolFacts
 from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for, text_decoder
+from semblend_trt.transfer.save import SavedDonor
 from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 

@@ -18,11 +18,10 @@ from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
 from semblend_trt.errors import CapacityError
-from semblend_trt.loader import block_vector
 from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.ranks import Ranks
-from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
+from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.device_tier import DeviceTier
     from semblend_trt.donors.offload import DiskTransfers, SaveIntent
     from semblend_trt.donors.store import DonorStore
-    from semblend_trt.staging import HostWriter
+    from semblend_trt.transfer.staging import HostWriter
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
@@ -40,6 +39,15 @@ T = TypeVar("T")
 
 # What a rank reports in place of tokens: a save or offload is still running, or an offload has lost nothing.
 _RUNS, _NOTHING_LOST = -1, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDonor:
+    """What the worker holds of one donor: `tokens` positions; 0 when `error` says why it could not be kept."""
+
+    donor_id: str
+    tokens: int
+    error: str | None = None
 
 
 @dataclass(slots=True)
