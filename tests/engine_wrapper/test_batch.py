@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_wrapper.batch import Part, micro_batches, with_lowest_layers_run
-from engine_wrapper.sequence_work import SequenceSlice, works_of
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.sequence_work import SequenceWork
+    from engine_wrapper.token_schedule import SequenceWork
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
@@ -230,7 +230,7 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
         assert all(0 < len(part.positions) <= max_rows for part in parts)
         rows = np.concatenate([part.positions for part in parts])
         assert rows.tolist() == source.positions[: source.together(NUM_LAYERS).stop].tolist()
-        source = decided.beyond(layer, NUM_LAYERS)
+        source = decided.above(layer, NUM_LAYERS)
     for name in ("positions", "token_ids", "drops_at"):
         assert getattr(left, name).tolist() == getattr(source, name).tolist()
     assert (left.outputs, left.pending) == (work.outputs, None)

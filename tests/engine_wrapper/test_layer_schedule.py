@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, build_schedule, schedule_of
-from engine_wrapper.sequence_work import SequenceSlice, works_of
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan, SpanCheck
+from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from semblend_trt.plan import CheckEvidence
@@ -308,12 +309,16 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
     wanted = torch.zeros(12 + 13)
     wanted[9 - 8] = 0.5
     wanted[12 + 20 - 11] = 0.75
-    torch.testing.assert_close(schedule.check.deviations(keys, values, pool, geometry), wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        schedule.check.deviations(keys, values, pool, geometry, Ranks()), wanted, atol=1e-6, rtol=0
+    )
     # Where heads have scales of their own, what is stored by them deviates as what was stored.
     scales = torch.tensor([[0.5, 8.0], [4.0, 0.25]])
     view[2, 1, 0, 1, 10 % BLOCK_SIZE] *= 2  # request 1, position 10, K of head 1
     by_head = [each / own[:, None] for each, own in zip((keys, values), scales, strict=True)]
     stored = (view / scales[:, :, None, None]).reshape(pool.shape)
-    found = schedule.check.deviations(*by_head, stored, geometry, head_scales=scales)
-    torch.testing.assert_close(found, schedule.check.deviations(keys, values, pool, geometry), atol=1e-6, rtol=0)
-    assert abs(float(found[10 - 8] - schedule.check.deviations(*by_head, stored, geometry)[10 - 8])) > 0.1
+    found = schedule.check.deviations(*by_head, stored, geometry, Ranks(), scales)
+    torch.testing.assert_close(
+        found, schedule.check.deviations(keys, values, pool, geometry, Ranks()), atol=1e-6, rtol=0
+    )
+    assert abs(float(found[10 - 8] - schedule.check.deviations(*by_head, stored, geometry, Ranks())[10 - 8])) > 0.1

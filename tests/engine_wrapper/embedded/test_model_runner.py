@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.deviation_check import sample_of
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.sequence_work import SequenceSlice, sample_of
+from engine_wrapper.token_schedule import SequenceSlice
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.runtime import ActivePlans

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.layer_schedule import build_schedule
 from engine_wrapper.self_check import MIN_TOKENS, LayoutError
-from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.token_schedule import SequenceSlice
 from engine_wrapper.trtllm import planned_forward
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
