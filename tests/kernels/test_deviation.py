@@ -26,7 +26,7 @@ from tests.kernels.builders import (
 )
 
 if TYPE_CHECKING:
-    from kernels.deviation.spans import Fresh
+    from kernels.moves import Fresh
 
 ROTATION = rotation_of()
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
-from kernels.sparse_prefill import SequenceRows, eager, naive, sparse_prefill, write_rows
+from kernels.sparse_prefill import CHUNK_ROWS, SequenceRows, naive, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels.builders import (
     BLOCK,
@@ -161,7 +161,7 @@ def test_any_positions_over_fp8_match_naive(
 
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
-@pytest.mark.parametrize("count", [eager.CHUNK_ROWS - 1, eager.CHUNK_ROWS, eager.CHUNK_ROWS + 1])
+@pytest.mark.parametrize("count", [CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1])
 def test_chunks_join(device: str, count: int) -> None:
     positions = [*list(range(2, 2 * count, 2))[: count - 1], 2 * count]
     assert_matches_naive(device, Batch([positions], heads=1, kv_heads=1, head_dim=8))
@@ -241,7 +241,7 @@ def test_any_window_matches_naive(
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 @pytest.mark.parametrize("scores", [1, 4 * 31 * 7])
 def test_chunks_with_sinks_join(device: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "SINK_SCORES", scores)
+    monkeypatch.setattr("kernels.sparse_prefill.SINK_SCORES", scores)
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 
