@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
@@ -20,13 +20,9 @@ from semblend_trt.transfer.load import LayerReadiness
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
-
-    from kernels.layout import KvGeometry
-    from semblend_trt.connector.weights import Weights
-    from semblend_trt.donors.offload import DiskLink, OffloadEvent
+    from semblend_trt.donors.offload import DiskLink, OffloadEvent, SavedDonor
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
-    from semblend_trt.transfer.save import SavedDonor
+    from semblend_trt.pool_facts import PoolFacts
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +86,19 @@ class ActivePlans:
 MAX_EVENTS = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class PoolFacts:
-    """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
-    those that `needs_scales` asks for. `chunk`: the tokens of a chunk where some layers attend to no others.
-    `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended."""
+class Weights(Protocol):
+    """The model's weights as `connector/weights.py` watches them."""
 
-    geometry: KvGeometry
-    num_blocks: int
-    dtype: torch.dtype
-    scales: str | None = None
-    chunk: int | None = None
-    holds_saved_blocks: bool = False
+    prefix_is_stale: bool
+
+    @property
+    def are_first(self) -> bool: ...
+
+    def have_changed(self) -> bool: ...
+
+    def prefix_cache_reset(self) -> None: ...
+
+    def suspect(self) -> None: ...
 
 
 def _held_weakly(name: str) -> Any:

@@ -21,7 +21,8 @@ from benchmarks.program import run_counted, seconds
 from kernels.layout import KvGeometry
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.runtime import PoolFacts, runtime_for
+from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.runtime import runtime_for
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from validation.results import Results, say
 

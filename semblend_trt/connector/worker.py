@@ -26,8 +26,9 @@ from semblend_trt.connector.worker_setup import (
 )
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
+from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.ranks import agree_on_loads
-from semblend_trt.runtime import PoolFacts, runtime_for
+from semblend_trt.runtime import runtime_for
 from semblend_trt.streams import Event, current_stream, on, record
 
 if TYPE_CHECKING:

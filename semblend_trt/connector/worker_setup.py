@@ -27,7 +27,7 @@ from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 if TYPE_CHECKING:
     import torch
 
-    from kernels.layout import KvGeometry, Pool
+    from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.config import Settings
     from semblend_trt.connector.model_facts import ModelFacts
@@ -89,7 +89,7 @@ class Tiers:
 def open_tiers(
     settings: Settings,
     llm_args: Any,
-    pool: Pool,
+    pool: torch.Tensor,
     geometry: KvGeometry,
     rotation: Rotation,
     runtime: Runtime,

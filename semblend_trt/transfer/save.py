@@ -16,7 +16,7 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import CapacityError
 from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.ranks import Ranks
@@ -39,15 +39,6 @@ T = TypeVar("T")
 
 # What a rank reports in place of tokens: a save or offload is still running, or an offload has lost nothing.
 _RUNS, _NOTHING_LOST = -1, 1
-
-
-@dataclass(frozen=True, slots=True)
-class SavedDonor:
-    """What the worker holds of one donor: `tokens` positions; 0 when `error` says why it could not be kept."""
-
-    donor_id: str
-    tokens: int
-    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
+from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.runtime import MAX_EVENTS, ActivePlans, Runtime, runtime_for
 from semblend_trt.transfer.load import LayerReadiness
-from semblend_trt.transfer.save import SavedDonor
 from tests.semblend_trt.plans import plan_of
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.donors.eviction import Eviction, EvictionPolicy, policy_of
+from semblend_trt.config import Eviction
+from semblend_trt.donors.eviction import EvictionPolicy, policy_of
 from semblend_trt.fleet.routing_policy import POLICIES, Holder, Replica, RoutingRequest
 from validation.replay.policies import BlockHistory, ReplayPolicy, replay_policy
 from validation.replay.trace import NONE

@@ -17,7 +17,8 @@ from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.plan import EngineMode, SpanCheck
-from semblend_trt.runtime import PoolFacts, Runtime
+from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.runtime import Runtime
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, PyExecutor, executor_of
 
 if TYPE_CHECKING:

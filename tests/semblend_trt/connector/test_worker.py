@@ -15,14 +15,13 @@ from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SaveIntent
+from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SavedDonor, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
     EngineMode,
     PlanSpan,
 )
 from semblend_trt.runtime import runtime_for
-from semblend_trt.transfer.save import SavedDonor
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv
 from tests.semblend_trt.plans import plan_of

@@ -23,7 +23,7 @@ from tests.semblend_trt.held_donors import held_in, held_kv
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from semblend_trt.transfer.save import SavedDonor
+    from semblend_trt.donors.offload import SavedDonor
 
 GEOMETRY = KvGeometry(2, 1, 8, 4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.donors.eviction import Eviction, policy_of
+from semblend_trt.config import Eviction
+from semblend_trt.donors.eviction import policy_of
 from semblend_trt.fleet.routing_policy import POLICIES
 from validation.replay.latency import LatencyModel
 from validation.replay.policies import ReplayPolicy, replay_policy
