@@ -41,7 +41,7 @@ from tests.engine_wrapper.serving import (
     teach,
     text,
 )
-from tests.engine_wrapper.test_chunks_end_to_end import SHORT
+from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
 from tests.engine_wrapper.test_disk_tier_end_to_end import serve as kept
 from tests.kernels.builders import FP8, error_of
