@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
 from kernels.deviation import FreshRows, Move, relative, row_squares, squares
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
 from kernels.rope import saturated, still
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from engine_wrapper.token_schedule import SequenceWork
     from kernels.layout import Pool
     from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
@@ -206,19 +206,13 @@ def _of_head(move: Move, layer: int, head: slice) -> Move:
     return replace(move, source=replace(kv, pool=LayeredPool(*((each,) for each in kinds)), geometry=geometry))
 
 
-def build_schedule(slices: Sequence[SequenceSlice], num_layers: int) -> LayerSchedule:
-    """The schedule of one forward over `slices`, its tensors on the host; it puts out the last row of each.
+def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
+    """The schedule of one forward over `works`, its tensors on the host.
 
-    A slice without a plan computes its own positions in every layer. With a plan, the layers below the recompute
+    A work without a plan computes its own positions in every layer. With a plan, the layers below the recompute
     boundary and below the check's layer run on all positions from `num_computed_tokens` on. The others run on holes,
     heads of spans, the slice, and the tokens that the check finds to deviate. Exact spans are computed in no layer.
-    Raises PlanError when a plan does not fit its slice.
     """
-    return schedule_of([replace(work, outputs=1) for work in works_of(slices, num_layers)], num_layers)
-
-
-def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
-    """The schedule of one forward over `works`, its tensors on the host."""
     return _schedule(works, 0, num_layers, [np.ones(len(work.positions), dtype=bool) for work in works], _tokens(works))
 
 

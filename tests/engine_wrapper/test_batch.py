@@ -173,7 +173,10 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
 
 
-def test_ranks_that_share_the_heads_decide_over_all_parts(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
+@pytest.mark.parametrize("most", [None, MAX_ROWS])
+def test_ranks_that_share_the_heads_decide_what_one_would(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, most: int | None
+) -> None:
     plan = long_plan(make_plan, "largest share")
 
     def run(model: Any, ranks: Ranks, max_rows: int | None) -> tuple[torch.Tensor, list[CheckEvidence]]:
@@ -183,7 +186,7 @@ def test_ranks_that_share_the_heads_decide_over_all_parts(tiny_qwen2_path: Path,
 
     expected, evidence = run(load(tiny_qwen2_path), Ranks(), None)
     models = [load(tiny_qwen2_path) for _ in range(2)]
-    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks, MAX_ROWS))
+    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks, most))
     assert torch.equal(first, second)
     assert close(first, expected)
     assert found == told

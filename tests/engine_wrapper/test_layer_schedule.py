@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, build_schedule, schedule_of
+from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, schedule_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
@@ -37,6 +37,11 @@ def tokens_of(length: int, request_id: int = 1) -> tuple[int, ...]:
 
 def blocks(request_id: int) -> tuple[int, ...]:
     return tuple(range(100 * request_id, 100 * request_id + 12))
+
+
+def build_schedule(slices: list[SequenceSlice]) -> LayerSchedule:
+    """The schedule of one forward that puts out the last row of each slice."""
+    return schedule_of([replace(work, outputs=1) for work in works_of(slices, NUM_LAYERS)], NUM_LAYERS)
 
 
 def slice_of(plan: SemanticKvPlan, length: int | None = None) -> SequenceSlice:
@@ -238,7 +243,7 @@ def check_evidence(
 def test_a_discovery_plan_changes_nothing(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
     slice_ = slice_of(plan)
-    bare, schedule = (build_schedule([each], NUM_LAYERS) for each in (replace(slice_, plan=None), slice_))
+    bare, schedule = (build_schedule([each]) for each in (replace(slice_, plan=None), slice_))
     assert len(schedule.stages) == 1
     assert torch.equal(schedule.positions, bare.positions)
 
@@ -256,13 +261,13 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(
 ) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], **SIZES)
     with pytest.raises(PlanError) as refusal:
-        build_schedule([replace(slice_of(plan), **change)], NUM_LAYERS)
+        build_schedule([replace(slice_of(plan), **change)])
     assert refusal.value.invariant == invariant
 
 
 def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], check=SpanCheck(2, 0.5), **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS)
+    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
     assert schedule.check is not None
     rest, _ = schedule.check.decide(torch.zeros(16))
     # 4 rows of a hole, 10 of the slice, 1 of the decode step.
@@ -271,7 +276,7 @@ def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
 
 def test_a_schedule_is_moved_whole(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS)
+    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
     moved = schedule.to("cpu")
     assert [stage.first_layer for stage in moved.stages] == [stage.first_layer for stage in schedule.stages] == [0, 2]
     assert [stage.keep is None for stage in moved.stages] == [True, False]
@@ -297,7 +302,7 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
         SequenceSlice(3, 3, (5,), (4,)),
         replace(slice_of(second), block_ids=(1, 11, 3, 8)),
     ]
-    schedule = build_schedule(slices, NUM_LAYERS)
+    schedule = build_schedule(slices)
     # Keys and values are views of the same rows.
     heads = torch.randn(schedule.stages[0].num_rows, 4 + 2 + 2, 16, generator=torch.Generator().manual_seed(0))
     _, keys, values = heads.split([4, 2, 2], 1)

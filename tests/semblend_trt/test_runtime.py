@@ -198,17 +198,6 @@ def expecting(*ends, asked=None, ahead=1):
     return readiness
 
 
-def test_each_layer_waits_for_its_own_group_only():
-    readiness, stream = expecting(3, 5, 6), RecordingStream()
-    waited = []
-    for layer in range(6):
-        readiness.wait(layer, stream)
-        waited.append(len(stream.waited))
-    assert waited == [1, 1, 1, 2, 2, 3]
-    assert stream.waited == ["below 3", "below 5", "below 6"]
-    assert not readiness.is_arriving
-
-
 def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
     readiness, stream = expecting(2, 4), RecordingStream()
     readiness.wait(0, stream)
@@ -217,15 +206,6 @@ def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
     readiness.expect(groups_below(1))
     readiness.wait(0, stream)
     assert stream.waited[-1] == "below 1"
-
-
-def test_on_the_cpu_nothing_is_waited_for():
-    readiness = LayerReadiness()
-    readiness.expect((end, None) for end in (2, 4))
-    readiness.wait(0, None)
-    assert readiness.is_arriving
-    readiness.join(None)
-    assert not readiness.is_arriving
 
 
 def test_a_group_is_asked_for_when_a_forward_comes_near_it():
