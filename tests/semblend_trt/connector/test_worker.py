@@ -266,21 +266,17 @@ def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, arg
     assert not held_in(worker.store)
 
 
-def test_what_a_failed_forward_was_to_read_is_not_placed_any_more(worker, args):
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_forward_was_to_read_is_placed_behind_it_unless_it_has_failed(worker, args, fails):
     asked, readiness = [], runtime_for(args).readiness
     begin(worker)
     readiness.expect(asked.append(layer) or (layer + 1, None) for layer in range(4))
-    begin(worker)
+    if fails:
+        begin(worker)
+    else:
+        worker.wait_for_save(None)
     assert not readiness.is_arriving
-    assert asked == [0]
-
-
-def test_what_the_forward_did_not_wait_for_is_placed_behind_it(worker, args):
-    asked, readiness = [], runtime_for(args).readiness
-    begin(worker)
-    readiness.expect(asked.append(layer) or (layer + 1, None) for layer in range(4))
-    worker.wait_for_save(None)
-    assert asked == [0, 1, 2, 3]
+    assert asked == ([0] if fails else [0, 1, 2, 3])
 
 
 def test_unknown_and_forgotten_requests_are_returned_at_once(worker):
