@@ -22,14 +22,12 @@ import numpy as np
 import torch
 
 from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule, lowest_schedule, schedule_of
-from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
+from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
 from kernels.sparse_prefill.rows import to_device
 from semblend_trt.streams import HostCopy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
 
     from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
 Output = TypeVar("Output")
 
-# So many rows may run before a sample: few, as it was in vain where the sample speaks against it.
+# At most this many rows run before a sample: they are computed again where the sample speaks against them.
 MAX_SPECULATIVE_ROWS = 512
 
 
@@ -115,30 +113,26 @@ def run_works(
     def run_left(left: Sequence[SequenceWork]) -> Output:
         return run([with_lowest_layers_run(work, num_layers, max_rows, lowest, evidence_sink) for work in left])
 
-    compared = {index: found for index, work in enumerate(works) if len(found := work.first_compared())}
+    compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
     if not compared:
         return run_left(works)
-    expected = [work.unchecked() if index in compared else work for index, work in enumerate(works)]
+    expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
     is_likely = all(work.pending is None for work in expected)
     is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
     speculative = run_left(expected) if is_likely and is_short and not is_arriving else None
-    deviations = {index: _queue_sample(works[index], found, max_rows, lowest) for index, found in compared.items()}
+    # All samples are queued before the host waits for the first one's deviations.
+    samples = {index: works[index].sample(found) for index, found in compared.items()}
+    read = {
+        index: HostCopy(_run_parts(sample, _layer_of(sample), max_rows, lowest)) for index, sample in samples.items()
+    }
     left = list(works)
     for index, found in compared.items():
-        left[index], known = works[index].behind_sample(found, deviations[index].read())
+        left[index], known = works[index].after_sample(found, read[index].read())
         if known is not None and evidence_sink is not None:
             evidence_sink(known)
     if speculative is not None and all(work.pending is None for work in left):
         return speculative
     return run_left(left)
-
-
-def _queue_sample(
-    work: SequenceWork, compared: npt.NDArray[np.int64], max_rows: int | None, run: RunLowest
-) -> HostCopy:
-    """Queues the forward of a check's sample; returns its deviations, float32, on their way to the host."""
-    assert work.pending is not None
-    return HostCopy(_run_parts(work.sample(compared), work.pending.check.layer, max_rows, run))
 
 
 def with_lowest_layers_run(
@@ -151,15 +145,19 @@ def with_lowest_layers_run(
     """
     # This runs in every iteration; rows of cold requests and of decode steps are only counted.
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
-        # The layer in which rows are compared, else the last one before the first rows leave.
-        layer = int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
+        layer = _layer_of(work)
         found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
         if work.pending is not None:
             work, evidence = work.decide(found.cpu().numpy())
             if evidence_sink is not None:
                 evidence_sink(evidence)
-        work = work.beyond(layer, num_layers)
+        work = work.above(layer, num_layers)
     return work
+
+
+def _layer_of(work: SequenceWork) -> int:
+    """The layer in which rows are compared, else the last one before the first rows leave."""
+    return int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
 
 
 def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLowest) -> torch.Tensor:

@@ -20,9 +20,9 @@ from semblend_trt.errors import ConfigurationError
 _OLD = "Transformers {} caches K and V of every head, where the model has one latent row a token; install a newer one"
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from engine_wrapper.paged_attention import PagedAttention
+    from kernels.layout import KvGeometry
     from kernels.sparse_prefill import SequenceRows
 
 
@@ -44,23 +44,28 @@ def latent_rows(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
 
 
 class LatentCache:
-    """What a layer takes for its cache in one stage of a forward."""
+    """What a layer takes for its cache in one stage of a forward. `write` puts a layer's active rows into `pool`."""
 
-    def __init__(self, paged: PagedAttention) -> None:
-        self._paged = paged
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        sequences: Sequence[SequenceRows],
+        write: Callable[[int, torch.Tensor, torch.Tensor | None], None],
+    ) -> None:
+        self._pool, self._geometry, self._sequences, self._write = pool, geometry, sequences, write
 
     def update(
         self, free: torch.Tensor, turning: torch.Tensor, layer: int, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the active rows, [1, 1, rows, channels] in two parts, and returns those of all tokens up to the last
-        row of each sequence, one sequence behind the other: what is stored, in the rows' dtype. Raises
+        row of each sequence, one sequence after the other: what is stored, in the rows' dtype. Raises
         ConfigurationError as `latent_rows` does."""
-        paged = self._paged
         rows = latent_rows(free, turning)[0].transpose(0, 1)
-        paged.write(layer, rows, None)
-        pool = indexable(layer_view(paged.pool, paged.geometry, layer, 0))  # [blocks, 1, block_size, channels]
-        held = torch.cat([pool[each.block_ids].flatten(0, 2)[: each.last_position + 1] for each in paged.sequences])
-        held = held.view(paged.pool.dtype).to(rows.dtype)  # [tokens, channels]
+        self._write(layer, rows, None)
+        pool = indexable(layer_view(self._pool, self._geometry, layer, 0))  # [blocks, 1, block_size, channels]
+        held = torch.cat([pool[each.block_ids].flatten(0, 2)[: each.last_position + 1] for each in self._sequences])
+        held = held.view(self._pool.dtype).to(rows.dtype)  # [tokens, channels]
         kept, turned = held[None, None].split([free.shape[-1], turning.shape[-1]], dim=-1)
         return kept, turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 

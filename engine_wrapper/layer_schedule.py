@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from engine_wrapper.sequence_work import SequenceSlice, SequenceWork, works_of
-from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
+from kernels.deviation import FreshRows, Move, relative, row_squares, squares
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
 from kernels.rope import saturated, still
 from kernels.sparse_prefill import SequenceRows
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from engine_wrapper.token_schedule import SequenceWork
     from kernels.layout import Pool
     from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
@@ -123,7 +123,7 @@ class DeviationCheck:
         values: torch.Tensor | None,
         pool: Pool,
         geometry: KvGeometry,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
         head_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
@@ -131,39 +131,43 @@ class DeviationCheck:
         `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Without values
         `keys` are latent rows (MLA). If `ranks` share the KV heads, it is the deviation over all heads, with the same
         bits on each rank, so that all decide alike. `head_scales`, float32 [kv_factor, kv_heads]: what a head's stored
-        numbers are multiplied by, where heads differ in it. Raises ValueError when a position lies beyond its request's
-        blocks.
+        numbers are multiplied by, where heads differ in it; there are no samples then. Raises ValueError when a
+        position lies beyond its request's blocks.
         """
         # What is compared is what would be stored.
-        keys, values = saturated(keys, pool.dtype), None if values is None else saturated(values, pool.dtype)
-        fresh, moves, first_row = FreshRows(keys, values), [], 0
+        fresh = FreshRows(saturated(keys, pool.dtype), None if values is None else saturated(values, pool.dtype))
+        if self.is_sample:
+            (work,) = self.works
+            sums = self._of_sample(work, fresh, pool, geometry)
+        elif head_scales is None:
+            # The donor's keys were rotated when they were placed into the pool.
+            sums = squares(self._moves(pool, geometry), fresh, self.layer, still(geometry.head_dim))
+        else:
+            sums = _scaled_squares(self._moves(pool, geometry), fresh, self.layer, head_scales)
+        return relative(ranks.total(sums)).amax(0)
+
+    def _of_sample(self, work: SequenceWork, fresh: FreshRows, pool: Pool, geometry: KvGeometry) -> torch.Tensor:
+        """The sums of squares of single rows, as `row_squares`."""
+        assert work.pending is not None
+        active, sampled = work.active(self.layer), work.pending.checked
+        rows = torch.from_numpy((np.cumsum(active) - active)[sampled])
+        positions = torch.from_numpy(work.positions[sampled])
+        return row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
+
+    def _moves(self, pool: Pool, geometry: KvGeometry) -> list[Move]:
+        """The checked spans of all works, each from its positions in the pool to the rows' places."""
+        found, first_row = [], 0
         for work in self.works:
             active = work.active(self.layer)
             places = first_row + np.cumsum(active) - active
-            if work.pending is not None and work.pending.sampled is not None:
-                # A sample has a forward of its own; where heads have scales there is none.
-                rows, positions = (torch.from_numpy(each[work.pending.sampled]) for each in (places, work.positions))
-                sums = row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
-                return relative(sums if ranks is None else ranks.total(sums)).amax(0)
             first_row += int(np.count_nonzero(active))
-            if work.pending is None or work.pending.check.layer != self.layer:
-                continue
-            donor = PagedKv(pool, work.block_ids, geometry)
-            moves += [
-                Move(donor, int(work.positions[rows.start]), int(places[rows.start]), len(rows), turn=0)
-                for rows in work.pending.rows
-            ]
-        if not moves:
-            return torch.empty(0, dtype=torch.float32, device=pool.device)
-        # The donor's keys were rotated when they were placed into the pool.
-        placed = still(geometry.head_dim)
-        if head_scales is not None:
-            sums = _scaled_squares(moves, fresh, self.layer, head_scales)
-        elif ranks is None or ranks.size == 1:
-            return deviation(moves, fresh, self.layer, placed).amax(0)
-        else:
-            sums = squares(moves, fresh, self.layer, placed)
-        return relative(sums if ranks is None else ranks.total(sums)).amax(0)
+            if work.pending is not None and work.pending.check.layer == self.layer:
+                donor = PagedKv(pool, work.block_ids, geometry)
+                found += [
+                    Move(donor, int(work.positions[rows.start]), int(places[rows.start]), len(rows), turn=0)
+                    for rows in work.pending.rows
+                ]
+        return found
 
     def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
         """The schedule from this layer on, its tensors on the host, and the checks' evidence.
@@ -202,19 +206,13 @@ def _of_head(move: Move, layer: int, head: slice) -> Move:
     return replace(move, source=replace(kv, pool=LayeredPool(*((each,) for each in kinds)), geometry=geometry))
 
 
-def build_schedule(slices: Sequence[SequenceSlice], num_layers: int) -> LayerSchedule:
-    """The schedule of one forward over `slices`, its tensors on the host; it puts out the last row of each.
+def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
+    """The schedule of one forward over `works`, its tensors on the host.
 
-    A slice without a plan computes its own positions in every layer. With a plan, the layers below the recompute
+    A work without a plan computes its own positions in every layer. With a plan, the layers below the recompute
     boundary and below the check's layer run on all positions from `num_computed_tokens` on. The others run on holes,
     heads of spans, the slice, and the tokens that the check finds to deviate. Exact spans are computed in no layer.
-    Raises PlanError when a plan does not fit its slice.
     """
-    return schedule_of([replace(work, outputs=1) for work in works_of(slices, num_layers)], num_layers)
-
-
-def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
-    """The schedule of one forward over `works`, its tensors on the host."""
     return _schedule(works, 0, num_layers, [np.ones(len(work.positions), dtype=bool) for work in works], _tokens(works))
 
 

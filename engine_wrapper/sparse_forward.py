@@ -6,6 +6,8 @@ attend to their whole sequence in the pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -17,17 +19,14 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from engine_wrapper.latent_cache import LatentCache, latent_attention
-from engine_wrapper.layer_schedule import build_schedule, follow, follow_all, no_hook
-from engine_wrapper.paged_attention import PagedAttention, Watch
+from engine_wrapper.layer_schedule import follow, follow_all, no_hook, schedule_of
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
-from engine_wrapper.sequence_work import SequenceSlice
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import PoolLayer
-from kernels.sparse_prefill import in_chunks, sparse_prefill
+from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
@@ -35,6 +34,25 @@ ATTENTION_NAME = "semblend_paged"
 
 
 # Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
+Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """The pool, the active rows of each sequence and a watch on their K and V, for one stage."""
+
+    pool: torch.Tensor
+    geometry: KvGeometry
+    sequences: tuple[SequenceRows, ...]
+    watch: Watch | None = None
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Write K and V of the active rows, or latent rows and None, after the watch."""
+        if self.watch is not None:
+            self.watch(keys, values)
+        write_rows(keys, values, PoolLayer(self.pool, layer, self.geometry), self.sequences)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -102,7 +120,7 @@ def cache_keyword(forward: Callable[..., Any]) -> str:
     return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
-class PlainRows:
+class PagedDecoder:
     """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
 
     A check's layer runs for all rows when they are compared; dropped rows leave behind that layer.
@@ -160,7 +178,11 @@ class PlainRows:
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
         paged = PagedAttention(self._pool, self._geometry, sequences, watch)
-        held = LatentCache(paged) if self._geometry.kv_factor == 1 else self._places
+        held = (
+            LatentCache(self._pool, self._geometry, sequences, paged.write)
+            if self._geometry.kv_factor == 1
+            else self._places
+        )
         run = self._decoder.layers[layer]
         self._hidden = run(
             self._hidden,
@@ -243,7 +265,8 @@ class SparseForward:
         for threshold in (0.0, KEEP_ALL):
             plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
             sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
-            forward(build_schedule([sequence], geometry.num_layers).to(pool.device))
+            works = works_of([sequence], geometry.num_layers)
+            forward(schedule_of(works, geometry.num_layers).to(pool.device))
 
-    def _rows(self, schedule: LayerSchedule) -> PlainRows:
-        return PlainRows(self._model.model, schedule, self._pool, self._geometry)
+    def _rows(self, schedule: LayerSchedule) -> PagedDecoder:
+        return PagedDecoder(self._model.model, schedule, self._pool, self._geometry)

@@ -34,8 +34,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.kv_move.move import sizes_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv
+from kernels.moves import sizes_of
 from kernels.rope import LayerRotations
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kernels.kv_move.move import Move
+    from kernels.moves import Move
     from kernels.rope import RopeRotation, Rotation
 
 RECORD_WORDS = 16

@@ -3,10 +3,7 @@
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker", "__version__"]

@@ -16,19 +16,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from semblend_trt.background import Background
 
 if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
-    from semblend_trt.connector.requests import TrackedRequest
+    from semblend_trt.donors.offload import SavedDonor
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.outcome import Neighbour, ReuseReport
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.reuse_profile import ProfileMatch
-    from semblend_trt.runtime import SavedDonor
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +187,19 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+class LookedUp(Protocol):
+    """A request whose look-up has ended."""
+
+    request_id: int
+    num_computed_tokens: int
+    plan: SemanticKvPlan | None
+    reason: str | None
+    runs_found: int
+
+    @property
+    def matched_tokens(self) -> int: ...
+
+
 class AuditEvents(AuditLog):
     """The scheduler's audit events, each with the fields that operators of the SemBlend package know."""
 
@@ -205,7 +217,7 @@ class AuditEvents(AuditLog):
             differences=match.differences,
         )
 
-    def lookup(self, tracked: TrackedRequest) -> None:
+    def lookup(self, tracked: LookedUp) -> None:
         plan = tracked.plan
         self.event(
             "lookup",

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from semblend_trt.donors.eviction import Eviction, parse_eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy, parse_policy
@@ -64,6 +63,28 @@ _RETIRED = {
     "FUZZY_MARGIN": _EXACT_RUNS,
     "FUZZY_MARGIN_TOKENS": _EXACT_RUNS,
 }
+
+
+class Eviction(str, Enum):
+    """Names of the policies, as SEMBLEND_EVICTION takes them."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    SIZE_AWARE = "size_aware"
+
+
+# Policies that only a replay of a trace plays.
+_REPLAYED = ("fifo", "static_semantic", "adaptive_semantic")
+
+
+def parse_eviction(value: object) -> object:
+    """Passes a policy's name on; raises ConfigurationError for the name of a policy that only a replay plays."""
+    if value in _REPLAYED:
+        names = ", ".join(each.value for each in Eviction)
+        raise ConfigurationError(
+            f"policy {value!r} evicts no donors; use one of {names}; `python -m validation replay` plays the others"
+        )
+    return value
 
 
 def variables_of(name: str) -> tuple[str, ...]:

@@ -11,23 +11,18 @@ import threading
 import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import semblend_trt
-from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
-from semblend_trt.ranks import Ranks, ranks_of
-from semblend_trt.streams import Event, Stream, wait
+from semblend_trt.ranks import Ranks
+from semblend_trt.transfer.load import LayerReadiness
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Iterable
 
-    import torch
-
-    from kernels.layout import KvGeometry
-    from semblend_trt.connector.weights import Weights
-    from semblend_trt.donors.offload import DiskLink, OffloadEvent
+    from semblend_trt.donors.offload import DiskLink, OffloadEvent, SavedDonor
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.pool_facts import PoolFacts
 
 logger = logging.getLogger(__name__)
 
@@ -87,88 +82,23 @@ class ActivePlans:
         return len(self._pending)
 
 
-class LayerReadiness:
-    """The layers that are still on their way, in the order in which they arrive.
-
-    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Without one, and
-    where no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
-    follows on a stream. The engine's thread alone uses it.
-    """
-
-    def __init__(self) -> None:
-        self.is_awaited = False
-        self._groups: Generator[tuple[int, Event | None]] | None = None
-        self._queued: deque[tuple[int, Event | None]] = deque()
-        self._ahead = self._arrived_layers = 0
-
-    @property
-    def is_arriving(self) -> bool:
-        """True while some layers are not waited for yet: what reads them must call `wait` or `join`."""
-        return bool(self._queued) or self._groups is not None
-
-    def expect(self, groups: Generator[tuple[int, Event | None]], ahead: int = 1) -> None:
-        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool behind
-        `event`. Asking `groups` for one queues its transfer: here for the first `ahead`, which is at least 1, and then
-        for so many beyond the layers that a forward has come to. What was announced before must have been joined."""
-        self._groups, self._ahead, self._arrived_layers = groups, ahead, 0
-        self._ask()
-
-    def wait(self, layer: int, stream: Stream | None) -> None:
-        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool. Raises
-        what a further transfer raises."""
-        while self._queued and self._arrived_layers <= layer:
-            self._arrived_layers, event = self._queued.popleft()
-            wait(stream, [event])
-            self._ask()
-
-    def join(self, stream: Stream | None) -> None:
-        """Queues on `stream` that what follows starts once every layer is in the pool."""
-        while self._queued:
-            wait(stream, [self._queued.popleft()[1]])
-            self._ask()
-
-    def abandon(self, stream: Stream | None) -> None:
-        """Has no further transfer queued, and those that were precede what follows on `stream`: the forward that was to
-        read the layers has failed."""
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
-        self.join(stream)
-
-    def _ask(self) -> None:
-        while self._groups is not None and len(self._queued) < self._ahead:
-            group = next(self._groups, None)
-            if group is None:
-                self._groups = None
-            else:
-                self._queued.append(group)
-
-
 # The scheduler takes events at every look-up and at every request's end, so few ever wait.
 MAX_EVENTS = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class SavedDonor:
-    """What the worker holds of one donor: `tokens` positions; 0 when `error` says why it could not be kept."""
+class Weights(Protocol):
+    """The model's weights as `connector/weights.py` watches them."""
 
-    donor_id: str
-    tokens: int
-    error: str | None = None
+    prefix_is_stale: bool
 
+    @property
+    def are_first(self) -> bool: ...
 
-@dataclass(frozen=True, slots=True)
-class PoolFacts:
-    """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
-    those that `needs_scales` asks for. `chunk`: the tokens of a chunk where some layers attend to no others.
-    `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended."""
+    def have_changed(self) -> bool: ...
 
-    geometry: KvGeometry
-    num_blocks: int
-    dtype: torch.dtype
-    scales: str | None = None
-    chunk: int | None = None
-    holds_saved_blocks: bool = False
+    def prefix_cache_reset(self) -> None: ...
+
+    def suspect(self) -> None: ...
 
 
 def _held_weakly(name: str) -> Any:
@@ -227,11 +157,6 @@ class Runtime:
     engine = _held_weakly("_engine")
     scheduler = _held_weakly("_scheduler")
 
-    def caches_registered(self) -> None:
-        """Has the scheduler, where there is one, build what look-ups need."""
-        if (scheduler := self.scheduler) is not None:
-            scheduler.wait_for_initialization()
-
     def check_weights(self) -> None:
         """Count a change of the model's weights, if there has been one since the last call."""
         if self.weights is not None and self.weights.have_changed():
@@ -275,31 +200,3 @@ def runtime_for(llm_args: Any) -> Runtime:
             weakref.finalize(llm_args, _runtimes.pop, key, None)
             runtime = _runtimes[key] = Runtime()
         return runtime
-
-
-def join_ranks(runtime: Runtime, llm_args: Any) -> None:
-    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
-    if runtime.ranks.size == int(getattr(llm_args, "tensor_parallel_size", None) or 1):
-        return
-    found = ranks_of(llm_args)
-    if found is None:
-        logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
-        runtime.refusal = runtime.refusal or "ranks_unknown"
-    else:
-        runtime.ranks = found
-
-
-def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
-    """Adopts the first refusal of any rank on all of them; an error of one rank is raised on all.
-
-    Ranks of different versions refuse: they would read one another's metadata differently.
-    """
-    gathered = runtime.ranks.gather((semblend_trt.__version__, runtime.refusal, None if error is None else str(error)))
-    if error is not None:
-        raise error
-    failed = next((text for _, _, text in gathered if text is not None), None)
-    if failed is not None:
-        raise ConfigurationError(f"another rank cannot start: {failed}")
-    if len({version for version, _, _ in gathered}) > 1:
-        runtime.refusal = runtime.refusal or "metadata_version"
-    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in gathered if refusal is not None), None)

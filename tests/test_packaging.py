@@ -22,7 +22,7 @@ pytestmark = pytest.mark.last_step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
-IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.loader import PlanLoader"
+IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.transfer.load import PlanLoader"
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.sequence_work import SequenceSlice
+from engine_wrapper.token_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan

@@ -23,12 +23,12 @@ from benchmarks.kernels.ceilings import (
     run_on_card,
     time_ms,
 )
-from kernels.deviation import FreshRows, Move, deviation, eager
+from kernels.deviation import FreshRows, Move, deviation, relative, squares_by_torch
 from validation.results import say
 
 if TYPE_CHECKING:
-    from kernels.deviation.spans import Fresh
     from kernels.layout import ContiguousKv, PagedKv
+    from kernels.moves import Fresh
     from validation.results import Results
 
 LAYER = 2
@@ -69,7 +69,7 @@ def _check() -> float:
     for donor in donors:
         spans = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
         for fresh in (random_pool(320), _rows(320)):
-            expected = eager.deviation(spans, fresh, LAYER, ROTATION)
+            expected = relative(squares_by_torch(spans, fresh, LAYER, ROTATION))
             errors.append(check_close("deviation", deviation(spans, fresh, LAYER, ROTATION), expected, 1e-4))
     return max(errors)
 

@@ -30,9 +30,9 @@ from benchmarks.kernels.ceilings import (
     run_on_card,
     time_ms,
 )
-from kernels.kv_move import Move, eager, kv_move
-from kernels.kv_move.move import planes_of, sizes_of
+from kernels.kv_move import Move, kv_move, kv_move_by_torch
 from kernels.layout import ContiguousKv
+from kernels.moves import planes_of, sizes_of
 from validation.results import say
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _check(actual: PagedKv, expected: PagedKv, rotation: Rotation = ROTATION) ->
     donor = random_donor(200, sizes=actual.geometry)
     moves = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
     kv_move(moves, actual, rotation)
-    eager.kv_move(moves, expected, rotation)
+    kv_move_by_torch(moves, expected, rotation)
     pairs = zip(planes_of(actual), planes_of(expected), strict=True)
     say(f"relative error against torch: {max(check_close('kv_move', *pair, 1e-2) for pair in pairs):.1e}")
 

@@ -21,7 +21,7 @@ from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks, pool_dtype
 from engine_wrapper.embedded.request import LlmRequestState
 from engine_wrapper.embedded.sampling import largest_of, sample
-from engine_wrapper.sequence_work import SequenceSlice
+from engine_wrapper.token_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from semblend_trt.runtime import runtime_for

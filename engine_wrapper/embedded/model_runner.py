@@ -13,8 +13,8 @@ import torch
 from engine_wrapper.batch import micro_batches, run_works
 from engine_wrapper.embedded.models import adopt_model, load_model
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
-from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 from semblend_trt.streams import current_stream
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from engine_wrapper.embedded.models import ModelSource
     from engine_wrapper.layer_schedule import EvidenceSink, LayerHook
-    from engine_wrapper.sequence_work import SequenceWork
+    from engine_wrapper.token_schedule import SequenceWork
     from kernels.layout import KvGeometry
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
-    from semblend_trt.runtime import LayerReadiness
+    from semblend_trt.transfer.load import LayerReadiness
 
 PlanSource = Callable[[int], "SemanticKvPlan | None"]
 

@@ -6,26 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.deviation import eager
-from kernels.deviation.eager import relative, row_squares
-from kernels.deviation.spans import Fresh, FreshRows, check_spans
 from kernels.dispatch import triton_serves
-from kernels.kv_move.move import Move, lie_alike, tensor_of
+from kernels.layout import ContiguousKv, PagedKv, indexable, layer_view
+from kernels.moves import Fresh, FreshRows, Move, check_spans, lie_alike, sizes_of, tensor_of
+from kernels.rope import RopeRotation, rotate_keys
+from kernels.sparse_prefill.rows import all_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
-    from kernels.rope import RopeRotation
+__all__ = ["Fresh", "FreshRows", "Move", "deviation", "relative", "row_squares", "squares", "squares_by_torch"]
 
-__all__ = [
-    "FreshRows",
-    "Move",
-    "deviation",
-    "relative",
-    "row_squares",
-    "squares",
-]
+_CHUNK = 1024
 
 
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
@@ -41,35 +33,101 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     """
     if not spans:
         return torch.empty(2, 0, device=_tensors(fresh)[0].device)
-    found: torch.Tensor = _path_of(spans, fresh, layer, rotation).deviation(spans, fresh, layer, rotation)
-    return found
+    if not _triton_serves(spans, fresh, layer, rotation):
+        return relative(squares_by_torch(spans, fresh, layer, rotation))
+    from kernels.deviation import triton_deviation
+
+    return triton_deviation.deviation(spans, fresh, layer, rotation)
 
 
 def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """The two sums behind `deviation`: of the squares of fresh - donor and of the donor, over heads and channels.
+    """The two sums that `deviation` is made of: of the squares of fresh - donor and of the donor, over heads and
+    channels.
 
     float32 [2, kv_factor, tokens]. Ranks that share a model's heads add them up; `relative` then gives the deviation
     over all heads. The rest is as in `deviation`.
     """
     if not spans:
         return torch.empty(2, 2, 0, device=_tensors(fresh)[0].device)
-    found: torch.Tensor = _path_of(spans, fresh, layer, rotation).squares(spans, fresh, layer, rotation)
-    return found
+    if not _triton_serves(spans, fresh, layer, rotation):
+        return squares_by_torch(spans, fresh, layer, rotation)
+    from kernels.deviation import triton_deviation
+
+    return triton_deviation.squares(spans, fresh, layer, rotation)
 
 
-def _path_of(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> ModuleType:
-    """Checks the spans; returns the module that serves them."""
+def _triton_serves(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> bool:
+    """Checks the spans; returns whether Triton serves them."""
     check_spans(spans, fresh, layer, rotation)
     tensors, sources = _tensors(fresh), [span.source for span in spans]
     alike = lie_alike(*sources, *(() if isinstance(fresh, FreshRows) else (fresh,)))
-    if alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources))):
-        from kernels.deviation import triton_deviation
-
-        return triton_deviation
-    return eager
+    return alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources)))
 
 
 def _tensors(fresh: Fresh) -> tuple[torch.Tensor, ...]:
     if not isinstance(fresh, FreshRows):
         return (tensor_of(fresh),)
     return (fresh.k,) if fresh.v is None else (fresh.k, fresh.v)
+
+
+def relative(squares: torch.Tensor) -> torch.Tensor:
+    """The relative deviation, float32 [kv_factor, tokens], from what `squares` returns."""
+    difference, norm = squares
+    return torch.where(difference == 0, 0, (difference / norm).sqrt())
+
+
+def squares_by_torch(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
+    """As `squares`, of spans that were checked, in chunks of tokens to keep temporaries small."""
+    device = fresh.k.device if isinstance(fresh, FreshRows) else tensor_of(fresh).device
+    kv_factor = sizes_of(spans[0].source)[1]
+    output = torch.empty(2, kv_factor, sum(span.length for span in spans), device=device)
+    column = 0
+    for span in spans:
+        for first in range(0, span.length, _CHUNK):
+            length = min(_CHUNK, span.length - first)
+            for kind in range(kv_factor):
+                donor = _rows(span.source, kind, layer, span.source_start + first, length).to(device).float()
+                if kind == 0:
+                    donor = rotate_keys(donor, span.shift, rotation)
+                rows = _fresh_rows(fresh, kind, layer, span.target_start + first, length).float()
+                output[0, kind, column : column + length] = (rows - donor).square().sum(dim=(0, 2))
+                output[1, kind, column : column + length] = donor.square().sum(dim=(0, 2))
+            column += length
+    return output
+
+
+def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: torch.Tensor, layer: int) -> torch.Tensor:
+    """The sums of `squares` for single rows of `fresh`, each beside a position of `kv` that holds rotated K.
+
+    `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
+    host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
+    """
+    rows, blocks, slots = all_to_device((rows, *_places(kv, positions)), fresh.k.device)
+    own = [indexable(each).index_select(0, rows) for each in (fresh.k, fresh.v) if each is not None]
+    held = [indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(len(own))]
+    donor = [each[blocks, :, slots] for each in held]
+    ours, theirs = torch.stack(own).view(fresh.k.dtype).float(), torch.stack(donor).view(kv.pool.dtype).float()
+    return torch.stack([each.square().sum(dim=(-2, -1)) for each in (ours - theirs, theirs)])
+
+
+def _places(kv: PagedKv, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and slots of single positions, each int64 [tokens], on the host."""
+    size = kv.geometry.block_size
+    return kv.block_ids[positions // size], positions % size
+
+
+def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
+    if not isinstance(fresh, FreshRows):
+        return _rows(fresh, kind, layer, start, length)
+    rows = fresh.k if kind == 0 or fresh.v is None else fresh.v
+    return rows[start - fresh.first_position :][:length].transpose(0, 1)
+
+
+def _rows(kv: PagedKv | ContiguousKv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
+    """K or V of some positions: [kv_heads, length, head_dim]."""
+    if isinstance(kv, ContiguousKv):
+        return kv.tensor[layer, kind, :, start : start + length]
+    blocks, slots = kv.places(start, length)
+    # paged has shape [kv_heads, blocks, block_size, head_dim]
+    paged = layer_view(kv.pool, kv.geometry, layer, kind).transpose(0, 1)
+    return paged[:, blocks, slots]

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.deviation.spans import Fresh, FreshRows, check_spans
-from kernels.kv_move.move import Move, sizes_of
 from kernels.kv_move.naive import rotated_key, row_of
+from kernels.moves import Fresh, FreshRows, Move, check_spans, sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.deviation.spans import Fresh, FreshRows
 from kernels.dispatch import launch
-from kernels.kv_move.move import Move, sizes_of, tensor_of
+from kernels.moves import Fresh, FreshRows, Move, sizes_of, tensor_of
 from kernels.span_table import (
     Memory,
     Tiling,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kernels.kv_move.move import Move, check_moves, sizes_of
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv
+from kernels.moves import Move, check_moves, sizes_of
 from kernels.rope import RopeRotation, Rotation, rotary_planes, saturated
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
-from kernels.kv_move.move import Move, sizes_of, tensor_of
 from kernels.layout import ContiguousKv
+from kernels.moves import Move, sizes_of, tensor_of
 from kernels.rope import LayerRotations
 from kernels.span_table import (
     Tiling,

@@ -9,19 +9,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
 from kernels.dispatch import triton_serves
-from kernels.layout import LayeredPool
-from kernels.sparse_prefill import eager
+from kernels.layout import LayeredPool, PoolLayer, indexable, layer_view
+from kernels.rope import saturated
 from kernels.sparse_prefill.rows import SequenceRows, check_rows, check_written, in_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from kernels.layout import PoolLayer
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
+
+CHUNK_ROWS = 256
+# Scores of a chunk with sinks, which torch's own attention would not keep.
+SINK_SCORES = 1 << 26
+# On a CPU, masked chunks take half as long again as the causal square; a quarter more rows cost as much.
+LEAST_ROWS_PER_PADDING = 4
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
@@ -39,7 +44,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
 
         triton_attention.write_rows(k, v, kv, sequences)
     else:
-        eager.write_rows(k, v, kv, sequences)
+        write_rows_by_torch(k, v, kv, sequences)
 
 
 def sparse_prefill(
@@ -82,7 +87,7 @@ def sparse_prefill(
         from kernels.sparse_prefill import triton_attention
 
         return triton_attention.sparse_prefill(q, kv, sequences, scale, window, sinks)
-    return eager.sparse_prefill(q, kv, sequences, scale, window, sinks)
+    return sparse_prefill_by_torch(q, kv, sequences, scale, window, sinks)
 
 
 def _triton_serves(kv: PoolLayer) -> bool:
@@ -90,3 +95,136 @@ def _triton_serves(kv: PoolLayer) -> bool:
         return triton_serves(kv.pool, ())
     keys, *values = (kind[kv.layer] for kind in kv.pool.kinds)
     return all(each.stride() == keys.stride() for each in values) and triton_serves(keys, values)
+
+
+def write_rows_by_torch(
+    k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]
+) -> None:
+    """As `write_rows`; the arguments were checked."""
+    pool, layer, geometry = kv
+    for sequence in sequences:
+        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
+        positions, block_ids = sequence.positions.to(pool.device), sequence.block_ids.to(pool.device)
+        blocks = block_ids[positions // geometry.block_size]
+        slots = positions % geometry.block_size
+        for kind, values in enumerate((k,) if v is None else (k, v)):
+            held = indexable(layer_view(pool, geometry, layer, kind))
+            held[blocks, :, slots] = indexable(saturated(values[rows], pool.dtype))
+
+
+def sparse_prefill_by_torch(
+    q: torch.Tensor,
+    kv: PoolLayer,
+    sequences: Sequence[SequenceRows],
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `sparse_prefill`, of arguments that were checked: K and V are gathered once a sequence, and queries attend in
+    chunks."""
+    output = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for sequence in sequences:
+        rows = slice(sequence.first_row, sequence.first_row + sequence.count)
+        # A window over all positions is none.
+        own = window if window is not None and window <= sequence.last_position else None
+        first = 0 if own is None else max(0, sequence.first_position - own + 1)
+        keys, values = _gather(kv, sequence, first, q.dtype)
+        if own is None and sinks is None:
+            output[rows] = _attend(q[rows], keys, values, sequence, scale)
+        else:
+            output[rows] = _attend_masked(q[rows], keys, values, sequence.host_positions - first, scale, own, sinks)
+    return output
+
+
+def _gather(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of positions first..last_position in `dtype`, each [kv_heads, tokens, head_dim]."""
+    pool, layer, geometry = kv
+    tokens, before = sequence.last_position + 1, first // geometry.block_size
+    blocks = sequence.block_ids[before : geometry.blocks_for(tokens)].to(pool.device)
+    # [blocks, kv_heads, block_size, head_dim] each; to select along another dimension torch would copy the pool
+    held = (indexable(layer_view(pool, geometry, layer, kind)) for kind in (0, 1))
+    gathered = (each.index_select(0, blocks).view(pool.dtype).to(dtype) for each in held)
+    kept = slice(first - before * geometry.block_size, tokens - before * geometry.block_size)
+    keys, values = (each.transpose(0, 1).flatten(1, 2)[:, kept] for each in gathered)
+    return keys, values
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequence: SequenceRows, scale: float
+) -> torch.Tensor:
+    """Attention to all positions. `q`: [rows, heads, head_dim]; returns the same shape."""
+    grouped = q.shape[1] != keys.shape[0]
+    if sequence.count > 1 and not _nearly_whole(sequence):
+        return _attend_masked(q, keys, values, sequence.host_positions, scale, None, None)
+    # queries has shape [1, heads, rows, head_dim]
+    queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
+    missing = sequence.first_position if sequence.count > 1 else 0
+    # Padding rows for the few positions in front makes it a square, for which the causal kernel needs no mask.
+    queries = pad(queries, (0, 0, missing, 0))
+    attended = scaled_dot_product_attention(
+        queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped
+    )
+    return attended[0, :, missing:].transpose(0, 1)
+
+
+def _nearly_whole(sequence: SequenceRows) -> bool:
+    return sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
+
+
+def _attend_masked(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`q`: [rows, heads, head_dim]; `positions`, on the host, are places in `keys`. Returns q's shape."""
+    attended, start, rows = [], 0, CHUNK_ROWS
+    if sinks is not None:
+        rows = min(rows, max(1, SINK_SCORES // (q.shape[1] * keys.shape[1])))
+    for own in _chunks(positions, window, rows):
+        first, end = 0 if window is None else max(0, int(own[0]) - window + 1), int(own[-1]) + 1
+        near, places = (keys[:, first:end], values[:, first:end]), own.to(q.device)
+        tokens = torch.arange(first, end, device=q.device)
+        mask = tokens <= places[:, None]
+        if window is not None:
+            mask &= tokens > places[:, None] - window
+        attended.append(_attend_chunk(q[start : start + len(own)], *near, mask, scale, sinks))
+        start += len(own)
+    return torch.cat(attended)
+
+
+def _chunks(positions: torch.Tensor, window: int | None, rows: int) -> Iterator[torch.Tensor]:
+    """Up to `rows` positions each, whose windows leave out no token between the first and the last."""
+    apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
+    for part in torch.tensor_split(positions, apart):
+        yield from torch.split(part, rows)
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`q`: [rows, heads, head_dim]; `mask`: bool [rows, tokens]; returns q's shape."""
+    if sinks is None:
+        attended = scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != keys.shape[0],
+        )
+        return attended[0].transpose(0, 1)
+    # [kv_heads, group, rows, head_dim]; torch's own attention knows no sinks
+    queries = q.float().unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
+    scores = queries @ keys.float().transpose(1, 2)[:, None] * scale
+    sink = sinks.float().view(*queries.shape[:2], 1, 1).expand(-1, -1, len(q), 1)
+    weights = torch.cat((scores.masked_fill(~mask, -torch.inf), sink), dim=-1).softmax(-1)
+    return (weights[..., :-1] @ values.float()[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from semblend_trt.discovery.text_order import Near
     from semblend_trt.donors.donor_table import TierMoves
     from semblend_trt.donors.observer import DonorObserver
+    from semblend_trt.donors.offload import SavedDonor
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.runtime import PoolFacts, SavedDonor
+    from semblend_trt.pool_facts import PoolFacts
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))

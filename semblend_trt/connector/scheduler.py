@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.runtime import PoolFacts
+    from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.semantic.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)

@@ -8,49 +8,41 @@ saves of ended requests before it sends the next metadata: rank 0 then hands on 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, cuts_kv, served_facts
+from semblend_trt.connector.eligibility import WRAPPER_MODULE, served_facts
 from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
-from semblend_trt.connector.saver import DonorSaver
-from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
-from semblend_trt.donors.disk_tier import DiskTier
-from semblend_trt.donors.donor_file import KvForm
-from semblend_trt.donors.host_tier import HostMemory, HostTier
-from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
-from semblend_trt.donors.store import DonorStore
+from semblend_trt.connector.pool_geometry import geometry_of, needs_scales
+from semblend_trt.connector.worker_setup import (
+    agree_on_start,
+    join_ranks,
+    layout_refusal,
+    open_tiers,
+    pool_refusal,
+    tensor_parallel_size,
+)
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
-from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import EngineMode
+from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.ranks import agree_on_loads
-from semblend_trt.runtime import PoolFacts, agree_on_start, join_ranks, runtime_for
-from semblend_trt.staging import HostReader, HostWriter, Staging
+from semblend_trt.runtime import runtime_for
 from semblend_trt.streams import Event, current_stream, on, record
 
 if TYPE_CHECKING:
     import torch
 
-    from kernels.layout import KvGeometry
-    from kernels.rope import Rotation
     from semblend_trt.connector.metadata import RequestProgress
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.donors.offload import OffloadCommands, SaveIntent
+    from semblend_trt.donors.offload import DiskTransfers, OffloadCommands, SaveIntent
+    from semblend_trt.donors.store import DonorStore
     from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.transfer.load import PlanLoader
+    from semblend_trt.transfer.save import DonorSaver
 
 logger = logging.getLogger(__name__)
-
-# Slots of the staging memory: as many for loads that copies never wait for the kernels behind them, one for saves.
-_LOAD_SLOTS = 3
-_SAVE_SLOTS = 1
-# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread would take the
-# interpreter's lock from the engine at every launch, which costs several times as much. On the CPU queueing is copying.
-_CHUNKS_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -115,7 +107,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         dropped outside of a window, by name."""
         pool, self._holds_saved_blocks = None, True
         try:
-            refusal = _layout_refusal(layout, self._llm_args)
+            refusal = layout_refusal(layout, self._llm_args)
             if refusal is None:
                 pool = layout.as_single_pool_tensor()
         except Exception:
@@ -135,37 +127,28 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         agree_on_start(runtime, failure)
         if pool is not None:
             self._attach(pool)
-        runtime.caches_registered()
+        if (scheduler := runtime.scheduler) is not None:
+            scheduler.wait_for_initialization()
 
     def _attach(self, pool: torch.Tensor) -> None:
         """For a wrapper that executes plans: attaches it to the engine of these caches."""
 
     def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
-        ranks = int(getattr(self._llm_args, "tensor_parallel_size", None) or 1)
-        geometry = geometry_of(pool, facts, ranks)
-        if geometry is None or self.store is not None:
-            why = "does not fit the model" if geometry is None else "is the second one of this engine"
-            logger.warning("KV reuse is off: %s %s", described(pool), why)
+        runtime, holds = self._runtime, self._holds_saved_blocks
+        geometry = geometry_of(pool, facts, tensor_parallel_size(self._llm_args))
+        runtime.refusal = pool_refusal(pool, geometry, facts, is_first=self.store is None)
+        if geometry is None or runtime.refusal is not None:
             self._followed.clear()
-            self._runtime.refusal = "pool_layout"
-            return
-        shortest = min((each for each in facts.windows if each is not None), default=geometry.block_size)
-        if shortest < geometry.block_size:
-            logger.warning(
-                "KV reuse is off: a window of %d tokens is shorter than a block of %d; use shorter blocks",
-                shortest,
-                geometry.block_size,
-            )
-            self._runtime.refusal = "window_below_block"
             return
         scales = self._kv_scales() if needs_scales(pool) else None
         if needs_scales(pool) and scales is None:
-            self._runtime.refusal = "kv_scales"
+            runtime.refusal = "kv_scales"
             return
-        self._open(pool, geometry, facts.rotation)
-        self._runtime.pool = PoolFacts(
-            geometry, pool.shape[0], pool.dtype, scales, facts.chunk, self._holds_saved_blocks
+        tiers = open_tiers(
+            self._settings, self._llm_args, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
         )
+        self.store, self.loader, self.saver, self.transfers = tiers.store, tiers.loader, tiers.saver, tiers.transfers
+        runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds)
 
     def _kv_scales(self) -> str | None:
         """For a worker that knows its engine: a digest of the scales of its fp8 cache; None where they are not known.
@@ -255,56 +238,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.disk = None
         if self.store is not None:
             self.store.clear()
-
-    def _open(self, pool: torch.Tensor, geometry: KvGeometry, rotation: Rotation) -> None:
-        settings, device, dtype = self._settings, pool.device, pool.dtype
-        arena = None
-        if settings.device_bytes:
-            arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
-        memory = HostMemory(settings.host_bytes, lock=True) if pool.is_cuda else None
-        self.store = DonorStore(HostTier(settings.host_bytes, memory), arena)
-        reader, writer = None, HostWriter(rotation, None)
-        if pool.is_cuda and settings.host_bytes:
-            slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
-            reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
-            writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
-        snapshots = None
-        if not self._holds_saved_blocks:
-            blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
-            snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
-        warm_up(geometry, dtype, device, rotation)
-        self.loader = PlanLoader(self.store, pool, geometry, rotation, self._runtime.readiness, reader)
-        self.transfers = self._open_disk(geometry, dtype, self.store.host)
-        self.saver = DonorSaver(
-            self.store,
-            pool,
-            geometry,
-            rotation,
-            writer,
-            self._runtime.offload_events,
-            self.transfers,
-            self._runtime.ranks,
-            at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
-            snapshots=snapshots,
-        )
-
-    def _open_disk(self, geometry: KvGeometry, dtype: torch.dtype, host: HostTier) -> DiskTransfers | None:
-        """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
-        settings = self._settings
-        if not settings.disk_bytes:
-            return None
-        if settings.disk_path is None:
-            raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
-        try:
-            _check_single_rank(self._llm_args)
-            form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
-            disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
-        except (OSError, ConfigurationError) as error:
-            logger.warning("no donors are kept on disk: %s", error)
-            self._runtime.offload_events.append(OffloadEvent(OffloadEventKind.DISK_UNAVAILABLE, error=str(error)))
-            return None
-        self._runtime.disk = DiskLink()
-        return DiskTransfers(disk, host, self._runtime.disk, self._runtime.offload_events)
 
     def _hear_of_ends(self) -> None:
         """Takes what rank 0's scheduler decided since the last metadata; every rank asks for the same requests."""
@@ -406,54 +339,27 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         intent, followed = self._to_save.pop(request_id, None), self._followed.pop(request_id, None)
         if intent is None or self.saver is None:
             return False
-        tokens = 0
-        if followed is not None:
-            tokens = self._first_unknown(followed.block_ids, min(followed.written_tokens, intent.max_tokens))
-        if not followed or not followed.is_whole or followed.iteration > self._completed_iteration:
+        if followed is None or not followed.is_whole or followed.iteration > self._completed_iteration:
             self.saver.refuse(intent, "a forward that was to write its KV has failed")
-        elif not tokens:
-            self.saver.refuse(intent, "its blocks are none of the pool's")
+            return True
+        assert self._runtime.pool is not None
+        block_size = self._runtime.pool.geometry.block_size
+        tokens = min(followed.written_tokens, intent.max_tokens)
+        known = _known_blocks(followed.block_ids, self._runtime.pool.num_blocks)
+        if known < len(followed.block_ids):
+            tokens = min(tokens, known * block_size)
+        if tokens:
+            self.saver.start(intent, followed.block_ids[: -(-tokens // block_size)], tokens)
         else:
-            block_ids = followed.block_ids[: -(-tokens // self._pool_facts.geometry.block_size)]
-            self.saver.start(intent, block_ids, tokens)
+            self.saver.refuse(intent, "its blocks are none of the pool's")
         return True
 
-    @property
-    def _pool_facts(self) -> PoolFacts:
-        assert self._runtime.pool is not None
-        return self._runtime.pool
 
-    def _first_unknown(self, block_ids: list[int], tokens: int) -> int:
-        """`tokens`, or fewer: up to the first block that is no row of the pool (-1 would be another request's) or that
-        was named before."""
-        known: set[int] = set()
-        for index, block in enumerate(block_ids):
-            if not 0 <= block < self._pool_facts.num_blocks or block in known:
-                return min(tokens, index * self._pool_facts.geometry.block_size)
-            known.add(block)
-        return tokens
-
-
-def _layout_refusal(layout: Any, llm_args: Any) -> str | None:
-    """Why KV cannot be kept for a cache of this layout; upstream has a layer group for each window, and one without."""
-    cut = sorted({each.window_size for each in layout.groups if cuts_kv(llm_args, [each.window_size])})
-    if cut:
-        logger.warning(
-            "KV reuse is off: the engine drops KV outside of windows of %s tokens; set max_attention_window to "
-            "[max_seq_len], and max_seq_len",
-            cut,
-        )
-        return "attention_window"
-    if len(layout.groups) != 1:
-        logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
-        return "layer_groups"
-    return None
-
-
-def _check_single_rank(llm_args: Any) -> None:
-    """Raises ConfigurationError for several ranks: they do not agree on whose files are whole, and must not read
-    different ones."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
-    if ranks > 1:
-        raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
+def _known_blocks(block_ids: list[int], num_blocks: int) -> int:
+    """How many of the first ids are rows of the pool (-1 would be another request's), each named once."""
+    known: set[int] = set()
+    for block in block_ids:
+        if not 0 <= block < num_blocks or block in known:
+            break
+        known.add(block)
+    return len(known)

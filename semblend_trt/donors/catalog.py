@@ -27,7 +27,7 @@ from semblend_trt.errors import DonorUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from semblend_trt.donors.eviction import Eviction
+    from semblend_trt.config import Eviction
 
 # A donor is promoted before its room on the host is free: that may cost so small a share of the host's tokens.
 _PROMOTION_SHARE = 16

@@ -19,7 +19,8 @@ from semblend_trt.errors import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from semblend_trt.donors.eviction import DonorHistory, Eviction
+    from semblend_trt.config import Eviction
+    from semblend_trt.donors.eviction import DonorHistory
 
 
 # For so long files take no more room than they did when the disk was found to be full.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from semblend_trt.errors import ConfigurationError
+from semblend_trt.config import Eviction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,28 +105,6 @@ class SizeAwareEviction(EvictionPolicy[DonorHistory]):
         rank = self._ranking.discard(donor_id)
         if evicted and rank is not None:
             self._floor = max(self._floor, rank[0])
-
-
-class Eviction(str, Enum):
-    """Names of the policies, as SEMBLEND_EVICTION takes them."""
-
-    LRU = "lru"
-    LFU = "lfu"
-    SIZE_AWARE = "size_aware"
-
-
-# Policies that only a replay of a trace plays.
-_REPLAYED = ("fifo", "static_semantic", "adaptive_semantic")
-
-
-def parse_eviction(value: object) -> object:
-    """Passes a policy's name on; raises ConfigurationError for the name of a policy that only a replay plays."""
-    if value in _REPLAYED:
-        names = ", ".join(each.value for each in Eviction)
-        raise ConfigurationError(
-            f"policy {value!r} evicts no donors; use one of {names}; `python -m validation replay` plays the others"
-        )
-    return value
 
 
 _RANKS: dict[Eviction, Callable[[DonorHistory], Rank]] = {

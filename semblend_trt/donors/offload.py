@@ -66,6 +66,15 @@ class OffloadEvent:
     free: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SavedDonor:
+    """What the worker holds of one donor: `tokens` positions; 0 when `error` says why it could not be kept."""
+
+    donor_id: str
+    tokens: int
+    error: str | None = None
+
+
 @dataclass(slots=True)
 class DiskLink:
     """Exists while the disk tier is open. The scheduler keeps in `texts` the donors that may get a file and have none

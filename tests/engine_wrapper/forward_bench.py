@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.batch import run_works
 from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
-from engine_wrapper.sequence_work import SequenceSlice, works_of
 from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
 from semblend_trt.connector.latent_attention import latent_row
 from semblend_trt.plan import SemanticKvPlan
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from engine_wrapper.sequence_work import SequenceWork
+    from engine_wrapper.token_schedule import SequenceWork
     from semblend_trt.plan import CheckEvidence
 
 PlanMaker = Callable[..., SemanticKvPlan]

@@ -12,9 +12,13 @@ import torch
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from semblend_trt.reuse_profile import ProfileCheck
+from semblend_trt.transfer import load
+from semblend_trt.transfer.staging import HostReader, Staging
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from engine_wrapper.embedded.llm import RequestOutput
 
@@ -85,6 +89,22 @@ def teach(llm: LLM, *prompts: Any) -> None:
     """Has the engine keep donors."""
     for prompt in prompts:
         serve(llm, prompt, PREFILL)
+
+
+def through_staging_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch, tokens: int) -> LLM:
+    """Has donors go to the host and come from there as on a card: `tokens` tokens of one layer at a time."""
+    monkeypatch.setattr(load, "GROUP_BYTES", 1)
+    monkeypatch.setattr(load, "GROUPS_AHEAD", 1)
+    loader, pool = llm.connector_worker.loader, llm.executor.pool
+
+    def staging(slots: int) -> Staging:
+        room = slots * tokens * loader._token_bytes // pool.geometry.num_layers
+        return Staging(room, slots, pool.geometry, pool.tensor.dtype, pool.tensor.device)
+
+    if loader._reader is None:
+        loader._reader = HostReader(pool.tensor.device, loader._rotation, staging(3))
+        llm.connector_worker.saver._writer._staging = staging(1)
+    return llm
 
 
 def token_ids(output: RequestOutput) -> list[int]:

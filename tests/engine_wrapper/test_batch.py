@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_wrapper.batch import Part, micro_batches, with_lowest_layers_run
-from engine_wrapper.sequence_work import SequenceSlice, works_of
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.sequence_work import SequenceWork
+    from engine_wrapper.token_schedule import SequenceWork
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
@@ -173,7 +173,10 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
     assert dense.recomputed_tokens == (dense.offered_tokens if keys_per_row else deviating)
 
 
-def test_ranks_that_share_the_heads_decide_over_all_parts(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
+@pytest.mark.parametrize("most", [None, MAX_ROWS])
+def test_ranks_that_share_the_heads_decide_what_one_would(
+    tiny_qwen2_path: Path, make_plan: PlanMaker, most: int | None
+) -> None:
     plan = long_plan(make_plan, "largest share")
 
     def run(model: Any, ranks: Ranks, max_rows: int | None) -> tuple[torch.Tensor, list[CheckEvidence]]:
@@ -183,7 +186,7 @@ def test_ranks_that_share_the_heads_decide_over_all_parts(tiny_qwen2_path: Path,
 
     expected, evidence = run(load(tiny_qwen2_path), Ranks(), None)
     models = [load(tiny_qwen2_path) for _ in range(2)]
-    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks, MAX_ROWS))
+    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks, most))
     assert torch.equal(first, second)
     assert close(first, expected)
     assert found == told
@@ -230,7 +233,7 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
         assert all(0 < len(part.positions) <= max_rows for part in parts)
         rows = np.concatenate([part.positions for part in parts])
         assert rows.tolist() == source.positions[: source.together(NUM_LAYERS).stop].tolist()
-        source = decided.beyond(layer, NUM_LAYERS)
+        source = decided.above(layer, NUM_LAYERS)
     for name in ("positions", "token_ids", "drops_at"):
         assert getattr(left, name).tolist() == getattr(source, name).tolist()
     assert (left.outputs, left.pending) == (work.outputs, None)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semblend_trt import loader as loader_module
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.staging import HostReader, Staging
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text
 from tests.semblend_trt.held_donors import held_in
@@ -90,20 +88,8 @@ def test_device_tier_answers_as_the_host_tier(engine):
     assert_same(output, serve(on_host, question_about(0)))
 
 
-def reads_layer_by_layer(llm, monkeypatch):
-    """Has donors of the host come one layer at a time, on the CPU through staging memory as on a card."""
-    monkeypatch.setattr(loader_module, "GROUP_BYTES", 1)
-    monkeypatch.setattr(loader_module, "GROUPS_AHEAD", 1)
-    loader = llm.connector_worker.loader
-    if loader._reader is None:
-        room = 3 * 600 * loader._token_bytes // loader._geometry.num_layers
-        staging = Staging(room, 3, loader._geometry, loader._pool.dtype, loader._pool.device)
-        loader._reader = HostReader(loader._pool.device, loader._rotation, staging)
-    return llm
-
-
 def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch):
-    llm, reference = reads_layer_by_layer(engine(), monkeypatch), engine(device_bytes=1 << 26)
+    llm, reference = serving.through_staging_memory(engine(), monkeypatch, 200), engine(device_bytes=1 << 26)
     for each in (llm, reference):
         keep(each, 0, 1, 2)
     for numbers in ((0,), (2, 1), (0, 1, 2)):
@@ -113,7 +99,7 @@ def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch):
 
 
 def test_layers_that_an_interrupted_forward_left_out_harm_no_later_request(engine, monkeypatch):
-    llm, reference = reads_layer_by_layer(engine(), monkeypatch), engine(device_bytes=1 << 26)
+    llm, reference = serving.through_staging_memory(engine(), monkeypatch, 200), engine(device_bytes=1 << 26)
     for each in (llm, reference):
         keep(each, 0, 1)
     readiness = llm.executor.model_runner.readiness

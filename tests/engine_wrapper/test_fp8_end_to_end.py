@@ -15,11 +15,9 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.sparse_forward import cache_keyword
 from kernels.layout import pool_view
 from kernels.rope import saturated
-from semblend_trt import loader as loader_module
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
-from semblend_trt.staging import HostReader, Staging
 from tests.conftest import FAMILIES, save_tiny_model
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
 from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, PlanMaker, load, tokens_of
@@ -31,17 +29,16 @@ from tests.engine_wrapper.serving import (
     NONE_KEPT,
     NONE_SAMPLED,
     OTHER_INSTRUCTION,
-    QUESTION,
     SHIFTED,
-    SOME_KEPT,
     Engines,
     assert_same,
     logits_of,
     serve,
     teach,
     text,
+    through_staging_memory,
 )
-from tests.engine_wrapper.test_chunks_end_to_end import SHORT
+from tests.engine_wrapper.test_attention_end_to_end import SHORT
 from tests.engine_wrapper.test_disk_tier_end_to_end import donor_files, ready
 from tests.engine_wrapper.test_disk_tier_end_to_end import serve as kept
 from tests.kernels.builders import FP8, error_of
@@ -139,9 +136,9 @@ def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path: 
 @pytest.mark.parametrize(
     "options", [{"max_num_tokens": 64, "max_batch_size": 4}, {"cache": {"use_kv_cache_manager_v2": True}}], ids=str
 )
-def test_chunks_and_the_engines_own_prefix_read_it_too(any_engine: Engines, options: dict[str, Any]) -> None:
+def test_chunks_and_the_engines_own_prefix_read_it_too(engine: Engines, options: dict[str, Any]) -> None:
     """Sums of another length end at the next number of e4m3 here and there."""
-    llm, cold = any_engine(None, **options), any_engine.cold()
+    llm, cold = engine(None, **options), engine.cold()
     expected = serve(cold, SHIFTED)
     first, again = serve(llm, SHIFTED), serve(llm, SHIFTED)
     assert again.cached_tokens >= (len(SHIFTED) - 1) // BLOCK * BLOCK
@@ -187,8 +184,6 @@ def by_place(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
-SAMPLED = SOME_KEPT.model_copy(update={"sample_every": 4, "sample_threshold": 1.0})
-
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
@@ -221,19 +216,6 @@ def test_what_deviates_is_computed_and_the_answer_is_cold(
     assert output.reused_tokens == 0
     assert llm.connector_scheduler.reuse_of(output.request_id).recomputed_tokens == len(DOCUMENT)
     assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
-
-
-@pytest.mark.parametrize("check", [SOME_KEPT, SAMPLED], ids=["dense", "sampled"])
-def test_some_tokens_are_kept_and_the_others_computed(
-    engine: Engines, profile: Callable[..., Path], check: ProfileCheck
-) -> None:
-    llm = engine(PROFILE=profile(check=check))
-    teach(llm, DONOR)
-    output = serve(llm, SHIFTED)
-    report = llm.connector_scheduler.reuse_of(output.request_id)
-    assert 0 < output.reused_tokens < len(DOCUMENT)
-    assert report.recomputed_tokens == len(DOCUMENT) - output.reused_tokens
-    assert torch.isfinite(logits_of(output)).all()
 
 
 # -- on the shipped model ---------------------------------------------------------------------------------------------
@@ -342,26 +324,12 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(
     assert_same(*outputs, tolerance=0.0)
 
 
-def through_staging_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """Has donors go to the host and come from there as on a card: in parts, and one layer at a time."""
-    monkeypatch.setattr(loader_module, "GROUP_BYTES", 1)
-    loader, saver = llm.connector_worker.loader, llm.connector_worker.saver
-    room = 100 * loader._token_bytes // loader._geometry.num_layers
-
-    def staging(slots: int) -> Staging:
-        return Staging(slots * room, slots, loader._geometry, FP8, loader._pool.device)
-
-    loader._reader = HostReader(loader._pool.device, loader._rotation, staging(3))
-    saver._writer._staging = staging(1)
-    return llm
-
-
 def test_donors_that_change_tiers_through_staging_memory_answer_as_before(
     engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = engine(POLICY="position_fix", DEVICE_BYTES=0)
     one = -(-len(DONOR) // BLOCK) * BLOCK * reference.connector_scheduler.donor_index._bytes_per_token
-    llm = through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch)
+    llm = through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
     for each in (reference, llm):
         teach(each, DONOR, text(7, len(DONOR)))
     catalog = llm.connector_scheduler.donor_index.catalog
@@ -407,13 +375,6 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine:
     assert kept(other, SHIFTED).reuse_reason == "no_donor_match"
     other.shutdown()
     assert not donor_files(tmp_path)
-
-
-def test_the_stock_connector_knows_no_scales_and_reuses_nothing(engine: Engines) -> None:
-    llm = engine("semblend_trt.connector", POLICY="exact")
-    teach(llm, DONOR)
-    output = serve(llm, DONOR + QUESTION)
-    assert (output.reused_tokens, output.reuse_reason) == (0, "kv_scales")
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "nvfp4", "int8", "FP8", ""])

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from engine_wrapper.latent_cache import LatentCache, latent_attention, latent_rows
-from engine_wrapper.paged_attention import PagedAttention
+from engine_wrapper.sparse_forward import PagedAttention
 from kernels.layout import KvGeometry, pool_view
 from kernels.rope import saturated
 from kernels.sparse_prefill import SequenceRows
@@ -51,7 +51,8 @@ def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype:
         watched.append(rows)
 
     def update(*rows: SequenceRows, chunk: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return LatentCache(PagedAttention(pool, GEOMETRY, rows, watch)).update(chunk[0], chunk[1], 1)
+        write = PagedAttention(pool, GEOMETRY, rows, watch).write
+        return LatentCache(pool, GEOMETRY, rows, write).update(chunk[0], chunk[1], 1)
 
     blocks = torch.tensor([5, 2, 7])
     begun = update(SequenceRows(0, torch.arange(6), blocks), chunk=[each[:, :, :6] for each in first])

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, build_schedule, schedule_of
-from engine_wrapper.sequence_work import SequenceSlice, works_of
+from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, schedule_of
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan, SpanCheck
+from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
     from semblend_trt.plan import CheckEvidence
@@ -36,6 +37,11 @@ def tokens_of(length: int, request_id: int = 1) -> tuple[int, ...]:
 
 def blocks(request_id: int) -> tuple[int, ...]:
     return tuple(range(100 * request_id, 100 * request_id + 12))
+
+
+def build_schedule(slices: list[SequenceSlice]) -> LayerSchedule:
+    """The schedule of one forward that puts out the last row of each slice."""
+    return schedule_of([replace(work, outputs=1) for work in works_of(slices, NUM_LAYERS)], NUM_LAYERS)
 
 
 def slice_of(plan: SemanticKvPlan, length: int | None = None) -> SequenceSlice:
@@ -237,7 +243,7 @@ def check_evidence(
 def test_a_discovery_plan_changes_nothing(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
     slice_ = slice_of(plan)
-    bare, schedule = (build_schedule([each], NUM_LAYERS) for each in (replace(slice_, plan=None), slice_))
+    bare, schedule = (build_schedule([each]) for each in (replace(slice_, plan=None), slice_))
     assert len(schedule.stages) == 1
     assert torch.equal(schedule.positions, bare.positions)
 
@@ -255,13 +261,13 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(
 ) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], **SIZES)
     with pytest.raises(PlanError) as refusal:
-        build_schedule([replace(slice_of(plan), **change)], NUM_LAYERS)
+        build_schedule([replace(slice_of(plan), **change)])
     assert refusal.value.invariant == invariant
 
 
 def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], check=SpanCheck(2, 0.5), **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS)
+    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
     assert schedule.check is not None
     rest, _ = schedule.check.decide(torch.zeros(16))
     # 4 rows of a hole, 10 of the slice, 1 of the decode step.
@@ -270,7 +276,7 @@ def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
 
 def test_a_schedule_is_moved_whole(make_plan: PlanMaker) -> None:
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, **SIZES)
-    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))], NUM_LAYERS)
+    schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
     moved = schedule.to("cpu")
     assert [stage.first_layer for stage in moved.stages] == [stage.first_layer for stage in schedule.stages] == [0, 2]
     assert [stage.keep is None for stage in moved.stages] == [True, False]
@@ -296,7 +302,7 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
         SequenceSlice(3, 3, (5,), (4,)),
         replace(slice_of(second), block_ids=(1, 11, 3, 8)),
     ]
-    schedule = build_schedule(slices, NUM_LAYERS)
+    schedule = build_schedule(slices)
     # Keys and values are views of the same rows.
     heads = torch.randn(schedule.stages[0].num_rows, 4 + 2 + 2, 16, generator=torch.Generator().manual_seed(0))
     _, keys, values = heads.split([4, 2, 2], 1)
@@ -308,12 +314,16 @@ def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMake
     wanted = torch.zeros(12 + 13)
     wanted[9 - 8] = 0.5
     wanted[12 + 20 - 11] = 0.75
-    torch.testing.assert_close(schedule.check.deviations(keys, values, pool, geometry), wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        schedule.check.deviations(keys, values, pool, geometry, Ranks()), wanted, atol=1e-6, rtol=0
+    )
     # Where heads have scales of their own, what is stored by them deviates as what was stored.
     scales = torch.tensor([[0.5, 8.0], [4.0, 0.25]])
     view[2, 1, 0, 1, 10 % BLOCK_SIZE] *= 2  # request 1, position 10, K of head 1
     by_head = [each / own[:, None] for each, own in zip((keys, values), scales, strict=True)]
     stored = (view / scales[:, :, None, None]).reshape(pool.shape)
-    found = schedule.check.deviations(*by_head, stored, geometry, head_scales=scales)
-    torch.testing.assert_close(found, schedule.check.deviations(keys, values, pool, geometry), atol=1e-6, rtol=0)
-    assert abs(float(found[10 - 8] - schedule.check.deviations(*by_head, stored, geometry)[10 - 8])) > 0.1
+    found = schedule.check.deviations(*by_head, stored, geometry, Ranks(), scales)
+    torch.testing.assert_close(
+        found, schedule.check.deviations(keys, values, pool, geometry, Ranks()), atol=1e-6, rtol=0
+    )
+    assert abs(float(found[10 - 8] - schedule.check.deviations(*by_head, stored, geometry, Ranks())[10 - 8])) > 0.1

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.layer_schedule import schedule_of
+from engine_wrapper.token_schedule import works_of
 from semblend_trt.plan import CheckEvidence, SpanCheck
-from semblend_trt.ranks import Ranks
 from tests.conftest import FAMILIES, MIXTURES
 from tests.engine_wrapper.forward_bench import (
     BLOCK_SIZE,
@@ -28,7 +28,6 @@ from tests.engine_wrapper.forward_bench import (
     load,
     tokens_of,
 )
-from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,17 +169,6 @@ def test_exact_kv_is_neither_computed_nor_written(bench: Bench, make_plan: PlanM
     ]
 
 
-@pytest.mark.parametrize("terms", [{"boundary": 1}, {"check": SpanCheck(1, 0.1)}], ids=str)
-def test_chunks_and_decode_steps_follow_a_plan(bench: Bench, make_plan: PlanMaker, terms: dict[str, Any]) -> None:
-    tokens = tokens_of(60)
-    logits, donor = bench.cold(tokens)
-    if "check" in terms:
-        donor[:, :, :, 12] *= 2
-    bench.place(1, donor, 6, 30)
-    parts = bench.run(bench.planned(make_plan(tokens, [(6, 30)], **terms, **SIZES), end=37))
-    assert close(torch.cat(parts + bench.run_steps(tokens, 37, 55)), logits[30:])
-
-
 def test_heads_are_computed_without_a_check(bench: Bench, make_plan: PlanMaker) -> None:
     tokens = tokens_of(50)
     logits, donor = bench.cold(tokens)
@@ -229,7 +217,7 @@ def test_dropped_rows_are_not_computed(
 def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     bench = Bench(load(tiny_qwen2_path))
-    schedule = build_schedule([bench.slice(1, tokens_of(9))], NUM_LAYERS).to(DEVICE)
+    schedule = schedule_of(works_of([bench.slice(1, tokens_of(9))], NUM_LAYERS), NUM_LAYERS).to(DEVICE)
     with rows_by_layer(bench.model) as counts:
         bench.forward(
             schedule,
@@ -380,21 +368,3 @@ def test_compiling_kernels_leaves_the_pool_alone(bench: Bench) -> None:
     bench.forward.compile_kernels()
     assert bench.pool.isnan().all()
     assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)
-
-
-def test_ranks_that_share_the_heads_decide_what_one_would(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
-    tokens, other = tokens_of(60), tokens_of(60, seed=9)
-    plan = make_plan(tokens, [(5, 45)], check=SpanCheck(1, largest_share=0.3), **SIZES)
-
-    def run(model: Any, ranks: Ranks) -> tuple[torch.Tensor, list[CheckEvidence]]:
-        bench = Bench(model, ranks)
-        bench.place(1, bench.cold(other)[1], 5, 45)
-        return bench.run(bench.planned(plan))[0], bench.evidence
-
-    expected, (evidence,) = run(load(tiny_qwen2_path), Ranks())
-    models = [load(tiny_qwen2_path) for _ in range(2)]
-    (first, found), (second, told) = on_ranks(2, lambda ranks: run(models[ranks.rank], ranks))
-    assert torch.equal(first, second)
-    assert close(first, expected)
-    assert found == told == [replace(evidence, largest_kept=pytest.approx(evidence.largest_kept, rel=1e-4))]
-    assert (evidence.reused_tokens, evidence.recomputed_tokens) == (28, 12)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kernels.deviation import FreshRows
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, indexable, pool_view
+from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, indexable, layer_view, pool_view
 from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
 
@@ -91,6 +91,76 @@ def paged(donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
     for token in range(tokens):
         view[blocks[token // block_size], :, :, :, token % block_size] = donor.tensor[:, :, :, token]
     return PagedKv(pool, blocks, geometry)
+
+
+# The axes of a cache of K and V in memory, the channels innermost, as vLLM's attention backends have them.
+CACHES = {
+    "blocks_kinds_nhd": ("blocks", "kinds", "tokens", "heads"),
+    "blocks_kinds_hnd": ("blocks", "kinds", "heads", "tokens"),
+    "kinds_blocks_nhd": ("kinds", "blocks", "tokens", "heads"),
+    "blocks_heads_channels": ("blocks", "heads", "tokens", "kinds"),
+}
+# In the last one channels and tokens of K have changed places, which Triton does not serve.
+LAYOUTS = [*CACHES, "transposed_keys"]
+# Of latent rows: layers apart, in longer rows and blocks, and those of a block one after another.
+LATENT_LAYOUTS = ["apart", "padded", "layers_inside"]
+POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5])
+
+
+def nan(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", skipped: int = 0) -> torch.Tensor:
+    """NaN that begins `skipped` elements into its memory."""
+    return torch.full((skipped + math.prod(shape),), math.nan, device=device).to(dtype)[skipped:].view(shape)
+
+
+def pool_of(
+    layout: str, sizes: KvGeometry, device: str = "cpu", dtype: torch.dtype = torch.float32, skipped: int = 0
+) -> PagedKv:
+    """The blocks of TABLE in a pool of NaN: in one tensor, or layer by layer in one of the layouts above."""
+    layers, rows = sizes.num_layers, (sizes.block_size, sizes.head_dim)
+    pool: Pool
+    if layout == "in_one_tensor":
+        pool = nan(POOL_BLOCKS, layers, sizes.kv_factor, sizes.row_elements, dtype=dtype, device=device)
+    elif layout in LATENT_LAYOUTS:
+        wide = (rows[0] + 1, rows[1] + 16) if layout == "padded" else rows
+        first = (POOL_BLOCKS, layers) if layout == "layers_inside" else (layers, POOL_BLOCKS)
+        memory = nan(*first, *wide, dtype=dtype, device=device)
+        each = memory.unbind(1 if layout == "layers_inside" else 0)
+        pool = LayeredPool(tuple(layer[:, None, : rows[0], : rows[1]] for layer in each))
+    else:
+        pool = _layers_of(layout, sizes, device, dtype, skipped)
+    return PagedKv(pool, TABLE, sizes)
+
+
+def _layers_of(layout: str, sizes: KvGeometry, device: str, dtype: torch.dtype, skipped: int) -> LayeredPool:
+    axes = CACHES.get(layout, ("blocks", "heads", "kinds", "tokens"))
+    lengths = {"blocks": POOL_BLOCKS, "kinds": 2, "heads": sizes.kv_heads, "tokens": sizes.block_size}
+    shape = [*(lengths[axis] for axis in axes), sizes.head_dim]
+    order = [*(axes.index(axis) for axis in ("kinds", "blocks", "heads", "tokens")), 4]
+    caches = [nan(*shape, dtype=dtype, device=device, skipped=skipped).permute(order) for _ in range(sizes.num_layers)]
+    keys, values = zip(*caches, strict=True)
+    if layout not in CACHES:
+        keys = tuple(torch.as_strided(k, k.shape, (*k.stride()[:2], 1, sizes.block_size)) for k in keys)
+    return LayeredPool(keys, values)
+
+
+def filled(layout: str, device: str, donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
+    """The donor's tokens in a pool whose other rows are NaN."""
+    layers, kinds, heads, tokens, dim = donor.tensor.shape
+    sizes = geometry_of(heads, dim, block_size, kinds, layers)
+    pool = pool_of(layout, sizes, device, donor.tensor.dtype)
+    for token in range(tokens):
+        block, slot = TABLE[token // block_size], token % block_size
+        for layer in range(layers):
+            for kind in range(kinds):
+                row = indexable(layer_view(pool.pool, sizes, layer, kind))
+                row[block, :, slot] = indexable(donor.tensor)[layer, kind, :, token].to(device)
+    return pool
+
+
+def content(kv: PagedKv) -> torch.Tensor:
+    """All that the pool holds, float32 [layers * kinds, blocks, kv_heads, block_size, head_dim], on the host."""
+    layers, kinds = range(kv.geometry.num_layers), range(kv.geometry.kv_factor)
+    return torch.stack([layer_view(kv.pool, kv.geometry, at, kind).float() for at in layers for kind in kinds]).cpu()
 
 
 def on(kv: Kv, device: str) -> Kv:

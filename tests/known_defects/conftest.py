@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from semblend_trt import loader
+from semblend_trt.transfer import load as loader
 
 BLOCK = 16
 # The deadline is one of other tests: a busy machine must not turn a hit into a miss.

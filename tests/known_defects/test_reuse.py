@@ -9,8 +9,8 @@ import torch
 
 from engine_wrapper.embedded.block_manager import RootKey
 from engine_wrapper.sparse_forward import SparseForward
-from semblend_trt import staging
 from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.transfer import staging
 
 BLOCK = 16
 STOCK = "semblend_trt.connector"

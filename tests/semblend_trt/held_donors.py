@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from kernels.layout import ContiguousKv
+from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import DonorCatalog
 from semblend_trt.donors.donor_file import DonorText, KvForm
 from semblend_trt.donors.donor_table import Capacities, TierMoves
-from semblend_trt.donors.eviction import Eviction
 from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from semblend_trt import config
 from semblend_trt.config import (
     MASK,
     PREFIXES,
+    Eviction,
     SettingInUse,
     Settings,
     load_settings,
@@ -23,7 +24,6 @@ from semblend_trt.config import (
     settings_in_use,
     settings_table,
 )
-from semblend_trt.donors.eviction import Eviction
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import semblend_trt
+from semblend_trt.connector import worker_setup
+from semblend_trt.connector.worker_setup import agree_on_start, join_ranks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
 from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, joined_ranks, ranks_of
-from semblend_trt.runtime import Runtime, agree_on_start, join_ranks
+from semblend_trt.runtime import Runtime
 from tests.semblend_trt.rank_threads import on_ranks
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def test_ranks_of_two_versions_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
     agree_on_start(runtime, None)
     assert runtime.refusal == "metadata_version"
-    monkeypatch.setattr(semblend_trt, "__version__", "0.0.0")
+    monkeypatch.setattr(worker_setup, "__version__", "0.0.0")
     same = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
     agree_on_start(same, None)
     assert same.refusal is None

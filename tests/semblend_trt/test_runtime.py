@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
+from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from semblend_trt.ranks import EngineRanks
-from semblend_trt.runtime import MAX_EVENTS, ActivePlans, LayerReadiness, Runtime, SavedDonor, runtime_for
+from semblend_trt.runtime import MAX_EVENTS, ActivePlans, Runtime, runtime_for
+from semblend_trt.transfer.load import LayerReadiness
 from tests.semblend_trt.plans import plan_of
 
 
@@ -45,11 +47,8 @@ class Scheduler:
     """Takes the events of a runtime, or fails."""
 
     def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
-        self.runtime, self.fails, self.taken, self.prepared = runtime, fails, list[str](), 0
+        self.runtime, self.fails, self.taken = runtime, fails, list[str]()
         runtime.scheduler = self
-
-    def wait_for_initialization(self) -> None:
-        self.prepared += 1
 
     def take_events(self) -> None:
         if self.fails:
@@ -84,14 +83,6 @@ def test_a_scheduler_that_fails_is_counted() -> None:
     runtime.saved.append(SavedDonor("unread", 1))
     runtime.saves_ended()
     assert (runtime.faults, scheduler.taken) == ({"saved_news": 1}, [])
-
-
-def test_the_scheduler_prepares_when_the_caches_are_registered() -> None:
-    runtime = Runtime()
-    runtime.caches_registered()  # a rank without a scheduler
-    scheduler = Scheduler(runtime)
-    runtime.caches_registered()
-    assert scheduler.prepared == 1
 
 
 def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None:
@@ -207,17 +198,6 @@ def expecting(*ends, asked=None, ahead=1):
     return readiness
 
 
-def test_each_layer_waits_for_its_own_group_only():
-    readiness, stream = expecting(3, 5, 6), RecordingStream()
-    waited = []
-    for layer in range(6):
-        readiness.wait(layer, stream)
-        waited.append(len(stream.waited))
-    assert waited == [1, 1, 1, 2, 2, 3]
-    assert stream.waited == ["below 3", "below 5", "below 6"]
-    assert not readiness.is_arriving
-
-
 def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
     readiness, stream = expecting(2, 4), RecordingStream()
     readiness.wait(0, stream)
@@ -226,15 +206,6 @@ def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
     readiness.expect(groups_below(1))
     readiness.wait(0, stream)
     assert stream.waited[-1] == "below 1"
-
-
-def test_on_the_cpu_nothing_is_waited_for():
-    readiness = LayerReadiness()
-    readiness.expect((end, None) for end in (2, 4))
-    readiness.wait(0, None)
-    assert readiness.is_arriving
-    readiness.join(None)
-    assert not readiness.is_arriving
 
 
 def test_a_group_is_asked_for_when_a_forward_comes_near_it():

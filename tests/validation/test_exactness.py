@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_wrapper import sequence_work
+from engine_wrapper import token_schedule
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from tests.conftest import FAMILIES, MIXTURES
@@ -33,16 +33,16 @@ def within_an_engine(path: Path, tokens: list[int], min_span: int = 32, kv_dtype
 @pytest.fixture
 def one_layer_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promised rows are dropped a layer too early."""
-    original = sequence_work._work_of
+    original = token_schedule._work_of
 
-    def work_of(part: sequence_work.SequenceSlice, *options: int) -> sequence_work.SequenceWork:
+    def work_of(part: token_schedule.SequenceSlice, *options: int) -> token_schedule.SequenceWork:
         work = original(part, *options)
         if part.plan is None:
             return work
         promised = np.arange(len(work.positions)) < len(work.positions) - len(part.token_ids)
         return replace(work, drops_at=work.drops_at - promised)
 
-    monkeypatch.setattr(sequence_work, "_work_of", work_of)
+    monkeypatch.setattr(token_schedule, "_work_of", work_of)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kernels.kv_move import Move, eager
+from kernels.kv_move import Move, kv_move_by_torch
 from validation import documents, prompts
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
 from validation.cases import Case, Expectation
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PLACES = 6
 ARMS = arms_of((COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX), ArmChoices(num_layers=8, boundary=2))
 # What every move on a CPU ends in: loads of plans, and saves, which move one range by nothing.
-kv_move = eager.kv_move
+kv_move = kv_move_by_torch
 
 
 def without_rotation(moves: Sequence[Move], target: PagedKv, rotation: RopeRotation) -> None:
@@ -96,7 +96,7 @@ def measure(shipped: EmbeddedEngines) -> Callable[[KvMove], Figures]:
 
     def run(move: KvMove) -> Figures:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(eager, "kv_move", move)
+            patch.setattr("kernels.kv_move.kv_move_by_torch", move)
             samples = Measurement(shipped, cases, settings, ARMS).run().samples
         return {
             arm: summary(arm, "all", "all", [sample for sample in samples if sample.arm == arm])

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine_wrapper.deviation_check import sample_of
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.sequence_work import sample_of
 from kernels.layout import KvGeometry
 from semblend_trt.donors.host_tier import memory_kept
 from semblend_trt.errors import ConfigurationError

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from semblend_trt.config import Settings
+    from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from semblend_trt.runtime import PoolFacts
     from validation.estimate.figures import Figures
     from validation.estimate.prompts import Encoder
     from validation.estimate.serving import Serving
@@ -140,7 +140,7 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
 
     from kernels.layout import KvGeometry
     from semblend_trt.doctor.model import AUTO, KnownModel, known_model
-    from semblend_trt.runtime import PoolFacts
+    from semblend_trt.pool_facts import PoolFacts
 
     size = arguments.block_size
     geometry = KvGeometry(1, 1, arguments.kv_bytes_a_token or KV_BYTES_A_TOKEN, size, kv_factor=1)

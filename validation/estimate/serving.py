@@ -13,17 +13,16 @@ from engine_wrapper.embedded.llm_args import KvCacheConfig
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import EngineMode, PlanKind
-from semblend_trt.runtime import SavedDonor
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.discovery.fingerprint import TokenArray
     from semblend_trt.donors.donor_table import CatalogStats
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
+    from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from semblend_trt.runtime import PoolFacts
 
 
 def donor_name(line: int, number: int) -> str:

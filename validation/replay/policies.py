@@ -13,7 +13,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from semblend_trt.donors.eviction import DonorHistory, Eviction, EvictionPolicy, Rank, Ranking, policy_of
+from semblend_trt.config import Eviction
+from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Rank, Ranking, policy_of
 from semblend_trt.fleet.block_kind import BlockKind
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.embedded.block_manager import RootKey
     from engine_wrapper.embedded.request import LlmRequest
-    from engine_wrapper.sequence_work import SequenceSlice
+    from engine_wrapper.token_schedule import SequenceSlice
     from kernels.layout import KvGeometry
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
 

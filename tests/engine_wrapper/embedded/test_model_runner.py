@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_wrapper.deviation_check import sample_of
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.sequence_work import SequenceSlice, sample_of
+from engine_wrapper.token_schedule import SequenceSlice
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
-from semblend_trt.runtime import ActivePlans, LayerReadiness
+from semblend_trt.runtime import ActivePlans
+from semblend_trt.transfer.load import LayerReadiness
 from tests.engine_wrapper.forward_bench import SIZES, TOLERANCE, PlanMaker, attach_pool, tokens_of
 
 

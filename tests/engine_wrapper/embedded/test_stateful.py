@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
 from semblend_trt.audit import AuditEvents
-from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
 from semblend_trt.runtime import ActivePlans
+from semblend_trt.transfer.save import DonorSaver
 from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
 from validation.embedded_engine import evict_prefixes
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.layer_schedule import build_schedule
+from engine_wrapper.layer_schedule import schedule_of
 from engine_wrapper.self_check import MIN_TOKENS, LayoutError
-from engine_wrapper.sequence_work import SequenceSlice
 from engine_wrapper.sparse_forward import SparseForward
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from engine_wrapper.trtllm import planned_forward
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from kernels.layout import pool_view
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.plan import EngineMode, SpanCheck
-from semblend_trt.runtime import PoolFacts, Runtime
+from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.runtime import Runtime
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, PyExecutor, executor_of
 
 if TYPE_CHECKING:
@@ -88,7 +90,8 @@ class Bench:
         manager = self.executor.kv_cache_manager
         model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         forward = SparseForward(model, manager.pool.clone(), manager.geometry)
-        return forward.logits(forward(build_schedule(slices, LAYERS)))
+        works = [replace(work, outputs=1) for work in works_of(slices, LAYERS)]
+        return forward.logits(forward(schedule_of(works, LAYERS)))
 
 
 @pytest.fixture(

@@ -357,16 +357,16 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.fixture
 def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks find tokens to deviate that stand alone, and runs of them."""
-    from engine_wrapper import sequence_work
+    from engine_wrapper import deviation_check
 
-    choose = sequence_work.choose
+    choose = deviation_check.choose
 
     def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
         places = np.arange(len(deviations))
         deviating = (places % 9 == 0) | (places // 20 % 3 == 1)
         return choose(SpanCheck(check.layer, 0.5), deviating.astype(np.float32), *rest)
 
-    monkeypatch.setattr(sequence_work, "choose", chosen)
+    monkeypatch.setattr(deviation_check, "choose", chosen)
 
 
 @pytest.fixture

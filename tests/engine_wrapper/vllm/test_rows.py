@@ -14,9 +14,9 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, get_forward_context, override_forward_context
 from vllm.model_executor.custom_op import CustomOp
 
-from engine_wrapper import sequence_work
+from engine_wrapper import deviation_check
+from engine_wrapper.deviation_check import choose
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.sequence_work import choose
 from engine_wrapper.vllm import planned_forward, rows
 from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder, unfused_of
 from semblend_trt.plan import SpanCheck
@@ -54,7 +54,7 @@ def deviate(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
         found = (np.arange(len(deviations)) % every == 0).astype(np.float32)
         return choose(SpanCheck(check.layer, 0.5), found, *rest)
 
-    monkeypatch.setattr(sequence_work, "choose", chosen)
+    monkeypatch.setattr(deviation_check, "choose", chosen)
 
 
 def taught(engine: Callable[..., Served]) -> Served:

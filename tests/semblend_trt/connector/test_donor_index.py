@@ -28,10 +28,10 @@ from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.donor_file import DonorText, file_bytes
 from semblend_trt.donors.donor_table import FULL_SECONDS, Tier
 from semblend_trt.donors.observer import DonorObserver
-from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
+from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
-from semblend_trt.runtime import PoolFacts, SavedDonor
 from tests.semblend_trt.discovery.planning import profile
 from tests.semblend_trt.plans import plan_of
 

@@ -15,13 +15,13 @@ from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SaveIntent
+from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SavedDonor, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (
     EngineMode,
     PlanSpan,
 )
-from semblend_trt.runtime import SavedDonor, runtime_for
+from semblend_trt.runtime import runtime_for
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv
 from tests.semblend_trt.plans import plan_of
@@ -266,21 +266,17 @@ def test_what_a_failed_forward_was_to_write_is_not_kept_later_either(worker, arg
     assert not held_in(worker.store)
 
 
-def test_what_a_failed_forward_was_to_read_is_not_placed_any_more(worker, args):
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_forward_was_to_read_is_placed_behind_it_unless_it_has_failed(worker, args, fails):
     asked, readiness = [], runtime_for(args).readiness
     begin(worker)
     readiness.expect(asked.append(layer) or (layer + 1, None) for layer in range(4))
-    begin(worker)
+    if fails:
+        begin(worker)
+    else:
+        worker.wait_for_save(None)
     assert not readiness.is_arriving
-    assert asked == [0]
-
-
-def test_what_the_forward_did_not_wait_for_is_placed_behind_it(worker, args):
-    asked, readiness = [], runtime_for(args).readiness
-    begin(worker)
-    readiness.expect(asked.append(layer) or (layer + 1, None) for layer in range(4))
-    worker.wait_for_save(None)
-    assert asked == [0, 1, 2, 3]
+    assert asked == ([0] if fails else [0, 1, 2, 3])
 
 
 def test_unknown_and_forgotten_requests_are_returned_at_once(worker):

@@ -8,9 +8,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from semblend_trt.config import load_settings
+from semblend_trt.config import Eviction, load_settings
 from semblend_trt.donors.donor_table import Tier, TierMoves
-from semblend_trt.donors.eviction import DonorHistory, Eviction, policy_of
+from semblend_trt.donors.eviction import DonorHistory, policy_of
 from semblend_trt.errors import CapacityError, ConfigurationError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 

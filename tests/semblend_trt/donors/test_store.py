@@ -12,17 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kernels.layout import KvGeometry, pool_view
 from kernels.rope import RopeRotation
-from semblend_trt import staging
-from semblend_trt.connector.saver import DonorSaver
+from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
 from semblend_trt.donors.donor_table import Capacities, Tier
-from semblend_trt.donors.eviction import Eviction
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import CapacityError, DonorUnavailableError
-from semblend_trt.staging import HostWriter, Staging
+from semblend_trt.transfer import staging
+from semblend_trt.transfer.save import DonorSaver
+from semblend_trt.transfer.staging import HostWriter, Staging
 from tests.semblend_trt.held_donors import fill, held_in, used_blocks
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)

@@ -22,6 +22,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant
@@ -30,7 +31,7 @@ from semblend_trt.fleet.wire import Emitter, decode
 from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import PlanSpan, SpanCheck
-from semblend_trt.runtime import PoolFacts, SavedDonor
+from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for, text_decoder
 from tests.semblend_trt.plans import plan_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from engine_wrapper.sequence_work import sample_of
+from engine_wrapper.deviation_check import sample_of
 from semblend_trt.plan import WINDOW_TOKENS, SpanCheck
 from semblend_trt.reuse_profile import ProfileCheck, leaves_unchecked
 from validation.calibration.deviations import PromptDeviations

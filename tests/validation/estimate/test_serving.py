@@ -10,8 +10,8 @@ import torch
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
+from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
-from semblend_trt.runtime import PoolFacts
 from tests.semblend_trt.discovery.planning import profile
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, drain, open_llm
 from validation.estimate.serving import Serving, line_of

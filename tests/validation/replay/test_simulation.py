@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend_trt.donors.eviction import Eviction, policy_of
+from semblend_trt.config import Eviction
+from semblend_trt.donors.eviction import policy_of
 from validation.replay.policies import ReplayPolicy, replay_policy
 from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate
 from validation.replay.trace import NONE

@@ -10,20 +10,20 @@ import torch
 
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
-from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.ranks import EngineRanks
-from semblend_trt.staging import HostWriter
+from semblend_trt.transfer.save import DonorSaver
+from semblend_trt.transfer.staging import HostWriter
 from tests.semblend_trt.held_donors import held_in, held_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from semblend_trt.runtime import SavedDonor
+    from semblend_trt.donors.offload import SavedDonor
 
 GEOMETRY = KvGeometry(2, 1, 8, 4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)

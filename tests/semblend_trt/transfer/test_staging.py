@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
-from semblend_trt import staging as staging_module
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.staging import HostReader, HostWriter, Staging, batches
+from semblend_trt.transfer import staging as staging_module
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging, batches
 
 GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)

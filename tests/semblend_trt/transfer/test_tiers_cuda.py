@@ -12,19 +12,18 @@ import triton
 from kernels.kv_move import Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
-from semblend_trt import loader as loader_module
-from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore
-from semblend_trt.loader import PlanLoader
 from semblend_trt.plan import (
     PlanSpan,
 )
-from semblend_trt.runtime import LayerReadiness
-from semblend_trt.staging import HostReader, HostWriter, Staging
+from semblend_trt.transfer import load as loader_module
+from semblend_trt.transfer.load import LayerReadiness, PlanLoader
+from semblend_trt.transfer.save import DonorSaver
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 from tests.semblend_trt.held_donors import held_kv, save
 from tests.semblend_trt.plans import plan_of
 

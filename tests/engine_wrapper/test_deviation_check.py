@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.sequence_work import choose, closed, sample_of, suspects_of
-from engine_wrapper.sequence_work import stretches as stretches_of
+from engine_wrapper.deviation_check import choose, closed, sample_of, suspects_of
+from engine_wrapper.deviation_check import stretches as stretches_of
 from semblend_trt.plan import SpanCheck
 
 shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])

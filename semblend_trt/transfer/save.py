@@ -16,13 +16,12 @@ import torch
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
 from semblend_trt.donors.donor_table import Tier
-from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import CapacityError
-from semblend_trt.loader import block_vector
 from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.ranks import Ranks
-from semblend_trt.runtime import SavedDonor
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
+from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.device_tier import DeviceTier
     from semblend_trt.donors.offload import DiskTransfers, SaveIntent
     from semblend_trt.donors.store import DonorStore
-    from semblend_trt.staging import HostWriter
+    from semblend_trt.transfer.staging import HostWriter
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,8 +12,8 @@ import numpy as np
 import torch
 
 from kernels.kv_move import Move, prepared
-from kernels.kv_move.move import check_moves
 from kernels.layout import PagedKv
+from kernels.moves import check_moves
 from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from kernels.rope import Rotation
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
-    from semblend_trt.runtime import LayerReadiness
-    from semblend_trt.staging import HostReader
+    from semblend_trt.transfer.staging import HostReader
 
 # Layers from the host arrive in groups. With more groups less is left to compute behind the last one; with fewer the
 # launches cost less than the copies. 14 was the fastest of 8, 14 and 28 for 24k tokens on an H200.
@@ -36,6 +36,63 @@ GROUP_BYTES = 24 << 20
 # Groups that are queued beyond the layers that a forward has come to. Queueing one takes the host up to half of its
 # transfer, and preparing the forward up to two transfers.
 GROUPS_AHEAD = 3
+
+
+class LayerReadiness:
+    """The layers that are still on their way, in the order in which they arrive.
+
+    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Without one, and
+    where no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
+    follows on a stream. The engine's thread alone uses it.
+    """
+
+    def __init__(self) -> None:
+        self.is_awaited = False
+        self._groups: Generator[tuple[int, Event | None]] | None = None
+        self._queued: deque[tuple[int, Event | None]] = deque()
+        self._ahead = self._arrived_layers = 0
+
+    @property
+    def is_arriving(self) -> bool:
+        """True while some layers are not waited for yet: what reads them must call `wait` or `join`."""
+        return bool(self._queued) or self._groups is not None
+
+    def expect(self, groups: Generator[tuple[int, Event | None]], ahead: int = 1) -> None:
+        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool behind
+        `event`. Asking `groups` for one queues its transfer: here for the first `ahead`, which is at least 1, and then
+        for so many beyond the layers that a forward has come to. What was announced before must have been joined."""
+        self._groups, self._ahead, self._arrived_layers = groups, ahead, 0
+        self._ask()
+
+    def wait(self, layer: int, stream: Stream | None) -> None:
+        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool. Raises
+        what a further transfer raises."""
+        while self._queued and self._arrived_layers <= layer:
+            self._arrived_layers, event = self._queued.popleft()
+            wait(stream, [event])
+            self._ask()
+
+    def join(self, stream: Stream | None) -> None:
+        """Queues on `stream` that what follows starts once every layer is in the pool."""
+        while self._queued:
+            wait(stream, [self._queued.popleft()[1]])
+            self._ask()
+
+    def abandon(self, stream: Stream | None) -> None:
+        """Has no further transfer queued, and those that were precede what follows on `stream`: the forward that was to
+        read the layers has failed."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+        self.join(stream)
+
+    def _ask(self) -> None:
+        while self._groups is not None and len(self._queued) < self._ahead:
+            group = next(self._groups, None)
+            if group is None:
+                self._groups = None
+            else:
+                self._queued.append(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +199,10 @@ class PlanLoader:
             try:
                 placing = [reader.placing(load.far, load.target, largest) for load in loads]
                 for first, end in pairwise(cuts):
-                    yield end, [place(first, end) for place in placing][-1]
+                    placed: Event | None = None
+                    for place in placing:
+                        placed = place(first, end)
+                    yield end, placed
             except BaseException:  # also where no further group is asked for
                 wait(current_stream(self._pool.device), [reader.abandoned()])
                 raise

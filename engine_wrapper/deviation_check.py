@@ -1,0 +1,277 @@
+"""The check of one plan: which of its tokens deviate too much, by thresholds, windows and samples, and its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from semblend_trt.plan import CheckEvidence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from semblend_trt.plan import SemanticKvPlan, SpanCheck
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanChoice:
+    """What a SpanCheck decides from deviations alone.
+
+    `computed`: bool [checked tokens], those that all layers above compute; the others keep the donor's KV.
+    `is_dropped`: the plan saved too little, so every token is computed. `largest_kept`: the largest deviation of a
+    token that keeps the donor's KV, 0.0 without one.
+    """
+
+    computed: npt.NDArray[np.bool_]
+    is_dropped: bool
+    largest_kept: float
+
+    @property
+    def kept_tokens(self) -> int:
+        """Checked tokens that keep the donor's KV."""
+        return int(self.computed.size - np.count_nonzero(self.computed))
+
+
+def choose(
+    check: SpanCheck,
+    deviations: npt.NDArray[np.float32],
+    lengths: Sequence[int],
+    exact_tokens: int,
+    promised: int,
+    widened: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.bool_]] | None = None,
+) -> SpanChoice:
+    """Decides one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
+
+    `exact_tokens` of the `promised` tokens are saved in any case. A deviation that is not a number exceeds every
+    threshold. `widened` adds tokens that are cheaper to compute than to skip to those computed, bool [checked tokens].
+    """
+    deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    deviating = _deviating(check, deviations)
+    if check.window_threshold is not None:
+        deviating |= _deviating_windows(deviations, windows_of(lengths, check.window_tokens), check.window_threshold)
+    counts = np.add.reduceat(deviating, np.cumsum(tokens) - tokens, dtype=np.int64)
+    computed = deviating | np.repeat(counts > check.max_span_share * tokens, tokens)
+    if widened is not None:
+        computed = widened(computed)
+    saved = exact_tokens + computed.size - np.count_nonzero(computed)
+    is_dropped = bool(saved == 0 or saved < check.min_saved_share * promised)
+    if is_dropped:
+        computed = np.ones_like(computed)
+    return SpanChoice(computed, is_dropped, float(deviations[~computed].max(initial=0.0)))
+
+
+def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    if check.threshold is not None:
+        return deviations.astype(np.float64) > check.threshold
+    assert check.largest_share is not None
+    deviating = np.zeros(deviations.size, dtype=bool)
+    # Of equal deviations the earlier token is computed: what follows depends on it.
+    deviating[np.argsort(-deviations, kind="stable")[: round(check.largest_share * deviations.size)]] = True
+    return deviating
+
+
+def _deviating_windows(
+    deviations: npt.NDArray[np.float32], window_of: npt.NDArray[np.int64], threshold: float
+) -> npt.NDArray[np.bool_]:
+    """Every token of the windows whose mean deviation is above the threshold. `window_of`: as `windows_of` returns."""
+    starts = np.flatnonzero(np.diff(window_of, prepend=-1))
+    sizes = np.diff(starts, append=deviations.size)
+    above = np.add.reduceat(deviations, starts, dtype=np.float64) > threshold * sizes
+    return np.repeat(above, sizes)
+
+
+def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt.NDArray[np.int64]:
+    """Which of the checked tokens a sample compares, int64, ascending: see `SpanCheck`. `lengths`: of the spans;
+    `window`: tokens of a window."""
+    rng = np.random.default_rng(seed)
+    found, first = [], 0
+    for length in lengths:
+        head = min(window, length)
+        strata = np.arange(head, length, every)  # the last one may be shorter
+        chosen = np.minimum(strata + rng.integers(0, every, len(strata)), length - 1)
+        found += [first + np.arange(head), first + chosen]
+        first += length
+    return np.concatenate(found)
+
+
+def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
+    """Of each checked token the number of its window, int64. `lengths`: of the spans, each of which begins one;
+    `window`: tokens of a window."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    windows = -(-tokens // window)  # of each span
+    sizes = np.full(int(windows.sum()), window)
+    sizes[np.cumsum(windows) - 1] = tokens - (windows - 1) * window
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
+def suspects_of(
+    check: SpanCheck,
+    compared: npt.NDArray[np.int64],
+    deviations: npt.NDArray[np.float32],
+    lengths: Sequence[int],
+    exact_tokens: int,
+    promised: int,
+) -> npt.NDArray[np.bool_]:
+    """Which tokens are in windows that a sample does not let pass, bool [checked tokens].
+
+    `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`. One that is not a
+    number exceeds every threshold. A window without any is not let pass.
+    """
+    deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
+    window_of = windows_of(lengths, check.window_tokens)
+    own, windows = window_of[compared], int(window_of[-1]) + 1
+    sums, counts = (np.bincount(own, weights, windows) for weights in (deviations, None))
+    fails = ~(sums <= check.sample_threshold * counts) | (counts == 0)
+    fails[own[_deviating(check, deviations)]] = True
+    has_next = np.ones(windows, dtype=bool)
+    has_next[window_of[np.cumsum(lengths) - 1]] = False
+    wider = fails.copy()
+    wider[1:] |= fails[:-1] & has_next[:-1]
+    wider[:-1] |= fails[1:] & has_next[:-1]
+    found: npt.NDArray[np.bool_] = wider[window_of]
+    suspects = np.count_nonzero(found)
+    saves_little = exact_tokens + found.size - suspects < check.min_saved_share * promised
+    return np.ones_like(found) if saves_little or suspects > check.max_span_share * found.size else found
+
+
+def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[range]:
+    """The parts of the spans that are suspects, bool [tokens of all spans], one range each."""
+    first = 0
+    for span in spans:
+        own = np.flatnonzero(suspects[first : first + len(span)])
+        first += len(span)
+        for part in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
+            yield range(span.start + int(part[0]), span.start + int(part[-1]) + 1)
+
+
+def closed(
+    computed: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64], keys_per_row: int
+) -> npt.NDArray[np.bool_]:
+    """Adds the rows of short gaps between two computed rows to `computed`, bool [rows]; 0 adds none.
+
+    Skipping a gap makes attention read all keys before the gap's end once more, which costs as much as one row for each
+    `keys_per_row` keys. A gap is short if its rows cost no more than that. `positions`: int64 [rows], rising. A gap in
+    which some positions have no row stays open.
+    """
+    found = np.flatnonzero(computed)
+    if not keys_per_row:
+        return computed
+    rows, gaps = np.diff(found) - 1, np.diff(positions[found]) - 1
+    closes = (gaps > 0) & (gaps * keys_per_row <= positions[found[1:]]) & (rows == gaps)
+    if not closes.any():
+        return computed
+    # A row's gap begins after the last computed row before it.
+    inside = np.zeros(len(computed), dtype=bool)
+    inside[found[:-1][closes]] = True
+    before = np.maximum.accumulate(np.where(computed, np.arange(len(computed)), 0))
+    return computed | inside[before]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleFound:
+    """What the sample of a check found, of `tokens` tokens: `kept_tokens` are in windows that it let pass, and
+    `largest_kept` is the largest deviation there. `of_rows`: float32 [checked tokens], the deviations of those in the
+    other windows, 0.0 where the sample has none."""
+
+    tokens: int
+    kept_tokens: int
+    largest_kept: float
+    of_rows: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingCheck:
+    """A plan whose check has not decided yet.
+
+    `rows`: the request's rows that are compared, one range for each checked span; all are computed until the check has
+    decided. `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared,
+    int64, and `rows` is empty. After it, `sample` is what it found.
+    """
+
+    plan: SemanticKvPlan
+    rows: tuple[range, ...]
+    keys_per_row: int = 0
+    sampled: npt.NDArray[np.int64] | None = None
+    sample: SampleFound | None = None
+
+    @property
+    def check(self) -> SpanCheck:
+        assert self.plan.execution.check is not None
+        return self.plan.execution.check
+
+    @property
+    def lengths(self) -> list[int]:
+        """Checked tokens of each span."""
+        return [len(rows) for rows in self.rows]
+
+    @property
+    def checked(self) -> npt.NDArray[np.int64]:
+        """The rows that are compared, span after span, int64 [checked tokens]."""
+        if self.sampled is not None:
+            return self.sampled
+        return np.concatenate([np.arange(rows.start, rows.stop, dtype=np.int64) for rows in self.rows])
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that are reused whatever the check finds: exact ones, and those that the sample has let pass."""
+        return self.plan.exact_tokens + (0 if self.sample is None else self.sample.kept_tokens)
+
+    def within(self, start: int, stop: int) -> PendingCheck | None:
+        """The check of the rows start..stop-1, counted from the first of them; None if none is compared."""
+        if self.sampled is not None:
+            own = self.sampled[(self.sampled >= start) & (self.sampled < stop)] - start
+            return replace(self, sampled=own) if len(own) else None
+        cut = (range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in self.rows)
+        kept = tuple(rows for rows in cut if rows)
+        return replace(self, rows=kept) if kept else None
+
+    def judge(
+        self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.bool_], SampleFound]:
+        """Which checked tokens a sample of `compared` ones leaves suspect, bool [checked tokens], and what it found."""
+        suspects = suspects_of(
+            self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
+        )
+        found = np.zeros(len(suspects), dtype=np.float32)
+        found[compared] = deviations
+        kept = deviations[~suspects[compared]]
+        passed = int(np.count_nonzero(~suspects))
+        return suspects, SampleFound(len(compared), passed, float(kept.max(initial=0.0)), found[suspects])
+
+    def choose(self, deviations: npt.NDArray[np.float32], positions: npt.NDArray[np.int64]) -> SpanChoice:
+        """Decides from the deviations of the checked tokens, float32. `positions`: of all rows, int64."""
+
+        def widened(computed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+            checked, stays = self.checked, np.ones(len(positions), dtype=bool)
+            stays[checked] = computed
+            found: npt.NDArray[np.bool_] = closed(stays, positions, self.keys_per_row)[checked]
+            return found
+
+        if self.sample is not None:
+            # The sample's own KV lies in the pool by now, and a token does not deviate from itself.
+            deviations = np.maximum(deviations, self.sample.of_rows)
+        return choose(self.check, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens, widened)
+
+    def evidence(self, choice: SpanChoice) -> CheckEvidence:
+        """What the check has found, with what its sample had let pass."""
+        sample = self.sample or SampleFound(0, 0, 0.0, np.empty(0, dtype=np.float32))
+        offered, reused = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens
+        return CheckEvidence(
+            request_id=self.plan.request_id,
+            offered_tokens=offered,
+            checked_tokens=choice.computed.size,
+            reused_tokens=reused,
+            recomputed_tokens=offered - reused,
+            largest_kept=max(choice.largest_kept, sample.largest_kept),
+            is_dropped=choice.is_dropped,
+            sampled_tokens=sample.tokens,
+        )
+
+    def evidence_of_sample(self) -> CheckEvidence:
+        """What the sample has found where it left nothing to check."""
+        return self.evidence(SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0))

@@ -1,0 +1,192 @@
+"""What a worker does once, when an engine registers its caches: refuse what it does not know, open the tiers, and agree
+with the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.kv_move import warm_up
+from semblend_trt import __version__
+from semblend_trt.connector.eligibility import cuts_kv
+from semblend_trt.connector.pool_geometry import described
+from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
+from semblend_trt.donors.disk_tier import DiskTier
+from semblend_trt.donors.donor_file import KvForm
+from semblend_trt.donors.host_tier import HostMemory, HostTier
+from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.store import DonorStore
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.ranks import ranks_of
+from semblend_trt.transfer.load import PlanLoader
+from semblend_trt.transfer.save import DonorSaver
+from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.layout import KvGeometry
+    from kernels.rope import Rotation
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+# Slots of the staging memory: as many for loads that copies never wait for the kernels after them, one for saves.
+_LOAD_SLOTS = 3
+_SAVE_SLOTS = 1
+# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread would take the
+# interpreter's lock from the engine at every launch, which costs several times as much. On the CPU queueing is copying.
+_CHUNKS_AT_ONCE = 16
+
+
+def layout_refusal(layout: Any, llm_args: Any) -> str | None:
+    """Why KV cannot be kept for a cache of this layout; upstream has a layer group for each window, and one without."""
+    cut = sorted({each.window_size for each in layout.groups if cuts_kv(llm_args, [each.window_size])})
+    if cut:
+        logger.warning(
+            "KV reuse is off: the engine drops KV outside of windows of %s tokens; set max_attention_window to "
+            "[max_seq_len], and max_seq_len",
+            cut,
+        )
+        return "attention_window"
+    if len(layout.groups) != 1:
+        logger.warning("KV reuse is off: the caches are %d layer groups, not one pool", len(layout.groups))
+        return "layer_groups"
+    return None
+
+
+def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, is_first: bool) -> str | None:
+    """Why this pool is not taken; `geometry` is None for one that does not fit the model."""
+    if geometry is None or not is_first:
+        why = "does not fit the model" if geometry is None else "is the second one of this engine"
+        logger.warning("KV reuse is off: %s %s", described(pool), why)
+        return "pool_layout"
+    shortest = min((each for each in facts.windows if each is not None), default=geometry.block_size)
+    if shortest < geometry.block_size:
+        logger.warning(
+            "KV reuse is off: a window of %d tokens is shorter than a block of %d; use shorter blocks",
+            shortest,
+            geometry.block_size,
+        )
+        return "window_below_block"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What one rank holds donors in, and what moves them; `transfers` without a disk tier is None."""
+
+    store: DonorStore
+    loader: PlanLoader
+    saver: DonorSaver
+    transfers: DiskTransfers | None
+
+
+def open_tiers(
+    settings: Settings,
+    llm_args: Any,
+    pool: torch.Tensor,
+    geometry: KvGeometry,
+    rotation: Rotation,
+    runtime: Runtime,
+    *,
+    holds_saved_blocks: bool,
+) -> Tiers:
+    """Takes the tiers' and the staging memory. Raises ConfigurationError when what is asked for cannot be had."""
+    device, dtype = pool.device, pool.dtype
+    arena = None
+    if settings.device_bytes:
+        arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
+    memory = HostMemory(settings.host_bytes, lock=True) if pool.is_cuda else None
+    store = DonorStore(HostTier(settings.host_bytes, memory), arena)
+    reader, writer = None, HostWriter(rotation, None)
+    if pool.is_cuda and settings.host_bytes:
+        slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
+        reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
+        writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
+    snapshots = None
+    if not holds_saved_blocks:
+        blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
+        snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
+    warm_up(geometry, dtype, device, rotation)
+    loader = PlanLoader(store, pool, geometry, rotation, runtime.readiness, reader)
+    transfers = _open_disk(settings, llm_args, geometry, dtype, store.host, runtime)
+    saver = DonorSaver(
+        store,
+        pool,
+        geometry,
+        rotation,
+        writer,
+        runtime.offload_events,
+        transfers,
+        runtime.ranks,
+        at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
+        snapshots=snapshots,
+    )
+    return Tiers(store, loader, saver, transfers)
+
+
+def _open_disk(
+    settings: Settings, llm_args: Any, geometry: KvGeometry, dtype: torch.dtype, host: HostTier, runtime: Runtime
+) -> DiskTransfers | None:
+    """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
+    if not settings.disk_bytes:
+        return None
+    if settings.disk_path is None:
+        raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
+    try:
+        _check_single_rank(llm_args)
+        form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
+        disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
+    except (OSError, ConfigurationError) as error:
+        logger.warning("no donors are kept on disk: %s", error)
+        runtime.offload_events.append(OffloadEvent(OffloadEventKind.DISK_UNAVAILABLE, error=str(error)))
+        return None
+    runtime.disk = DiskLink()
+    return DiskTransfers(disk, host, runtime.disk, runtime.offload_events)
+
+
+def _check_single_rank(llm_args: Any) -> None:
+    """Raises ConfigurationError for several ranks: they do not agree on whose files are whole, and must not read
+    different ones."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
+    if ranks > 1:
+        raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
+
+
+def tensor_parallel_size(llm_args: Any) -> int:
+    """Ranks that share the model's heads."""
+    return int(getattr(llm_args, "tensor_parallel_size", None) or 1)
+
+
+def join_ranks(runtime: Runtime, llm_args: Any) -> None:
+    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
+    if runtime.ranks.size == tensor_parallel_size(llm_args):
+        return
+    found = ranks_of(llm_args)
+    if found is None:
+        logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
+        runtime.refusal = runtime.refusal or "ranks_unknown"
+    else:
+        runtime.ranks = found
+
+
+def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
+    """Adopts the first refusal of any rank on all of them; an error of one rank is raised on all.
+
+    Ranks of different versions refuse: they would read one another's metadata differently.
+    """
+    gathered = runtime.ranks.gather((__version__, runtime.refusal, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    failed = next((text for _, _, text in gathered if text is not None), None)
+    if failed is not None:
+        raise ConfigurationError(f"another rank cannot start: {failed}")
+    if len({version for version, _, _ in gathered}) > 1:
+        runtime.refusal = runtime.refusal or "metadata_version"
+    runtime.refusal = runtime.refusal or next((refusal for _, refusal, _ in gathered if refusal is not None), None)

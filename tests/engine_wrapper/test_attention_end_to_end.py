@@ -1,0 +1,242 @@
+"""Models whose attention is not plain, in the embedded engine: gpt-oss with windows and sinks, Llama 4 with chunks and
+a layer without RoPE, DeepSeek-V3 with latent rows. Documents are many windows and several chunks long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from engine_wrapper import sparse_forward
+from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.pool import cache_layout
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.reuse_profile import ProfileCheck
+from tests.conftest import save_tiny_model
+from tests.engine_wrapper.embedded.conftest import forget_prefixes
+from tests.engine_wrapper.serving import (
+    BLOCK,
+    DOCUMENT,
+    DONOR,
+    GREEDY,
+    QUESTION,
+    SHIFTED,
+    Engines,
+    assert_same,
+    serve,
+    teach,
+    text,
+)
+from tests.random_models import CHUNK, WINDOW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from engine_wrapper.embedded.llm import RequestOutput
+
+Profile = Callable[..., "Path"]
+
+# In gpt-oss and Llama 4 the layer in the middle has full attention, and a check lies above it.
+LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}
+# Pieces of a document that is cut where a chunk ends are short.
+SHORT = {"MIN_SPAN": 30, "MIN_REUSE_RATIO": 0.1}
+# Texts before the document.
+IN_DONOR, IN_PROMPT = 2 * CHUNK, 3 * CHUNK
+V2 = {"use_kv_cache_manager_v2": True}
+with_windows = pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
+with_chunks = pytest.mark.parametrize("family", ["llama4_text"], indirect=True)
+with_latent_rows = pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
+with_either = pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=CHECK_LAYER)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_model_paths: dict[str, Path], family: str) -> ModelRunner:
+    return ModelRunner(tiny_model_paths[family], "float32", "cpu")
+
+
+@pytest.fixture
+def engine(tiny_model_paths: dict[str, Path], family: str, runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
+    engines = Engines(tmp_path / "audit.jsonl", model=tiny_model_paths[family], runner=runner)
+    yield engines
+    engines.shutdown()
+
+
+@pytest.mark.parametrize("check", [{}, {"sample_every": 8}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"cache": V2}], ids=str)
+def test_what_a_check_finds_to_deviate_is_computed(
+    engine: Engines, profile: Profile, family: str, check: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """A random model's KV deviates wherever its context changes."""
+    assert len(DOCUMENT) > 5 * WINDOW
+    llm = engine(
+        PROFILE=profile(check=ProfileCheck(layer=CHECK_LAYER[family], threshold=0.0, **check)), **SHORT, **options
+    )
+    teach(llm, DONOR)
+    output = serve(llm, SHIFTED)
+    report = llm.connector_scheduler.reuse_of(output.request_id)
+    assert output.reused_tokens == 0
+    assert report.recomputed_tokens == report.offered_tokens > len(DOCUMENT) // 2
+    assert (report.offered_tokens < len(DOCUMENT)) == (family == "llama4_text")
+    assert_same(output, serve(engine.cold(), SHIFTED))
+
+
+def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request(engine: Engines) -> None:
+    first, second = DOCUMENT[:100], DOCUMENT[100:]
+    prompts = [SHIFTED, text(5, 50) + first + text(6, 32) + second + text(7, 20), text(8, 150)]
+    llm = engine(POLICY="boundary", RECOMPUTE_BOUNDARY_LAYER=LAYERS, **SHORT)
+    teach(llm, DONOR, first, second)
+    cold = engine.cold()
+    for output, prompt in zip(llm.generate(prompts, [GREEDY] * 3), prompts, strict=True):
+        assert_same(output, serve(cold, prompt))
+
+
+@with_either
+def test_the_kernels_answer_as_torch_does(engine: Engines, interpret: Callable[[], None]) -> None:
+    prompt = text(9, max(WINDOW, CHUNK) + 20)
+    expected = serve(engine.cold(), prompt)
+    interpret()
+    assert_same(serve(engine.cold(), prompt), expected)
+
+
+@with_either
+def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_name(
+    engine: Engines, profile: Profile
+) -> None:
+    llm = engine(PROFILE=profile(check=ProfileCheck(layer=1, threshold=1.0)), **SHORT)
+    teach(llm, DONOR)
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, output.reuse_reason) == (0, "profile_check_layer")
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+@with_windows
+def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine: Engines) -> None:
+    """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
+    llm = engine("semblend_trt.connector", V2, contract="main", POLICY="exact")
+    teach(llm, DONOR)
+    forget_prefixes(llm)
+    output = serve(llm, DONOR + QUESTION)
+    assert output.reused_tokens >= len(DONOR) // BLOCK * BLOCK
+    assert_same(output, serve(engine.cold(), DONOR + QUESTION))
+
+
+@with_windows
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"POLICY": "cacheblend"}, "configuration"),  # its check sees no further than a window
+        ({"POLICY": "position_fix", "cache": {"tokens_per_block": 2 * WINDOW}}, "window_below_block"),
+    ],
+)
+def test_what_windows_do_not_allow_is_refused_by_name(engine: Engines, options: dict[str, Any], reason: str) -> None:
+    llm = engine(**options)
+    teach(llm, DONOR)
+    output = serve(llm, SHIFTED)
+    assert (output.reused_tokens, output.reuse_reason) == (0, reason)
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lower_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama4_text", tmp_path_factory.mktemp("llama4"), no_rope_layers=[1, 1, 0])
+
+
+@pytest.fixture
+def lower(lower_path: Path, tmp_path: Path) -> Iterator[Engines]:
+    """Of a model whose highest layer alone has full attention: all K and V depend on the chunk alone."""
+    engines = Engines(tmp_path / "lower.jsonl", model=lower_path)
+    yield engines
+    engines.shutdown()
+
+
+def moved(engine: Engines, early: int, shift: int = 0, **settings: Any) -> tuple[RequestOutput, RequestOutput]:
+    """What an engine under these settings answers to a document that begins `early` tokens before a chunk's end, and
+    `shift` later in its chunk than in the donor, and what a cold one does."""
+    llm = engine(**SHORT | settings)
+    teach(llm, text(1, IN_DONOR - early) + DOCUMENT)
+    prompt = text(2, IN_PROMPT - early + shift) + DOCUMENT + text(3, 20)
+    return serve(llm, prompt), serve(engine.cold(), prompt)
+
+
+@pytest.mark.parametrize(
+    ("early", "shift", "heads", "is_cold"), [(0, 0, 0, True), (20, 0, 20, True), (20, 0, 19, False), (0, 1, 0, False)]
+)
+def test_a_run_from_a_chunks_first_token_on_is_that_of_a_cold_run(
+    lower: Engines, early: int, shift: int, heads: int, is_cold: bool
+) -> None:
+    """Where the tokens before it, in its first chunk, are computed, K and V are those of the new text; those of a token
+    more are of another text."""
+    policy = {"POLICY": "epic", "EPIC_TOKENS": heads} if heads else {"POLICY": "position_fix"}
+    output, cold = moved(lower, early, shift, **policy)
+    if is_cold:
+        assert output.reused_tokens == len(DOCUMENT) - heads
+        assert_same(output, cold)
+        return
+    assert output.reused_tokens
+    with pytest.raises(AssertionError):
+        assert_same(output, cold)
+
+
+def test_queries_are_scaled_by_their_positions_and_not_by_their_rows(
+    lower: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_forward._Places, "get_seq_length", lambda self, layer: 0)
+    wrong, cold = moved(lower, 0, POLICY="position_fix")
+    with pytest.raises(AssertionError):
+        assert_same(wrong, cold)
+
+
+def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lower: Engines) -> None:
+    output, cold = moved(lower, 0, CHUNK // 2, POLICY="position_fix", MIN_SPAN=CHUNK // 2 + 1)
+    assert (output.reused_tokens, output.reuse_reason) == (0, "chunk_edge")
+    assert_same(output, cold)
+
+
+@with_chunks
+def test_blocks_that_do_not_divide_a_chunk_are_refused(engine: Engines) -> None:
+    with pytest.raises(ConfigurationError, match=r"tokens_per_block 48 does not divide the chunks of 64 tokens"):
+        engine(cache={"tokens_per_block": 48})
+
+
+# -- latent rows ------------------------------------------------------------------------------------------------------
+
+
+@with_latent_rows
+@pytest.mark.parametrize("version", ["embedded", "main"])
+def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine: Engines, version: str) -> None:
+    cache = {"use_kv_cache_manager_v2": version == "main"}
+    llm = engine(cache=cache, POLICY="exact", contract=version)
+    assert llm.executor.pool.tensor.shape[2:] == (1, 16 * (512 + 64))
+    teach(llm, DONOR)
+    forget_prefixes(llm)
+    prompt = DONOR[:180] + text(21, 30)
+    output = serve(llm, prompt)
+    assert output.reused_tokens == 180
+    assert_same(output, serve(engine.cold(), prompt))
+
+
+@with_latent_rows
+def test_the_layout_of_its_pool_has_no_values(engine: Engines) -> None:
+    (group,) = cache_layout(engine.cold().executor.pool.tensor, 16).groups
+    (region,) = group.regions
+    assert [(each.layer_id, each.role) for each in region.buffers] == [(layer, "key") for layer in range(LAYERS)]
+
+
+def test_transformers_that_caches_every_head_is_refused_when_the_model_is_loaded(
+    tiny_model_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
+    with pytest.raises(ConfigurationError, match="caches K and V of every head"):
+        ModelRunner(tiny_model_paths["deepseek_v3"], "float32", "cpu")
