@@ -30,11 +30,12 @@ from benchmarks.fleet.server import (
     texts,
 )
 from benchmarks.program import Count, run_counted, seconds
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from validation.results import Results, say
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from benchmarks.fleet.server import (
     texts,
 )
 from benchmarks.program import Count, run_counted
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
-from semblend_trt.fleet.wire import EventFormat
 
 if TYPE_CHECKING:
     from semblend_trt.fleet.publisher import EventPublisher

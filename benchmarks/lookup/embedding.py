@@ -19,10 +19,11 @@ import torch
 
 from benchmarks.program import run_counted, seconds
 from kernels.layout import KvGeometry
+from semblend_trt.config import EmbedderKind
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.runtime import PoolFacts, runtime_for
-from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.embedder import embedder_for
 from validation.results import Results, say
 
 if TYPE_CHECKING:

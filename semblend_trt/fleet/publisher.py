@@ -20,11 +20,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from semblend_trt.config import EventFormat
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
-from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, Notice, donor_digest, token_digest
+from semblend_trt.fleet.wire import (
+    KIND_NAMES,
+    Emitter,
+    EventError,
+    EventWriter,
+    Notice,
+    donor_digest,
+    token_digest,
+)
 from semblend_trt.metrics_folder import count_here_where_unwritable
 from semblend_trt.once_a_minute import OnceAMinute
 

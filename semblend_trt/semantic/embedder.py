@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -13,17 +13,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-
-
-class EmbedderKind(str, Enum):
-    """The kinds of embedder; OFF is none."""
-
-    OFF = "off"
-    STATIC = "static"
-    JACCARD = "jaccard"
-    MINILM = "minilm"
-    ONNX = "onnx"
-    ONNX_GPU = "onnx_gpu"
 
 
 class Embedder(Protocol):

@@ -25,8 +25,9 @@ from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant
+from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
-from semblend_trt.fleet.wire import Emitter, decode
+from semblend_trt.fleet.wire import Emitter
 from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import PlanSpan, SpanCheck

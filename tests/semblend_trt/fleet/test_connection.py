@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from semblend_trt.config import load_settings
+from semblend_trt.config import EventFormat, load_settings
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.announcer import generation
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader, connect_client, flush, listen
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.pages import Page
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, Verdict
-from semblend_trt.fleet.events import MAX_MESSAGE_BYTES
 from semblend_trt.fleet.known_namespaces import KnownNamespaces
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventWriter
 from tests.semblend_trt.fleet.conftest import Teller
 from tests.semblend_trt.samples import BASE_NAMESPACE, text
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode
+from semblend_trt.config import EventFormat
+from semblend_trt.fleet.events import decode
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE
 
@@ -52,7 +54,7 @@ def written_again(writer: EventWriter, data: Any) -> bytes:
         assert segment.token_range == (0, data.token_count)
         namespace = CacheNamespace.from_dict(data.namespace)
         donor = (data.donor_id, namespace, data.location.tier, data.token_count)
-        return writer.registered(*donor, segment.digest, segment.provider_metadata, vector)
+        return writer.registered(*donor, segment.digest, bytes(segment.provider_metadata), vector)
     if data.kind == "provider_heartbeat":
         return writer.heartbeat(data.interval_seconds, data.donor_count, data.state_digest)
     if data.kind == "donor_relocated":

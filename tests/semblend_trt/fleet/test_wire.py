@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
+from semblend_trt.config import EventFormat
+from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, token_digest
+from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventError, EventWriter, token_digest
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 

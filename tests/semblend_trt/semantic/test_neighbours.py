@@ -18,11 +18,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
-from semblend_trt.config import load_settings
+from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import TEXT_EVENTS, metrics_for
-from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.index import SemanticIndex
 from semblend_trt.semantic.neighbours import Neighbours, neighbours_for
 from tests.semblend_trt import samples

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from semblend_trt.config import EmbedderKind
 from semblend_trt.discovery import export_embedder
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.embedder import embedder_for
 from semblend_trt.semantic.sentence_embedders import GRAPH_FILE, OnnxEmbedder, cache_folder
 from semblend_trt.semantic.sentence_model import sentence_model
 

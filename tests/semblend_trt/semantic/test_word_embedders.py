@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.embedder import embedder_for
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=40)
 PLAIN = [EmbedderKind.STATIC, EmbedderKind.JACCARD]

@@ -13,6 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.app import Placer, ReadPrompt
 from semblend_trt.fleet.router.counters import RouterCounters
@@ -20,7 +21,7 @@ from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.semblend_trt.fleet.router.conftest import Routed, router
 from tests.semblend_trt.samples import BASE_NAMESPACE
 
