@@ -23,13 +23,13 @@ from semblend_trt.config import EmbedderKind
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.runtime import PoolFacts, runtime_for
-from semblend_trt.semantic.embedder import embedder_for
+from semblend_trt.semantic.embedders import embedder_for
 from validation.results import Results, say
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from semblend_trt.semantic.embedder import Embedder
+    from semblend_trt.semantic.embedders import Embedder
 
 PROMPT_TOKENS = 8192
 CALLS = 300

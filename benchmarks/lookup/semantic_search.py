@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from benchmarks.lookup.span_corpus import EXCERPT, TOKENIZER, chained
 from benchmarks.program import run_counted, seconds
 from semblend_trt.config import EmbedderKind
-from semblend_trt.semantic.embedder import embedder_for
+from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.index import SemanticIndex
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from semblend_trt.metrics import metrics_for
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.runtime import PoolFacts, SavedDonor
-from semblend_trt.semantic.embedder import embedder_for
+from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for, text_decoder
 from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
