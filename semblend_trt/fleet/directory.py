@@ -8,6 +8,7 @@ misleads a reader for those heartbeats at most.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from semblend_trt.fleet.events import (
     UnknownEvent,
     decode,
 )
-from semblend_trt.fleet.fair_lock import FairLock
 from semblend_trt.fleet.known_namespaces import KnownNamespace, KnownNamespaces
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
@@ -96,6 +96,24 @@ class FollowedWorker:
     unheeded: int = 0
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
+
+
+class FairLock:
+    """A lock for a `with` statement, which a thread that waits gets before one that asks again at once.
+
+    `threading.Lock` goes to who is running. A thread that takes it in a loop runs, and who waits wakes too late, many
+    times in a row. Here who waits holds the turn meanwhile, so that no other thread can ask.
+    """
+
+    def __init__(self) -> None:
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._turn:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Verdict(str, Enum):

@@ -28,27 +28,6 @@ def writer(request):
     return EventWriter(EMITTER, request.param)
 
 
-def test_ids_count_from_one_and_everything_names_one_generation(writer) -> None:
-    payloads = [
-        writer.reset(),
-        writer.registered(**DONOR),
-        writer.relocated("d", "host"),
-        writer.heartbeat(2.5, 1, 5),
-        writer.evicted("d"),
-        writer.purged(),
-    ]
-    events = [decode(payload) for payload in payloads]
-    assert [event.event_id for event in events] == [1, 2, 3, 4, 5, 6]
-    assert {(event.worker_id, event.dp_rank, event.generation) for event in events} == {(3, 1, 99)}
-    registered = events[1].data
-    assert CacheNamespace.from_dict(registered.namespace) == NAMESPACE
-    assert registered.segments[0].provider_metadata == b"\x01\xff"
-    assert registered.segments[0].token_range == (0, 3)
-    assert registered.location.tier == "device"
-    assert registered.location.worker_id == 3
-    assert events[2].data.new_location.tier == "host"
-
-
 @given(
     st.text(min_size=1, max_size=256).filter(lambda text: text.isprintable()),
     st.integers(0, 1 << 28),
