@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt.fleet import routing_policy
 from semblend_trt.fleet.routing_policy import (
     BLOCK_TOKENS,
     POLICIES,
@@ -99,8 +100,9 @@ def test_a_session_decides_between_equals_only() -> None:
     assert policy.choose(request(0, 0, 0, 5, session_id="s"), replicas(0, 0, 0, 0)).worker == WORKERS[3]
 
 
-def test_sessions_are_remembered_within_bounds() -> None:
-    policy = SpanOverlap(max_sessions=3)
+def test_sessions_are_remembered_within_bounds(monkeypatch) -> None:
+    monkeypatch.setattr(routing_policy, "MAX_SESSIONS", 3)
+    policy = SpanOverlap()
     chosen = [policy.choose(request(session_id=str(number)), replicas(0, 0, 0, 0)).worker for number in range(4)]
     assert policy.choose(request(session_id="3"), replicas(0, 0, 0, 0)).worker == chosen[3]
     assert len(policy._sessions) == 3
@@ -115,8 +117,9 @@ def test_a_weight_that_is_not_positive_is_refused(weight) -> None:
 A, B = (0, 0), (1, 0)
 
 
-def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end() -> None:
-    memory = PrefixMemory(max_blocks=5)
+def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end(monkeypatch) -> None:
+    monkeypatch.setattr(routing_policy, "MAX_BLOCKS", 5)
+    memory = PrefixMemory()
     first, second = ([seed] * 3 * BLOCK_TOKENS for seed in (1, 2))
     for prompt in (first, second):
         memory.note(memory.prefix_of(prompt, None), A)
