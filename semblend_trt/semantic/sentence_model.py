@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import open_input
+from semblend_trt.files import open_input, write_bytes
 from semblend_trt.transformers_version import imported
 
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -136,13 +135,9 @@ def export(model: SentenceModel, path: Path) -> None:
             )
     except Exception as error:
         raise ConfigurationError(f"the embedder's model {model.folder} cannot be exported: {error}") from error
+    assert program is not None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            part = Path(folder) / path.name
-            assert program is not None
-            program.save(str(part), external_data=False)
-            os.replace(part, path)
+        write_bytes(path, program.model_proto.SerializeToString())
     except OSError as error:
         raise ConfigurationError(f"the exported model {path} cannot be written: {error.strerror or error}") from error
 
