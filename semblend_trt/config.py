@@ -20,9 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy, parse_policy
-from semblend_trt.semantic.embedder import EmbedderKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,6 +94,24 @@ def variables_of(name: str) -> tuple[str, ...]:
 def variable_in_use(name: str) -> str | None:
     """The variable that decides a setting now; None when none is set."""
     return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
+
+
+class EmbedderKind(str, Enum):
+    """The kinds of embedder; OFF is none."""
+
+    OFF = "off"
+    STATIC = "static"
+    JACCARD = "jaccard"
+    MINILM = "minilm"
+    ONNX = "onnx"
+    ONNX_GPU = "onnx_gpu"
+
+
+class EventFormat(str, Enum):
+    """How donor events are written."""
+
+    JSON = "json"
+    MSGPACK = "msgpack"
 
 
 class SettingsGroup(BaseSettings):

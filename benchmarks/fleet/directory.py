@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.program import Count, resident_mib, run_counted, seconds
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from semblend_trt.namespace import CacheNamespace
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ import numpy as np
 
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters, Held, Outbox
 from semblend_trt.fleet.routing_policy import POLICIES, Replica, RoutingRequest
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventWriter
 
 if TYPE_CHECKING:
     import numpy.typing as npt

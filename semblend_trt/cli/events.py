@@ -158,18 +158,18 @@ async def _listen(
 
 
 def _line(payload: bytes, *, as_json: bool) -> str:
-    from semblend_trt.fleet.wire import decode
+    from semblend_trt.fleet.events import decode, shown
 
     event = decode(payload)
+    message = shown(event)
     if as_json:
-        return json.dumps(event.model_dump(mode="json", exclude_none=True))
-    data = event.data.model_dump(mode="json", exclude={"namespace", "segments", "block_ids", "kind"})
-    place = data.get("location") or data.get("new_location")
-    if isinstance(place, dict):
-        data = {key: value for key, value in data.items() if key not in ("location", "new_location")}
+        return json.dumps(message)
+    data = {key: value for key, value in message["data"].items() if key not in ("namespace", "segments", "block_ids")}
+    kind, place = data.pop("kind"), data.pop("location", None) or data.pop("new_location", None)
+    if isinstance(place, dict) and "tier" in place:
         data["tier"] = place["tier"]
     details = " ".join(f"{key}={json.dumps(value)}" for key, value in data.items())
-    return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {event.data.kind} {details}")
+    return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {kind} {details}")
 
 
 def _check(seen: _Seen, directory: Directory) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.audit import AuditEvents
-from semblend_trt.config import load_settings
+from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, facts_or_refusal
@@ -39,7 +39,6 @@ from semblend_trt.namespace import unknown_value
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
-from semblend_trt.semantic.embedder import EmbedderKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

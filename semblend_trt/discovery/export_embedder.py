@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from semblend_trt.command_line import ended, named, printable
-from semblend_trt.semantic.sentence_embedders import GRAPH_FILE, export
-from semblend_trt.semantic.sentence_model import WEIGHTS_FILE, sentence_model
+from semblend_trt.semantic.sentence_model import GRAPH_FILE, WEIGHTS_FILE, export, sentence_model
 
 PROGRAM = "python -m semblend_trt.discovery.export_embedder"
 

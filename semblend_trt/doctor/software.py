@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
+from semblend_trt.config import EmbedderKind
 from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic.embedder import EmbedderKind
 from semblend_trt.semantic.sentence_model import sentence_model
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ misleads a reader for those heartbeats at most.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -23,25 +24,23 @@ from semblend_trt.fleet.events import (
     DonorRegistered,
     DonorRelocated,
     DonorsPurged,
-    EventError,
     ProviderGenerationReset,
     ProviderHeartbeat,
     UnknownEvent,
+    decode,
 )
-from semblend_trt.fleet.fair_lock import FairLock
 from semblend_trt.fleet.known_namespaces import KnownNamespace, KnownNamespaces
-from semblend_trt.fleet.quick_events import QuickEvicted, QuickRegistered, read
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
 from semblend_trt.fleet.sketch_index import Posting, warm_up
-from semblend_trt.fleet.wire import donor_digest
+from semblend_trt.fleet.wire import EventError, donor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import numpy.typing as npt
 
-    from semblend_trt.fleet.quick_events import Event
+    from semblend_trt.fleet.events import Event
     from semblend_trt.fleet.routing_policy import Worker
     from semblend_trt.fleet.sketch import PromptFingerprints
 
@@ -97,6 +96,24 @@ class FollowedWorker:
     unheeded: int = 0
     events: Counter[str] = field(default_factory=Counter)
     compared: int = 0
+
+
+class FairLock:
+    """A lock for a `with` statement, which a thread that waits gets before one that asks again at once.
+
+    `threading.Lock` goes to who is running. A thread that takes it in a loop runs, and who waits wakes too late, many
+    times in a row. Here who waits holds the turn meanwhile, so that no other thread can ask.
+    """
+
+    def __init__(self) -> None:
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._turn:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Verdict(str, Enum):
@@ -162,7 +179,7 @@ class Directory:
         Where `sender` is given, events of other workers are refused.
         """
         try:
-            event = read(payload)
+            event = decode(payload)
         except EventError as error:
             with self._lock:
                 self._problem(error.reason, str(error))
@@ -310,10 +327,10 @@ class Directory:
             followed.generation = generation
         followed.last_id, followed.is_synced = event.event_id, verdict in (Verdict.RESET, Verdict.NEXT)
         followed.seen_at, followed.unheeded = now, 0
-        followed.events["unknown" if isinstance(data, UnknownEvent) else data.kind] += 1
-        if isinstance(data, (QuickRegistered, DonorRegistered)):
+        followed.events["unknown" if isinstance(event, UnknownEvent) else event.data.kind] += 1
+        if isinstance(data, DonorRegistered):
             self._register(event, followed, data)
-        elif isinstance(data, (QuickEvicted, DonorEvicted)):
+        elif isinstance(data, DonorEvicted):
             self._evict(event, followed, data)
         elif isinstance(data, (ProviderGenerationReset, DonorsPurged)):
             self._clear(worker, followed)
@@ -326,7 +343,7 @@ class Directory:
         else:
             self.counts["unknown_kind"] += 1
 
-    def _register(self, event: Event, followed: FollowedWorker, data: QuickRegistered | DonorRegistered) -> None:
+    def _register(self, event: Event, followed: FollowedWorker, data: DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
         if self._donors >= self._max_donors:
             self._problem("too_many_donors", f"{self._max_donors} donors are known, which is the most", event)
@@ -352,7 +369,7 @@ class Directory:
                 donor.posting = donor.namespace.index.add(followed.number, sketch)
                 self._entries += len(donor.posting.entries)
 
-    def _evict(self, event: Event, followed: FollowedWorker, data: QuickEvicted | DonorEvicted) -> None:
+    def _evict(self, event: Event, followed: FollowedWorker, data: DonorEvicted) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
             self._unknown_donor(event, followed)

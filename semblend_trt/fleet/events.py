@@ -1,106 +1,69 @@
-"""Schema version 1 of donor events, as pydantic models that check what comes from outside.
+"""Schema version 1 of donor events, as the structs that untrusted messages are read into.
 
-Readers ignore unknown fields and read an event of an unknown kind as `UnknownEvent`, so that fields and kinds can be
-added. `wire.py` reads and writes whole messages; docs/events.md explains the events.
+Readers ignore unknown fields and read a message of an unknown kind as `UnknownEvent`, so that fields and kinds can be
+added. `wire.py` writes messages; docs/events.md explains the events.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainSerializer,
-    Tag,
-    WithJsonSchema,
-)
+import msgspec
+from msgspec import Meta
 
-from semblend_trt.errors import SemBlendError
+from semblend_trt.fleet.wire import KIND_NAMES, MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventError
 from semblend_trt.namespace import TENANT_PREFIX
 
-if TYPE_CHECKING:
-    from pydantic import JsonValue
-
-SCHEMA_VERSION = 1
-MAX_MESSAGE_BYTES = 65536
 MAX_METADATA_BYTES = 32768
 MAX_EMBEDDING_TEXT = 32768
 MAX_ID = 256
 MAX_SEGMENTS = 1024
 MAX_BLOCKS = 16384
 MAX_TOKENS = 1 << 28
-U64 = (1 << 64) - 1
 
-Count = Annotated[int, Field(strict=True, ge=0, le=U64)]
-Tokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)]
-DonorId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
-ShortText = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
-
-
-class EventError(SemBlendError, ValueError):
-    """A message that is not an event of this schema; `reason` is the label in counters."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+# MessagePack has no integer above 2**64 - 1.
+Count = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
+Blocks = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
 
 
-def tenant_key_of(namespace: dict[str, Any]) -> str:
-    """Tenant key v1 of an announced namespace; where it states none, that of requests without a salt."""
-    extra = namespace.get("extra")
-    key = extra.get("tenant_key") if isinstance(extra, dict) else None
-    return key if isinstance(key, str) else TENANT_PREFIX + "none"
+class Metadata(bytes):
+    """Bytes of a provider: binary in MessagePack, and in JSON a list of integers."""
 
 
-def _as_bytes(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        if len(value) > MAX_METADATA_BYTES or not all(type(each) is int and 0 <= each <= 255 for each in value):
-            raise ValueError(f"provider_metadata is a list of at most {MAX_METADATA_BYTES} bytes")
-        return bytes(value)
-    return b"" if value is None else value
+class _Part(msgspec.Struct, frozen=True, gc=False):
+    """A part of a message. It holds no cycle, so that the garbage collector need not look at it."""
 
 
-Metadata = Annotated[
-    bytes,
-    Field(strict=True, max_length=MAX_METADATA_BYTES),
-    BeforeValidator(_as_bytes),
-    PlainSerializer(list, return_type=list[int], when_used="json"),
-    WithJsonSchema(
-        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}, "maxItems": MAX_METADATA_BYTES}
-    ),
-]
+class _Kind(_Part, frozen=True, gc=False, tag_field="kind"):
+    """A part whose field `kind` says what it is."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class WorkerLocation(_Part):
+class WorkerLocation(_Kind, frozen=True, gc=False, tag="worker"):
     """KV in the memory of one worker; `tier` is `device` or `host`."""
 
-    kind: Literal["worker"] = "worker"
     tier: ShortText
     worker_id: Count
     dp_rank: Count = 0
 
 
-class SharedLocation(_Part):
+class SharedLocation(_Kind, frozen=True, gc=False, tag="shared"):
     """KV in a store that several workers reach."""
 
-    kind: Literal["shared"] = "shared"
     tier: ShortText
     backend: ShortText
-    locator: Annotated[str, Field(max_length=4096)] | Annotated[list[Count], Field(max_length=4096)] = ""
+    locator: Annotated[str, Meta(max_length=4096)] | Annotated[list[Count], Meta(max_length=4096)] = ""
 
 
-Location = Annotated[WorkerLocation | SharedLocation, Field(discriminator="kind")]
+Location: TypeAlias = WorkerLocation | SharedLocation
 
 
-class Segment(_Part):
+class Segment(_Part, frozen=True, gc=False):
     """Tokens [start, end) of the donor, described by values from which the tokens cannot be read.
 
     `digest`: see `wire.token_digest`. `provider_metadata`: a sketch (sketch.py). `embedding`: base64 of little-endian
@@ -110,128 +73,160 @@ class Segment(_Part):
     segment_id: Count
     token_range: tuple[Tokens, Tokens]
     digest: Count
-    block_hashes: Annotated[list[Count], Field(max_length=MAX_BLOCKS)] | None = None
-    provider_metadata: Metadata = b""
-    embedding: Annotated[str, Field(max_length=MAX_EMBEDDING_TEXT, pattern=r"^[A-Za-z0-9+/]*={0,2}$")] | None = None
+    block_hashes: Blocks | None = None
+    provider_metadata: Metadata = msgspec.field(default_factory=Metadata)
+    embedding: Annotated[str, Meta(max_length=MAX_EMBEDDING_TEXT, pattern=r"^[A-Za-z0-9+/]*={0,2}$")] | None = None
 
 
-class ProviderGenerationReset(_Part):
+class ProviderGenerationReset(_Kind, frozen=True, gc=False, tag="provider_generation_reset"):
     """Forget all donors of this worker; a registration of each held donor follows."""
 
-    kind: Literal["provider_generation_reset"] = "provider_generation_reset"
     generation: Count
 
 
-class DonorRegistered(_Part):
+class DonorRegistered(_Kind, frozen=True, gc=False, tag="donor_registered"):
     """The worker holds a donor. An earlier registration of the same donor id is replaced."""
 
-    kind: Literal["donor_registered"] = "donor_registered"
-    donor_id: DonorId
+    donor_id: ShortText
     namespace: dict[str, Any]
     location: Location
     token_count: Tokens
-    segments: Annotated[list[Segment], Field(min_length=1, max_length=MAX_SEGMENTS)]
+    segments: Annotated[list[Segment], Meta(min_length=1, max_length=MAX_SEGMENTS)]
     provider_generation: Count
-    block_ids: Annotated[list[Count], Field(max_length=MAX_BLOCKS)] = Field(default_factory=list)
+    block_ids: Blocks = []
 
     @property
     def tenant_key(self) -> str:
-        """Tenant key v1 of the namespace."""
-        return tenant_key_of(self.namespace)
+        """Tenant key v1 of the namespace; where it states none, that of requests without a salt."""
+        extra = self.namespace.get("extra")
+        key = extra.get("tenant_key") if isinstance(extra, dict) else None
+        return key if isinstance(key, str) else TENANT_PREFIX + "none"
 
 
-class DonorEvicted(_Part):
+class DonorEvicted(_Kind, frozen=True, gc=False, tag="donor_evicted"):
     """The worker no longer holds the donor, or only the named `segments` of it are gone."""
 
-    kind: Literal["donor_evicted"] = "donor_evicted"
-    donor_id: DonorId
+    donor_id: ShortText
     provider_generation: Count
-    segments: Annotated[list[Count], Field(max_length=MAX_SEGMENTS)] | None = None
+    segments: Annotated[list[Count], Meta(max_length=MAX_SEGMENTS)] | None = None
 
 
-class DonorsPurged(_Part):
+class DonorsPurged(_Kind, frozen=True, gc=False, tag="donors_purged"):
     """All donors of a scope are gone: `all` donors of this emitter, those of a `worker`, or those at a `location`."""
 
-    kind: Literal["donors_purged"] = "donors_purged"
     scope: dict[str, Any]
     provider_generation: Count
 
 
-class DonorRelocated(_Part):
+class DonorRelocated(_Kind, frozen=True, gc=False, tag="donor_relocated"):
     """The donor is held at another location."""
 
-    kind: Literal["donor_relocated"] = "donor_relocated"
-    donor_id: DonorId
+    donor_id: ShortText
     new_location: Location
     provider_generation: Count
 
 
-class ProviderHeartbeat(_Part):
+class ProviderHeartbeat(_Kind, frozen=True, gc=False, tag="provider_heartbeat"):
     """The worker is alive, and sends the next heartbeat within `interval_seconds`.
 
     A reader that received all events knows `donor_count` donors; `state_digest` is the XOR of their
     `wire.donor_digest`.
     """
 
-    kind: Literal["provider_heartbeat"] = "provider_heartbeat"
     provider_generation: Count
-    interval_seconds: Annotated[float, Field(gt=0, le=86400)]
+    interval_seconds: Annotated[float, Meta(gt=0, le=86400)]
     donor_count: Count
     state_digest: Count
 
 
-KINDS: tuple[type[_Part], ...] = (
-    ProviderGenerationReset,
-    DonorRegistered,
-    DonorEvicted,
-    DonorsPurged,
-    DonorRelocated,
-    ProviderHeartbeat,
-)
-KIND_NAMES: tuple[str, ...] = tuple(model.model_fields["kind"].default for model in KINDS)
-
-
-class UnknownEvent(BaseModel):
-    """An event of a kind that this version does not know. Readers count its id and do nothing else."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    kind: Annotated[
-        str,
-        Field(max_length=MAX_ID),
-        WithJsonSchema({"type": "string", "maxLength": MAX_ID, "not": {"enum": list(KIND_NAMES)}}),
-    ]
-
-
-def _kind_of(data: object) -> str:
-    kind = data.get("kind") if isinstance(data, dict) else getattr(data, "kind", None)
-    return kind if isinstance(kind, str) and kind in KIND_NAMES else "unknown"
-
-
-EventData = Annotated[
-    Annotated[ProviderGenerationReset, Tag("provider_generation_reset")]
-    | Annotated[DonorRegistered, Tag("donor_registered")]
-    | Annotated[DonorEvicted, Tag("donor_evicted")]
-    | Annotated[DonorsPurged, Tag("donors_purged")]
-    | Annotated[DonorRelocated, Tag("donor_relocated")]
-    | Annotated[ProviderHeartbeat, Tag("provider_heartbeat")]
-    | Annotated[UnknownEvent, Tag("unknown")],
-    Discriminator(_kind_of),
-]
-
-
-class SemanticKvEvent(_Part):
-    """One message. `event_id` starts at 1 in each generation of (`worker_id`, `dp_rank`) and rises by one."""
-
-    schema_version: Annotated[int, Field(strict=True, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
+class _Message(_Part, frozen=True, gc=False, kw_only=True):
+    schema_version: Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
     event_id: Count
     worker_id: Count
     dp_rank: Count = 0
-    data: EventData
+
+
+class SemanticKvEvent(_Message, frozen=True, gc=False, kw_only=True):
+    """One message. `event_id` starts at 1 in each generation of (`worker_id`, `dp_rank`) and rises by one."""
+
+    data: ProviderGenerationReset | DonorRegistered | DonorEvicted | DonorsPurged | DonorRelocated | ProviderHeartbeat
+
+    @property
+    def generation(self) -> int:
+        """The generation that the event names."""
+        return self.data.generation if isinstance(self.data, ProviderGenerationReset) else self.data.provider_generation
+
+
+class UnknownEvent(_Message, frozen=True, gc=False, kw_only=True):
+    """A message of a kind that this version does not know. Readers count its id and do nothing else."""
+
+    data: dict[str, Any]
 
     @property
     def generation(self) -> int | None:
-        """The generation that the event names; None for an unknown kind without one."""
-        name = "generation" if isinstance(self.data, ProviderGenerationReset) else "provider_generation"
-        value: JsonValue = getattr(self.data, name, None)
+        """The generation that the event names; None where it names none."""
+        value = self.data.get("provider_generation")
         return value if isinstance(value, int) else None
+
+
+Event: TypeAlias = SemanticKvEvent | UnknownEvent
+
+
+def decode(payload: bytes) -> Event:
+    """Reads one message. Raises EventError with the reasons oversize, malformed, version or invalid, nothing else."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise EventError("oversize", f"a message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        if payload and payload[0] in b"{[ \t\r\n":
+            # One decoder reads both forms, so that JSON's integers have the bounds of MessagePack's.
+            payload = msgspec.msgpack.encode(msgspec.json.decode(payload))
+        try:
+            return _read(payload)
+        except msgspec.ValidationError as error:
+            return _read_unknown(msgspec.msgpack.decode(payload), str(error))
+    except EventError:
+        raise
+    except OverflowError as error:  # a number of more than 64 bits
+        raise EventError("invalid", str(error)) from None
+    except Exception as error:  # parsers raise many types for bytes that are no message
+        raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
+
+
+def shown(event: Event) -> dict[str, Any]:
+    """The event as JSON shows it, without fields that are null."""
+    fields: dict[str, Any] = _without_null(msgspec.to_builtins(event, enc_hook=list))
+    return fields
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list) else value
+
+
+def _as_metadata(_: type, value: Any) -> Metadata:
+    value = b"" if value is None else value
+    is_list = isinstance(value, list) and all(type(each) is int and 0 <= each <= 255 for each in value)
+    if not (is_list or isinstance(value, bytes)) or len(value) > MAX_METADATA_BYTES:
+        raise ValueError(f"provider_metadata is a list of at most {MAX_METADATA_BYTES} bytes")
+    return Metadata(value)
+
+
+_read = msgspec.msgpack.Decoder(SemanticKvEvent, dec_hook=_as_metadata).decode
+
+
+def _read_unknown(message: Any, fault: str) -> UnknownEvent:
+    """Reads a message of an unknown kind. Refuses all others by the reason for which they are no events."""
+    if not isinstance(message, dict):
+        raise EventError("malformed", f"a message is a map, not {type(message).__name__}")
+    version = message.get("schema_version")
+    if type(version) is int and version != SCHEMA_VERSION:
+        raise EventError("version", f"schema version {version}; this reader knows {SCHEMA_VERSION}")
+    data = message.get("data")
+    kind = data.get("kind") if isinstance(data, dict) else None
+    try:
+        if isinstance(kind, str) and kind not in KIND_NAMES and len(kind) <= MAX_ID:
+            return msgspec.convert(message, UnknownEvent)
+    except msgspec.ValidationError as error:
+        fault = str(error)
+    raise EventError("invalid", fault[:400])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_NAMESPACES = 16384
-_MAX_SPELLINGS = 1024
 # Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
 _MAX_MET = 8
 
@@ -38,7 +37,6 @@ class KnownNamespaces:
         self._max_namespaces = max_namespaces
         self._by_key: dict[str, KnownNamespace] = {}
         self._by_salt: dict[str, dict[str, KnownNamespace]] = {}
-        self._spellings: OrderedDict[bytes | str, CacheNamespace] = OrderedDict()
 
     @property
     def is_full(self) -> bool:
@@ -50,7 +48,7 @@ class KnownNamespaces:
         Raises NamespaceError for bad values, for a tenant key that does not match the salt, and for too many
         namespaces.
         """
-        namespace = self._read(values)
+        namespace = _read(msgspec.msgpack.encode(values))
         known = self._by_key.get(namespace.key)
         if known is None:
             if self.is_full:
@@ -80,29 +78,13 @@ class KnownNamespaces:
         met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
         return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
 
-    def _read(self, values: Mapping[str, Any]) -> CacheNamespace:
-        """The namespace; cached for donors that state it in the same words."""
-        spelling = _spelling(values)
-        namespace = self._spellings.get(spelling)
-        if namespace is None:
-            namespace = CacheNamespace.from_dict(values)
-            _check_tenant(namespace)
-            self._spellings[spelling] = namespace
-            if len(self._spellings) > _MAX_SPELLINGS:
-                self._spellings.popitem(last=False)
-        return namespace
 
-
-def _spelling(values: Mapping[str, Any]) -> bytes | str:
-    """Equal for values in the same words and order."""
-    try:
-        return msgspec.msgpack.encode(values)
-    except (OverflowError, TypeError, ValueError):  # not all that JSON can say
-        return repr(values)
-
-
-def _check_tenant(namespace: CacheNamespace) -> None:
+@functools.lru_cache(maxsize=1024)
+def _read(spelling: bytes) -> CacheNamespace:
+    """The namespace in MessagePack. Donors that state it in the same words and order share one."""
+    namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
     salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
     expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
     if namespace.extra.get("tenant_key", expected) != expected:
         raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
+    return namespace

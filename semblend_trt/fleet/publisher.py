@@ -12,7 +12,6 @@ import logging
 import random
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +19,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from semblend_trt.config import EventFormat
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
-from semblend_trt.fleet.events import KIND_NAMES, EventError
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, Notice, donor_digest, token_digest
+from semblend_trt.fleet.wire import (
+    KIND_NAMES,
+    Emitter,
+    EventError,
+    EventWriter,
+    Notice,
+    donor_digest,
+    token_digest,
+)
 from semblend_trt.metrics_folder import count_here_where_unwritable
 from semblend_trt.once_a_minute import OnceAMinute
 
@@ -82,25 +89,20 @@ class EventCounters:
                 self._series[what].labels(label).inc(count)
 
 
-_registered: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=8)
 def _series_in(registry: CollectorRegistry | None) -> dict[str, Any]:
     """The series in a registry, made once for all publishers; empty where they cannot be made."""
     try:
         from prometheus_client import REGISTRY
         from prometheus_client import Counter as Series
 
-        registry = REGISTRY if registry is None else registry
-        if registry not in _registered:
-            count_here_where_unwritable()
-            series = {}
-            for what, (name, documentation, label, values) in _SERIES.items():
-                series[what] = Series(name, documentation, [label], registry=registry)
-                for value in values:  # a series at 0 differs from one that is missing
-                    series[what].labels(value)
-            _registered[registry] = series
-        return _registered[registry]
+        count_here_where_unwritable()
+        series: dict[str, Any] = {}
+        for what, (name, documentation, label, values) in _SERIES.items():
+            series[what] = Series(name, documentation, [label], registry=registry or REGISTRY)
+            for value in values:  # a series at 0 differs from one that is missing
+                series[what].labels(value)
+        return series
     except ImportError:
         return {}
     except Exception as error:

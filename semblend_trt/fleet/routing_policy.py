@@ -6,6 +6,7 @@ prompt costs it the tokens that it does not hold.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ def worker_name(worker: Worker) -> str:
 MAX_SESSIONS = 65536
 BLOCK_TOKENS = 32
 MAX_BLOCKS = 262_144
-MAX_WORKERS = 1024
 
 
 class NoReplicaError(SemBlendError):
@@ -148,12 +148,12 @@ class SpanOverlap(RoutingPolicy):
     longer with a replica that holds their text but has a queue. Of equals, the session's last replica is taken.
     """
 
-    def __init__(self, load_weight: float = 1.0, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, load_weight: float = 1.0) -> None:
         """Raises ValueError for a weight that is not positive."""
         super().__init__()
         if not load_weight > 0:
             raise ValueError(f"a load weight of {load_weight}; it must be above 0")
-        self._load_weight, self._max_sessions = load_weight, max_sessions
+        self._load_weight = load_weight
         self._sessions: OrderedDict[tuple[str | None, str], Worker] = OrderedDict()
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Replica]) -> Choice:
@@ -168,7 +168,7 @@ class SpanOverlap(RoutingPolicy):
             with self._lock:
                 self._sessions[session] = choice.worker
                 self._sessions.move_to_end(session)
-                if len(self._sessions) > self._max_sessions:
+                if len(self._sessions) > MAX_SESSIONS:
                     self._sessions.popitem(last=False)
         return choice
 
@@ -191,10 +191,9 @@ class PrefixMemory:
     A block is identified by Python's hash of all tokens up to its end.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._workers: OrderedDict[Worker, OrderedDict[int, None]] = OrderedDict()
+        self._sent: dict[Worker, OrderedDict[int, None]] = {}
 
     def prefix_of(self, token_ids: npt.ArrayLike, tenant_salt: str | None) -> list[int]:
         """The hashes of the whole blocks of a prompt (integers [n]), each over the salt and all tokens up to its
@@ -210,24 +209,19 @@ class PrefixMemory:
     def known(self, prefix: list[int], workers: Iterable[Worker]) -> dict[Worker, int]:
         """How many leading tokens of `prefix` each of `workers` was sent."""
         with self._lock:
-            return {worker: BLOCK_TOKENS * self._blocks_known(prefix, worker) for worker in workers}
+            sent = {worker: self._sent.get(worker, ()) for worker in workers}
+            return {
+                worker: BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(blocks.__contains__, prefix))
+                for worker, blocks in sent.items()
+            }
 
     def note(self, prefix: list[int], worker: Worker) -> None:
         """Remembers that `worker` was sent `prefix`."""
         with self._lock:
-            sent = self._workers.setdefault(worker, OrderedDict())
-            self._workers.move_to_end(worker)
-            if len(self._workers) > MAX_WORKERS:
-                self._workers.popitem(last=False)
+            sent = self._sent.setdefault(worker, OrderedDict())
             # The first block is noted last, so that it is forgotten last: without it the others are of no use.
-            for block in reversed(prefix[: self._max_blocks]):
+            for block in reversed(prefix[:MAX_BLOCKS]):
                 sent[block] = None
                 sent.move_to_end(block)
-            while len(sent) > self._max_blocks:
+            while len(sent) > MAX_BLOCKS:
                 sent.popitem(last=False)
-
-    def _blocks_known(self, prefix: list[int], worker: Worker) -> int:
-        sent = self._workers.get(worker)
-        if sent is None:
-            return 0
-        return next((at for at, block in enumerate(prefix) if block not in sent), len(prefix))

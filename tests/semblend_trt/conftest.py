@@ -110,7 +110,7 @@ class Reader:
         self.publish(b"", self._subject + ".resync")
 
     def kinds(self) -> list[str]:
-        from semblend_trt.fleet.wire import decode
+        from semblend_trt.fleet.events import decode
 
         return [decode(payload).data.kind for payload in self.payloads]
 

@@ -16,6 +16,8 @@ from semblend_trt import config
 from semblend_trt.config import (
     MASK,
     PREFIXES,
+    EmbedderKind,
+    EventFormat,
     Eviction,
     SettingInUse,
     Settings,
@@ -25,9 +27,7 @@ from semblend_trt.config import (
     settings_table,
 )
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.wire import EventFormat
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.semantic.embedder import EmbedderKind
 
 # name: (text, value) that differs from the default
 SAMPLES: dict[str, tuple[str, Any]] = {

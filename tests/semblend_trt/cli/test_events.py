@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from semblend_trt.cli.main import main
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.config import EventFormat
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.semblend_trt.samples import NAMESPACE
 
 COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet.announcer import DonorAnnouncer
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held, Outbox
 from semblend_trt.fleet.sketch import sketch_key
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter
+from semblend_trt.fleet.wire import Emitter, EventWriter
 from semblend_trt.model_tokenizer import load_tokenizer
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 

@@ -26,14 +26,16 @@ from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant
+from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
-from semblend_trt.fleet.wire import Emitter, decode
+from semblend_trt.fleet.wire import Emitter
 from semblend_trt.metrics import metrics_for
+from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.namespace import CacheNamespace
 from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
-from semblend_trt.semantic.embedder import embedder_for
-from semblend_trt.semantic.neighbours import neighbours_for, text_decoder
+from semblend_trt.semantic.embedders import embedder_for
+from semblend_trt.semantic.neighbours import neighbours_for
 from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
@@ -240,8 +242,7 @@ MODEL = files("validation") / "assets" / "model"
 STREAM = (5, 0)
 
 
-@pytest.mark.parametrize("is_sent", [True, False])
-@pytest.mark.parametrize("is_found_on_disk", [True, False])
+@pytest.mark.parametrize(("is_sent", "is_found_on_disk"), [(True, True), (True, False), (False, False)])
 def test_embeddings_reach_readers_only_when_they_are_to(
     nats_server, make_reader, tmp_path, is_sent, is_found_on_disk
 ) -> None:
@@ -272,7 +273,7 @@ def test_embeddings_reach_readers_only_when_they_are_to(
         if is_sent:
             assert reader.wait_for(lambda _: any(sent()))
             vector = np.frombuffer(base64.b64decode(sent()[-1]), "<f4")
-            (expected,) = embedder_for(settings.embedder).embed([text_decoder(MODEL)(tokens)])
+            (expected,) = embedder_for(settings.embedder).embed([tokenizer_file(MODEL).decode(tokens.tolist())])
             np.testing.assert_array_equal(vector, expected)
         else:
             assert reader.wait_for(lambda reader: reader.directory.compared(STREAM) > 2 and sent())

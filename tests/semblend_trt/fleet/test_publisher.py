@@ -16,11 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as Series
 
+from semblend_trt.config import EventFormat
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions
+from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters, Outbox
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
-from semblend_trt.fleet.wire import EventFormat, decode, token_digest
+from semblend_trt.fleet.wire import token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
 from tests.semblend_trt.fleet.conftest import held_donor, outbox
 from tests.semblend_trt.samples import text

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend_trt.fleet import routing_policy
 from semblend_trt.fleet.routing_policy import (
     BLOCK_TOKENS,
     POLICIES,
@@ -99,8 +100,9 @@ def test_a_session_decides_between_equals_only() -> None:
     assert policy.choose(request(0, 0, 0, 5, session_id="s"), replicas(0, 0, 0, 0)).worker == WORKERS[3]
 
 
-def test_sessions_are_remembered_within_bounds() -> None:
-    policy = SpanOverlap(max_sessions=3)
+def test_sessions_are_remembered_within_bounds(monkeypatch) -> None:
+    monkeypatch.setattr(routing_policy, "MAX_SESSIONS", 3)
+    policy = SpanOverlap()
     chosen = [policy.choose(request(session_id=str(number)), replicas(0, 0, 0, 0)).worker for number in range(4)]
     assert policy.choose(request(session_id="3"), replicas(0, 0, 0, 0)).worker == chosen[3]
     assert len(policy._sessions) == 3
@@ -115,27 +117,9 @@ def test_a_weight_that_is_not_positive_is_refused(weight) -> None:
 A, B = (0, 0), (1, 0)
 
 
-def test_the_longest_common_beginning_is_known() -> None:
+def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end(monkeypatch) -> None:
+    monkeypatch.setattr(routing_policy, "MAX_BLOCKS", 5)
     memory = PrefixMemory()
-    prompt = list(range(10 * BLOCK_TOKENS))
-    memory.note(memory.prefix_of(prompt, None), A)
-    longer = memory.prefix_of(prompt[: 4 * BLOCK_TOKENS + 5] + prompt, None)
-    assert memory.known(longer, [A, B]) == {A: 4 * BLOCK_TOKENS, B: 0}
-    shifted = memory.prefix_of([7, *prompt], None)
-    assert memory.known(shifted, [A]) == {A: 0}
-
-
-def test_tenants_share_no_beginning() -> None:
-    memory = PrefixMemory()
-    prompt = list(range(4 * BLOCK_TOKENS))
-    memory.note(memory.prefix_of(prompt, "acme"), A)
-    for salt in (None, "", "acme "):
-        assert memory.known(memory.prefix_of(prompt, salt), [A]) == {A: 0}
-    assert memory.known(memory.prefix_of(prompt, "acme"), [A]) == {A: len(prompt)}
-
-
-def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end() -> None:
-    memory = PrefixMemory(max_blocks=5)
     first, second = ([seed] * 3 * BLOCK_TOKENS for seed in (1, 2))
     for prompt in (first, second):
         memory.note(memory.prefix_of(prompt, None), A)
@@ -167,8 +151,3 @@ def test_it_knows_what_a_list_of_all_prompts_would(sent, data) -> None:
         ]  # fmt: skip
         expected[worker] = BLOCK_TOKENS * max(common, default=0)
     assert memory.known(memory.prefix_of(prompt_of(asked), None), workers) == expected
-
-
-def test_bad_tokens_are_refused() -> None:
-    with pytest.raises((ValueError, TypeError)):
-        PrefixMemory().prefix_of(["a", "b"], None)

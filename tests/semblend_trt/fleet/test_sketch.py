@@ -104,13 +104,6 @@ def test_texts_that_are_sketched_together_are_sketched_as_alone(texts) -> None:
     assert together == [sketch_of(each, key, 64).to_bytes() for each, key in zip(tokens, keys, strict=True)]
 
 
-def test_a_sketch_of_another_version_is_refused_by_it() -> None:
-    data = bytearray(sketch_of(random_tokens(1, 400), KEY).to_bytes())
-    data[2] = 1
-    with pytest.raises(ValueError, match="version 2"):
-        Sketch.from_bytes(bytes(data))
-
-
 @pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])
 def test_bad_sizes_are_refused(entries) -> None:
     with pytest.raises(ValueError, match="entries"):

@@ -141,19 +141,6 @@ def test_the_room_of_what_is_gone_is_used_again() -> None:
     assert is_whole(index)
 
 
-def test_all_holders_of_a_text_share_a_set_and_are_all_found() -> None:
-    index, rng = SketchIndex(), np.random.default_rng(3)
-    text, other = _TEXTS[0], random_sketch(rng)
-    for worker in range(300):
-        index.add(worker, sketch_of(text, KEY))
-        index.add(worker, random_sketch(rng))
-    assert len(sets_of(index)) == 1 + 300
-    prompt = prompt_fingerprints(text, KEY)
-    assert index.search(300, prompt).tolist() == [1.0] * 300
-    assert index.search(300, prompt_fingerprints(_TEXTS[1], KEY)).tolist() == [0.0] * 300
-    assert not set(other.entries.tolist()) & set(prompt.entries.tolist())
-
-
 def test_entries_that_all_have_other_holders_are_found_however_many_there_are() -> None:
     index, rng = SketchIndex(), np.random.default_rng(5)
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)

@@ -57,12 +57,6 @@ def test_what_is_written_is_read(written: list[TraceLine]) -> None:
     assert [TraceLine.model_validate_json(line.to_json()) for line in written] == written
 
 
-def test_what_is_unknown_is_left_out() -> None:
-    line = TraceLine(request_id="1", timestamp_ms=5, blocks=[TraceBlock(token_count=3)])
-    block = {"semantic_type": "other", "token_count": 3, "metadata": {}}
-    assert json.loads(line.to_json()) == {"request_id": "1", "timestamp_ms": 5, "blocks": [block], "metadata": {}}
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.events import MAX_MESSAGE_BYTES, EventError
+from semblend_trt.config import EventFormat
+from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.sketch import MAX_ENTRIES, MAX_SKETCH_BYTES, sketch_key, sketch_of
-from semblend_trt.fleet.wire import Emitter, EventFormat, EventWriter, decode, token_digest
+from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventError, EventWriter, token_digest
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
@@ -25,27 +26,6 @@ DONOR = {"donor_id": "d", "namespace": NAMESPACE, "tier": "device", "tokens": 3,
 @pytest.fixture(params=EventFormat)
 def writer(request):
     return EventWriter(EMITTER, request.param)
-
-
-def test_ids_count_from_one_and_everything_names_one_generation(writer) -> None:
-    payloads = [
-        writer.reset(),
-        writer.registered(**DONOR),
-        writer.relocated("d", "host"),
-        writer.heartbeat(2.5, 1, 5),
-        writer.evicted("d"),
-        writer.purged(),
-    ]
-    events = [decode(payload) for payload in payloads]
-    assert [event.event_id for event in events] == [1, 2, 3, 4, 5, 6]
-    assert {(event.worker_id, event.dp_rank, event.generation) for event in events} == {(3, 1, 99)}
-    registered = events[1].data
-    assert CacheNamespace.from_dict(registered.namespace) == NAMESPACE
-    assert registered.segments[0].provider_metadata == b"\x01\xff"
-    assert registered.segments[0].token_range == (0, 3)
-    assert registered.location.tier == "device"
-    assert registered.location.worker_id == 3
-    assert events[2].data.new_location.tier == "host"
 
 
 @given(

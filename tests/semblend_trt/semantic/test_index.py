@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from semblend_trt.semantic.index import SemanticIndex
 
@@ -41,38 +39,10 @@ class AgainstPlainSearch(RuleBasedStateMachine):
         query = unit(seed)[0]
         expected = sorted((float(vector @ query) for owner, vector in self.held.values() if owner == key), reverse=True)
         found = self.index.find(key, query, count)
+        assert len(found) == min(count, len(expected))
         np.testing.assert_allclose([similarity for _, similarity in found], expected[:count], atol=1e-3)
         assert all(self.held[entry_id][0] == key for entry_id, _ in found)
-
-    @invariant()
-    def as_many_as_held(self):
-        assert len(self.index) == len(self.held)
 
 
 AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestAgainstPlainSearch = AgainstPlainSearch.TestCase
-
-
-def test_threads_may_add_remove_and_find_at_once():
-    index = SemanticIndex(DIM)
-    failures = []
-
-    def work(worker: int) -> None:
-        vectors = unit(worker, 200)
-        try:
-            for number, vector in enumerate(vectors):
-                index.add("space", [f"{worker}-{number}"], vector[None])
-                if number % 3 == 0:
-                    assert index.remove(f"{worker}-{number}")
-                else:
-                    assert index.find("space", vector, 1)[0][0] == f"{worker}-{number}"
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert len(index) == 3 * 133

@@ -18,11 +18,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
-from semblend_trt.config import load_settings
+from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import TEXT_EVENTS, metrics_for
-from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
+from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.index import SemanticIndex
 from semblend_trt.semantic.neighbours import Neighbours, neighbours_for
 from tests.semblend_trt import samples
@@ -31,26 +31,13 @@ WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
 
 
-class Announcer:
-    """Keeps the vectors."""
-
-    def __init__(self):
-        self.embedded_donors = {}
-
-    def embedded(self, donor_id, vector):
-        self.embedded_donors[donor_id] = vector
-
-
 class Records:
     """Where neighbours are reported: the audit log, the metrics and the announcer of donors."""
 
     def __init__(self, path):
-        self._path, self._registry = path, CollectorRegistry()
-        self.audit, self.metrics, self.announcer = (
-            AuditEvents(path),
-            metrics_for(True, self._registry),
-            Announcer(),
-        )
+        self._path, self._registry, self.vectors = path, CollectorRegistry(), {}
+        self.audit, self.metrics = AuditEvents(path), metrics_for(True, self._registry)
+        self.announcer = SimpleNamespace(embedded=self.vectors.__setitem__)
 
     def events(self):
         self.audit.flush()
@@ -136,7 +123,7 @@ def test_the_donor_of_a_shared_document_is_found(made, records):
     assert records.similarities() == 1
     for number in range(5):
         (vector,) = static().embed([decoder()(text(number))])
-        np.testing.assert_array_equal(records.announcer.embedded_donors[f"donor-{number}"], vector)
+        np.testing.assert_array_equal(records.vectors[f"donor-{number}"], vector)
 
 
 def test_a_donor_that_left_is_named_no_more(made):
@@ -166,9 +153,10 @@ def test_a_donor_that_leaves_while_it_waits_is_never_entered(neighbours_of):
 
 
 @pytest.mark.known_defect(18)
-def test_a_full_queue_drops_texts_but_no_removals(records, neighbours_of):
+def test_a_full_queue_drops_texts_but_no_removals(records, monkeypatch, neighbours_of):
+    monkeypatch.setattr("semblend_trt.semantic.neighbours.QUEUE_LENGTH", 3)
     gate = Gate()
-    made = neighbours_of(lambda: gate, queue_length=3)
+    made = neighbours_of(lambda: gate)
     made.found("donor-0", "space", text(0), "host")
     for _ in range(2):
         assert gate.begun.acquire(timeout=WAIT)
@@ -250,7 +238,7 @@ def test_an_index_that_cannot_forget_ends_the_reports_and_nothing_waits_for_it(
     assert made.refusal == "injected"
     made.found("another", "space", text(2), "host")
     made.drain()
-    assert list(records.announcer.embedded_donors) == ["donor"]
+    assert list(records.vectors) == ["donor"]
 
 
 def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of):
@@ -265,20 +253,6 @@ def test_close_ends_the_thread_and_later_calls_do_nothing(records, neighbours_of
     assert made.nearest(1) == ()
     assert records.counts() == {}
     assert not [thread for thread in threading.enumerate() if thread is made._thread._thread]
-
-
-def test_what_opened_the_embedder_is_let_go(neighbours_of):
-    class Held:
-        def __call__(self):
-            return static()
-
-    opener = Held()
-    gone = weakref.ref(opener)
-    made = neighbours_of(opener)
-    del opener
-    made.drain()
-    gc.collect()
-    assert gone() is None
 
 
 def test_the_thread_ends_with_the_last_reference(records):
@@ -327,14 +301,6 @@ def test_donors_near_a_request_are_given_to_the_scheduler_once(tmp_path):
     assert [made.neighbours.near_donors() for _ in range(2)] == [["one"], []]
     made.neighbours.gone("one")
     assert made.neighbours.nearest(6) == ()
-    made.neighbours.close()
-
-
-@pytest.mark.parametrize(("least", "expected"), [(0.2, ["one"]), (0.95, [])])
-def test_min_similarity_decides_what_is_near(tmp_path, least, expected):
-    made = Scheduled(tmp_path / "audit", min_similarity=least)
-    made.hold("one", text(1))
-    assert made.nearest(1, np.concatenate([text(1), text(2)])) == expected
     made.neighbours.close()
 
 

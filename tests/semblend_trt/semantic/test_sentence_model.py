@@ -1,85 +1,121 @@
-"""Windows over long texts: nothing is left out, none is too long, none begins within a word."""
+"""The exported graph against the model that it was made from, with the real weights of all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 
-import itertools
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+import torch
 
-from semblend_trt.semantic.sentence_model import (
-    BATCH_WINDOWS,
-    SPECIAL_TOKENS,
-    WINDOW_TOKENS,
-    pooled,
-    windows_of,
-)
+from semblend_trt.config import EmbedderKind
+from semblend_trt.discovery import export_embedder
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic.embedders import OnnxEmbedder, embedder_for
+from semblend_trt.semantic.sentence_model import GRAPH_FILE, graph_of, sentence_model
 
-MOST = WINDOW_TOKENS - SPECIAL_TOKENS
+MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+SENTENCES = [
+    "A man is eating food.",
+    "Someone eats a piece of bread.",
+    "The central bank raised interest rates on Tuesday.",
+]
+LONG = " ".join(f"On day {day} the crew of hangar {day * 7 % 13} mended {day * 3 % 11} engines." for day in range(120))
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    """Words in pieces of at most two letters, as WordPiece cuts them."""
-    letters = "abcdefghij"
-    pieces = [*letters, *(a + b for a in letters for b in letters)]
-    names = ["[UNK]", *pieces, *("##" + piece for piece in pieces)]
-    made = Tokenizer(models.WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    return made
+def exported(tmp_path_factory):
+    """A folder written by the command, from the weights on this machine."""
+    try:
+        sentence_model(None, "onnx", "onnx")
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("embedder")
+    assert export_embedder.main([str(folder)]) == 0
+    return folder
 
 
-def random_words(seed, count):
-    rng = np.random.default_rng(seed)
-    return ["".join(rng.choice(list("abcdefghij"), rng.integers(1, 12))) for _ in range(count)]
+@pytest.fixture(scope="module")
+def embedders(exported):
+    return embedder_for(EmbedderKind.ONNX, exported), embedder_for(EmbedderKind.MINILM, exported)
 
 
-@settings(max_examples=25)
-@given(seed=st.integers(0, 10**6), count=st.integers(0, 700))
-def test_windows_cover_every_word_and_overlap(tokenizer, seed, count):
-    words = random_words(seed, count)
-    windows = windows_of(" ".join(words), tokenizer)
-    position = 0
-    for window in windows:
-        assert len(tokenizer.encode(window, add_special_tokens=False).ids) <= MOST
-        parts = window.split()
-        starts = [at for at in range(position + 1) if words[at : at + len(parts)] == parts]
-        assert starts, "the window skips words, or cuts one"
-        position = max(starts) + len(parts)
-    assert position == count
-    for one, other in itertools.pairwise(windows):
-        assert other.split()[0] in one.split()
+def test_graph_and_torch_agree_to_a_thousandth_in_cosine_distance(embedders):
+    onnx, torch_based = embedders
+    texts = [*SENTENCES, LONG, "", "word " * 600, "语言模型共享文档。" * 100]
+    ours, theirs = onnx.embed(texts), torch_based.embed(texts)
+    assert ours.shape == theirs.shape == (len(texts), 384)
+    assert not ours[4].any()
+    assert not theirs[4].any()
+    kept = [number for number in range(len(texts)) if number != 4]
+    distances = 1 - np.einsum("ij,ij->i", ours[kept], theirs[kept])
+    assert np.all(distances <= 1e-3), distances
 
 
-def test_a_text_of_one_window_is_whole(tokenizer):
-    assert windows_of("a b c", tokenizer) == ["a b c"]
-    assert windows_of("", tokenizer) == []
-    assert windows_of(" \n ", tokenizer) == []
+def test_like_is_nearer_than_unlike(embedders):
+    eating, bread, bank = embedders[0].embed(SENTENCES)
+    assert eating @ bread > 0.5
+    assert eating @ bank < 0.2
 
 
-def test_one_endless_word_is_cut_all_the_same(tokenizer):
-    tokenizer.model.max_input_chars_per_word = 10_000
-    windows = windows_of("ab" * 1000, tokenizer)
-    assert len(windows) > 1
-    assert "".join(windows[:1]).startswith("ab")
-    assert sum(map(len, windows)) >= 2000
-    assert all(len(window) <= 2 * MOST for window in windows)
+def test_documents_in_another_order_are_near(embedders):
+    parts = [LONG, "Lamps, bolts and flutes are kept in annex Oslo. " * 40, "Anna Berg lives in Dartford. " * 60]
+    forward, backward = embedders[0].embed(["\n".join(parts), "\n".join(reversed(parts))])
+    assert forward @ backward > 0.95
 
 
-def test_pooling_takes_windows_in_any_order_and_in_small_batches(tokenizer):
-    sizes = []
+def test_without_a_graph_in_the_folder_one_is_made_once(exported, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = []
 
-    def embed(windows):
-        sizes.append(len(windows))
-        return np.array([[len(window), window.count("a")] for window in windows], dtype=np.float32)
+    def export(model, path):
+        made.append(path)
+        path.parent.mkdir(parents=True)
+        path.write_bytes((exported / GRAPH_FILE).read_bytes())
 
-    text = " ".join(random_words(5, 4000))
-    count = len(windows_of(text, tokenizer))
-    assert count > 2 * BATCH_WINDOWS
-    vectors = pooled([text, "", "a"], tokenizer, 2, embed)
-    assert max(sizes) == BATCH_WINDOWS
-    assert sum(sizes) == count + 1
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 0, 1], rtol=1e-6)
+    monkeypatch.setattr("semblend_trt.semantic.sentence_model.export", export)
+    model = sentence_model(None, "onnx", "onnx")
+    assert graph_of(model) == graph_of(model) == tmp_path / "semblend_trt" / f"{model.digest}.onnx"
+    assert len(made) == 1
+
+
+def test_a_damaged_graph_is_named(exported, tmp_path):
+    for each in exported.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / GRAPH_FILE).unlink()
+    (tmp_path / GRAPH_FILE).write_bytes(b"no graph")
+    with pytest.raises(ConfigurationError, match="is no graph that ONNX Runtime can run"):
+        OnnxEmbedder(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_onnx_gpu_names_its_extra():
+    with pytest.raises(ConfigurationError, match=r"pip install 'semblend-trt\[onnx-gpu\]'"):
+        OnnxEmbedder(on_gpu=True)
+
+
+def test_the_command_says_what_is_missing(tmp_path, capsys):
+    (source := tmp_path / "\x1b[2J").mkdir()
+    assert export_embedder.main([str(tmp_path / "out"), "--model", str(source)]) == 2
+    told = capsys.readouterr().err
+    assert "model.safetensors" in told
+    assert told.startswith(export_embedder.PROGRAM)
+    assert told.count("\n") == 1
+    assert "\\x1b[2J" in told
+    with pytest.raises(SystemExit) as ended:
+        export_embedder.main(["folder", "--model", ""])
+    assert ended.value.code == 2
+
+
+def test_the_command_prints_its_folder_escaped_and_ends_with_130(exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export_embedder, "export", lambda model, path: path.parent.mkdir())
+    assert export_embedder.main([str(tmp_path / "out\x1b[2J"), "--model", str(exported)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/out\\x1b[2J\n"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_embedder, "export", interrupted)
+    assert export_embedder.main([str(tmp_path / "out"), "--model", str(exported)]) == 130

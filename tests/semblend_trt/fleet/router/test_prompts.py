@@ -73,16 +73,6 @@ def test_other_chats_are_refused(reader: PromptReader, messages: Any, problem: s
         reader.chat({"messages": messages})
 
 
-def test_what_the_template_raises_is_told(reader: PromptReader) -> None:
-    with pytest.raises(PromptError, match="the model's chat template does not take these messages: no"):
-        reader.chat({"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "a"}}]})
-
-
-def test_without_a_template_there_is_no_chat(tokenizer: Any) -> None:
-    with pytest.raises(PromptError, match="has no chat template; use /v1/completions"):
-        PromptReader(tokenizer).chat({"messages": [{"role": "user", "content": "a"}]})
-
-
 class Watched:
     """A tokenizer that must not be asked."""
 
