@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.vllm.arguments import arguments_of, vllm_version
-from engine_wrapper.vllm.refusals import OLDEST, REASONS, engine_refusal_of
+from engine_wrapper.vllm.refusals import OLDEST, engine_refusal_of
 from semblend_trt.doctor.finding import Area
+from semblend_trt.reasons import Scope, advice
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -98,7 +99,7 @@ def _transfer_config(transfer: dict[str, Any]) -> Any:
 
 def _sentence(reason: str) -> str:
     """What to change, as the end of a sentence."""
-    told = REASONS[reason]
+    told = advice(reason, Scope.VLLM)
     return told[0].lower() + told[1:].removesuffix(".")
 
 

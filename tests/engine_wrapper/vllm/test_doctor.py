@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import vllm
 
-from engine_wrapper.vllm.refusals import REASONS
 from semblend_trt.cli.main import main
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER as OURS
@@ -82,7 +82,7 @@ def test_a_refusal_is_told_with_what_to_change(
 ) -> None:
     status, named, text = looked_at(options, tmp_path, capsys)[-1]
     assert (status, named) == ("refused", reason)
-    assert text.lower() == REASONS[reason].lower().removesuffix(".")
+    assert text.lower() == advice(reason, Scope.VLLM).lower().removesuffix(".")
 
 
 @pytest.mark.parametrize(
