@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.metrics_folder import count_here_where_unwritable
-from semblend_trt.outcome import FAULTS, Outcome, counted_as
+from semblend_trt.outcome import Outcome
+from semblend_trt.reasons import FAULTS, counted_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

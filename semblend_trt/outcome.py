@@ -1,4 +1,4 @@
-"""How requests end: the six outcomes, all reasons, the report of one request, and the ledger of all."""
+"""How requests end: the six outcomes, the report of one request, and the ledger of all."""
 
 from __future__ import annotations
 
@@ -10,48 +10,8 @@ from enum import Enum
 from typing import Any
 
 from semblend_trt.errors import SemBlendError
+from semblend_trt.reasons import counted_as
 
-# Every reason for which reuse is declined or cut short, in any engine, as logs, reports and metrics name it.
-_REASONS = (
-    # the engine
-    "disabled policy_off configuration model_unreadable caches_not_registered pool_layout layer_groups ranks_unknown "
-    "metadata_version host_offload attention_window speculative_decoding model_kwargs attention_dp pipeline_parallel "
-    "context_parallel disaggregated attention_backend settings_unknown compiled_prefill cuda_graphs lora "
-    "sparse_attention window_below_block "
-    # the model
-    "unknown_model_type unknown_architecture mla multimodal geometry attention_layout sliding_window rope_dynamic "
-    "rope_longrope rope_multimodal rope_partial rope_per_layer rope_unknown kv_quantized "
-    # the request
-    "id_in_use dummy_request generation_only beam_search context_logits salt_unknown salt_invalid invalid_tokens "
-    "cold_run "
-    # the look-up
-    "lookup_timeout lookup_bound internal_error short_prompt prefix_covers_prompt no_donor_match donor_unavailable "
-    "donor_on_disk chunk_edge low_reuse hole_needs_wrapper strict_prefix_boundary not_exact no_profile "
-    "profile_mismatch profile_unreadable profile_writable profile_evidence profile_check_layer check_needs_wrapper "
-    "head_needs_wrapper boundary_needs_wrapper no_publication_guard "
-    # the load and the forward
-    "not_honoured forward_failed target_blocks load_failed deviation "
-    # TensorRT-LLM's model engine
-    "caches_refused executor_unknown probe_failed cache_manager_unknown cache_manager_v2 publication_unknown "
-    "conversation_manager engine_layout model_layout model_patched layer_offsets quantized_attention attention_chunks "
-    "attention_scaling rope_fused model_call layer_call attention_call "
-    # vLLM
-    "settings_invalid vllm_version other_connector encoder_connector kv_role load_failure_policy tensor_parallel "
-    "data_parallel executor ubatching pooling encoder_decoder hybrid_model diffusion non_causal prompt_embeds "
-    "routed_experts weight_transfer sleep_mode sequence_parallel full_cuda_graphs kv_cache_dtype kv_scales "
-    "kv_sharing_fast_prefill cache_groups cache_spec model_runner recovery prompt_logprobs skip_reading_prefix_cache "
-    "streamed_prompt resumed_with_output prompt_ids_missing"
-)
-# What a reason counts as that is among neither REASONS nor FAULTS: labels of metrics stay few.
-OTHER_REASON = "other"
-# Calls of the engine that could not be answered, and what failed inside, as the metrics name it.
-_FAULTS = (
-    "wait_for_initialization get_num_new_matched_tokens update_state_after_alloc "
-    "update_state_after_alloc_by_layer_group build_connector_meta request_finished request_finished_by_layer_group "
-    "request_data saved_news metadata start_load_kv wait_for_save get_finished step_unreadable planned_forward "
-    "plan_not_executed self_check hook reset_cache"
-)
-REASONS, FAULTS = frozenset(_REASONS.split()), frozenset(_FAULTS.split())
 # Requests, those that ended last, whose reports are kept.
 MAX_REPORTS = 4096
 # The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
@@ -125,11 +85,6 @@ class ReuseReport:
         largest = self.largest_kept
         is_number = largest is not None and math.isfinite(largest)  # JSON has no infinities
         return {name: getattr(self, name) for name in _RECEIPT} | {"largest_kept": largest if is_number else None}
-
-
-def counted_as(reason: str) -> str:
-    """The label under which metrics count a reason; a fault behind which nothing is reused any more is one too."""
-    return reason if reason in REASONS or reason in FAULTS else OTHER_REASON
 
 
 class OutcomeLedger:

@@ -22,7 +22,7 @@ from semblend_trt.files import write_bytes
 from validation import output
 
 if TYPE_CHECKING:
-    from semblend_trt.doctor.finding import Finding
+    from semblend_trt.doctor import Finding
     from validation.results import Results
 
 GOAL = 18

@@ -23,6 +23,7 @@ from engine_wrapper.watched_call import WatchedCall
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.connector.pool_geometry import needs_scales
 from semblend_trt.connector.weights import Weights
+from semblend_trt.reasons import Scope, advice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,13 +127,19 @@ def attach_to_executor(
     watched = () if runtime.pool is None else _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
     if guarded is None:
-        logger.warning("not attached to the engine (%s); only identical text from position 0 is reused", reason)
+        logger.warning(
+            "not attached to the engine (%s); only identical text from position 0 is reused. %s",
+            reason,
+            advice(reason, Scope.ATTACHMENT, Scope.DECODER),
+        )
         return Attachment(None, None, reason, reason, watched)
     runtime.publication_guard = True
     forward, refused = _installed(plans, runtime)
     if refused is not None:
         logger.warning(
-            "plans are not executed on this engine (%s); it can only skip what is reused from the left", refused
+            "plans are not executed on this engine (%s); it can only skip what is reused from the left. %s",
+            refused,
+            advice(refused, Scope.DECODER),
         )
     return Attachment(guarded, forward, None, refused, watched)
 

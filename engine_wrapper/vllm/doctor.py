@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.vllm.arguments import arguments_of, vllm_version
-from engine_wrapper.vllm.refusals import OLDEST, REASONS, engine_refusal_of
-from semblend_trt.doctor.finding import Area
+from engine_wrapper.vllm.refusals import OLDEST, engine_refusal_of
+from semblend_trt.doctor import Area
+from semblend_trt.reasons import Scope, advice
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator
 
     from engine_wrapper.vllm.arguments import EngineArguments
-    from semblend_trt.doctor.finding import Finding
+    from semblend_trt.doctor import Finding
 
 OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
 _TESTED = {(0, 25), (0, 28), (0, 32)}
@@ -27,6 +27,7 @@ _DEFAULT = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+_engine, _options = Area("engine"), Area("options")
 
 
 def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArguments | None]:
@@ -35,71 +36,54 @@ def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArgu
     vLLM makes its own configuration of both, which may take some seconds; no engine is started. Returns the engine's
     arguments, None where vLLM makes none of these.
     """
-    area, version = Area("engine"), vllm_version()
+    version = vllm_version()
     if version is None and "vllm" not in sys.modules:
-        yield area.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
+        yield _engine.failed("vllm cannot be imported here; `pip install 'semblend-trt[vllm]'` installs it")
         return None
     told = f"vLLM {'without a number' if version is None else '.'.join(map(str, version))} is installed"
     if version is None or version < OLDEST:
-        yield area.refused("vllm_version", f"{told}; {_sentence('vllm_version')}")
+        yield _engine.refused("vllm_version", f"{told}. {advice('vllm_version')}")
         return None
     if version in _TESTED:
-        yield area.ok(told)
+        yield _engine.ok(told)
     else:
-        yield area.note(f"{told}, which was not tested; it reuses KV once its first prompt has come out the same")
+        yield _engine.note(f"{told}, which was not tested; it reuses KV once its first prompt has come out the same")
     given = {} if options is None else _plain(options)
-    name = given.get("model") or model
+    name = given.pop("model", None) or model
     if name is None:
-        yield area.note("without --model nothing can be said of an engine's options")
+        yield _engine.note("without --model nothing can be said of an engine's options")
         return None
     return (yield from _of_configuration(str(name), given))
 
 
 def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, None, EngineArguments | None]:
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    area = Area("options")
     transfer = given.get("kv_transfer_config", _DEFAULT)
     with contextlib.suppress(ValueError, TypeError):
         transfer = json.loads(transfer)  # as it stands on a command line
     if not isinstance(transfer, dict):
-        yield area.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
+        yield _options.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
         return None
     named = (transfer.get("kv_connector"), transfer.get("kv_connector_module_path"))
     if named != OUR_CONNECTOR:
-        yield area.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
+        yield _options.failed(f"the connector is {named[0]!r} of {named[1]!r}; ours is {' of '.join(OUR_CONNECTOR)}")
         return None
-    known = {each for each in EngineArgs.__dataclass_fields__ if each != "model"}
-    arguments = {each: value for each, value in given.items() if each in known}
-    arguments["kv_transfer_config"] = _transfer_config(transfer)
+    arguments = {each: value for each, value in given.items() if each in EngineArgs.__dataclass_fields__}
+    arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     try:
         configuration = EngineArgs(model=model, **arguments).create_engine_config()
     except Exception as error:  # vLLM and pydantic each raise their own
-        yield area.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
+        yield _options.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
         return None
-    warnings: list[str] = []
-    with _heard(warnings):
-        read = arguments_of(configuration)
-        refusal = read.refusal or engine_refusal_of(configuration, None)
-    for warning in warnings:
-        yield area.note(warning)
+    read = arguments_of(configuration)
+    refusal = read.refusal or engine_refusal_of(configuration, None)
     if refusal is not None:
-        yield area.refused(refusal, _sentence(refusal))
+        yield _options.refused(refusal, advice(refusal, Scope.VLLM))
     else:
-        yield area.ok("nothing in these options is refused")
+        yield _options.ok("nothing in these options is refused")
     return read
-
-
-def _transfer_config(transfer: dict[str, Any]) -> Any:
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(**transfer)
-
-
-def _sentence(reason: str) -> str:
-    """What to change, as the end of a sentence."""
-    told = REASONS[reason]
-    return told[0].lower() + told[1:].removesuffix(".")
 
 
 def _plain(options: Any) -> dict[str, Any]:
@@ -108,21 +92,3 @@ def _plain(options: Any) -> dict[str, Any]:
         name.replace("-", "_"): _plain(value) if isinstance(value, SimpleNamespace) else value
         for name, value in vars(options).items()
     }
-
-
-@contextlib.contextmanager
-def _heard(sentences: list[str]) -> Iterator[None]:
-    """Collects what our halves would log of the settings."""
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            sentences.append(record.getMessage())
-
-    listener, told = Listener(logging.WARNING), logging.getLogger("engine_wrapper.vllm")
-    told.addHandler(listener)
-    told.propagate = False
-    try:
-        yield
-    finally:
-        told.propagate = True
-        told.removeHandler(listener)

@@ -25,53 +25,6 @@ BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
 RESERVING_BACKENDS = ("TRITON_MLA",)
 # What computes the longer runs of a latent attention's rows: on a card, and on a CPU from vLLM 0.32 on.
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
-# A sentence for each reason that counts, which says what to change.
-REASONS = {
-    "settings_invalid": "Correct the setting that the log names at the engine's start.",
-    "vllm_version": "Install vLLM 0.25 or newer, a release with its number.",
-    "other_connector": "Name this connector alone: without MultiConnector and without vLLM's own KV offloading.",
-    "encoder_connector": "Start without --ec-transfer-config.",
-    "kv_role": "Set kv_role to kv_both: this engine both keeps donors and reads them.",
-    "load_failure_policy": "Set kv_load_failure_policy to recompute, so that a failed load costs time and no request.",
-    "tensor_parallel": "Set --tensor-parallel-size to 1.",
-    "pipeline_parallel": "Set --pipeline-parallel-size to 1.",
-    "data_parallel": "Set --data-parallel-size to 1 and run several engines behind the router.",
-    "context_parallel": "Set both context parallel sizes to 1.",
-    # The connector's halves meet in one process; vLLM on a CPU replaces uni by mp.
-    "executor": "Set --distributed-executor-backend to uni, and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING to 0.",
-    "ubatching": "Start without --enable-dbo and with --ubatch-size 0.",
-    "pooling": "Serve a model that generates text; requests for embeddings or scores reuse nothing.",
-    "multimodal": "Serve a text model, or --language-model-only; images are not among the tokens compared.",
-    "encoder_decoder": "Serve a decoder-only model.",
-    "hybrid_model": "Serve a model all of whose layers are attention; states of other layers cannot be moved.",
-    "diffusion": "Serve a model that generates from left to right.",
-    "non_causal": "Set use_non_causal of the attention config to false.",
-    "attention_backend": "Set --attention-backend to FLASH_ATTN, TRITON_ATTN or, for latent attention, FLASH_ATTN_MLA "
-    "or TRITON_MLA, and leave its mla_prefill_backend unset or at FLASH_ATTN; other backends were not tried.",
-    "sliding_window": "Serve a model with full attention in some layers at least, without --disable-sliding-window.",
-    "prompt_embeds": "Start without --enable-prompt-embeds and send token ids; embeddings cannot be compared.",
-    "routed_experts": "Start without --enable-return-routed-experts; reused tokens are routed to none.",
-    "model_kwargs": "Write what hf_overrides, hf_config_path and the like change into the model's own files.",
-    "speculative_decoding": "Start without --speculative-config.",
-    "lora": "Start without --enable-lora, with the adapter merged into the weights.",
-    "weight_transfer": "Start without --weight-transfer-config, which was not tried; `reload_weights` is followed.",
-    "sleep_mode": "Start without --enable-sleep-mode; it would discard what we keep on the card with vLLM's caches.",
-    "sequence_parallel": "Set enable_sp of the compilation's pass config to false.",
-    "full_cuda_graphs": "Set cudagraph_mode to PIECEWISE or NONE; a replayed full graph executes no plan.",
-    "kv_cache_dtype": "Leave --kv-cache-dtype at auto, or set it to fp8_e4m3.",
-    "kv_scales": "Serve fp8 with static scales above 0 for K and V: one a layer, or with FLASH_ATTN one a head.",
-    "kv_sharing_fast_prefill": "Start without --kv-sharing-fast-prefill.",
-    "cache_groups": "Set --disable-hybrid-kv-cache-manager, so that all layers keep all tokens in one KV cache group.",
-    "cache_spec": "Serve a model with plain full or latent attention; another form of cache cannot be moved.",
-    "model_runner": "Serve with vLLM's V1 or V2 model runner; another one's forward is not known.",
-    "layer_call": "Serve a model whose layers vLLM calls as Llama's, Granite's or those of Transformers.",
-    "recovery": "Serve with vLLM's own scheduler; another one may not compute again what could not be loaded.",
-    "prompt_logprobs": "Ask without prompt_logprobs: reused tokens have no logits.",
-    "skip_reading_prefix_cache": "Ask without skip_reading_prefix_cache, which asks for a prompt computed in full.",
-    "streamed_prompt": "Send the prompt as a whole; one that goes on later is computed.",
-    "resumed_with_output": "Give the cache more room: a request preempted while it decoded is computed again.",
-    "prompt_ids_missing": "Send a prompt with at least one token.",
-}
 _SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 # What vLLM 0.25.1 makes of layers with and without a window that keep all tokens in one group, on a card.
 _SPEC_BY_LAYER = "UniformTypeKVCacheSpecs"

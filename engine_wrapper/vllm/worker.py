@@ -14,7 +14,6 @@ from engine_wrapper.vllm.layer_calls import layer_calls_of
 from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
 from engine_wrapper.vllm.recovery import recovery_for
-from engine_wrapper.vllm.refusals import REASONS
 from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
 from engine_wrapper.vllm.stats import tell_used
 from engine_wrapper.vllm.worker_calls import watch_worker_calls
@@ -24,6 +23,7 @@ from semblend_trt.connector.contract import never_raises
 from semblend_trt.connector.weights import Weights
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class VllmWorker:
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
-            logger.warning("KV is not reused (%s); vLLM serves as without us. %s", reason, REASONS.get(reason, ""))
+            logger.warning("KV is not reused (%s); vLLM serves as without us. %s", reason, advice(reason, Scope.VLLM))
             return
         try:
             self._worker.register_kv_caches(pool)  # type: ignore[arg-type]

@@ -1,32 +1,46 @@
 """Says what is installed, what it fits, and what would be refused and why.
 
-It looks at the packages, TensorRT-LLM and its connector contract, the card, the settings and what they name (a NATS
-server, folders, a reuse profile), with --model at a model, and with --engine-options at those of an engine; with
---engine vllm it looks at vLLM in TensorRT-LLM's place. It exits
+It looks at TensorRT-LLM and its connector contract, or with --engine at another engine; at the packages, the card, the
+settings and the reuse profile; with --model at a model, and with --engine-options at the options of an engine. It exits
 with 0 when all is fine, with 1 when something would be refused or fails, and with 2 for bad usage. Notes stop nothing
 and leave the status at 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import platform
 import sys
 from dataclasses import asdict
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.command_line import named, printable
+from semblend_trt.doctor import Area
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from packaging.requirements import Requirement
+
     from semblend_trt.config import Settings
-    from semblend_trt.doctor.finding import Finding
+    from semblend_trt.doctor import Finding
 
 SUMMARY = "say what is installed, what it fits, and what would be refused"
 AUTO = "auto"
 KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
+DISTRIBUTION = "semblend-trt"
+# What embedders need beside the extra semantic.
+EXTRAS = {"minilm": ("embedder",), "onnx": ("onnx",), "onnx_gpu": ("onnx-gpu",)}
+_GIB = 1 << 30
+# Of control groups, version 2 and version 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_software, _machine, _settings = map(Area, ("software", "machine", "settings"))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = sum(finding.is_problem for finding in findings)
     if arguments.json:
         report = {"version": __version__, "problems": problems, "findings": [asdict(finding) for finding in findings]}
-        sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         sys.stdout.write(_shown(findings))
         sys.stdout.write(f"\n{problems} problem{'s' * (problems != 1)}\n" if problems else "\nno problems\n")
@@ -77,59 +91,144 @@ def _plugged() -> dict[str, metadata.EntryPoint]:
 
 
 def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) -> Iterator[Finding]:
-    from semblend_trt.doctor import machine, software, trtllm
-    from semblend_trt.doctor import settings as settings_checks
-    from semblend_trt.doctor.finding import Area
+    from semblend_trt.config import load_settings
+    from semblend_trt.doctor import model, trtllm
+    from semblend_trt.errors import ConfigurationError
 
-    arguments = None
+    arguments = settings = None
     if engine_name in _plugged():
         arguments = yield from Area("engine").collect(_plugged()[engine_name].load()(name, llm_args))
         llm_args = None
-    given = None if arguments is None else arguments.settings
-    name = name if arguments is None else arguments.model
-    settings, problem = _settings(given or {})
-    yield from Area("software").collect(software.software(settings))
-    if settings is not None:
-        yield from Area("software").collect(software.embedder(settings))
-    if engine_name not in _plugged():
-        yield from Area("engine").collect(trtllm.engine())
-    yield from Area("machine").collect(machine.machine(settings))
-    yield from Area("settings").collect(settings_checks.variables(settings, problem, given))
-    if settings is not None:
-        yield from Area("fleet").collect(settings_checks.nats(settings))
-        yield from Area("files").collect(settings_checks.disk(settings))
-        yield from Area("files").collect(settings_checks.audit(settings))
-    if llm_args is not None:
-        yield from Area("options").collect(trtllm.options(llm_args, settings))
+    else:
+        yield from Area("engine").collect(trtllm.engine(llm_args))
         kv_dtype = trtllm.kv_dtype_of(llm_args) if kv_dtype == AUTO else kv_dtype
-    yield from Area("model").collect(_of_model(name, kv_dtype, settings, llm_args, arguments))
-
-
-def _of_model(
-    name: str | None, kv_dtype: str, settings: Settings | None, llm_args: Any, arguments: Any
-) -> Iterator[Finding]:
-    from semblend_trt.doctor import machine, model
-    from semblend_trt.doctor.finding import Finding
-
-    known = None if name is None else model.known_model(name, kv_dtype, arguments, llm_args)
-    if isinstance(known, Finding):
-        yield known
-        return
-    if known is not None:
-        yield from model.model(known, settings)
-        yield from machine.pool(llm_args, known)
-    if settings is not None:
-        yield from model.profile(settings, known)
-
-
-def _settings(given: dict[str, Any]) -> tuple[Settings | None, str | None]:
-    from semblend_trt.config import load_settings
-    from semblend_trt.errors import ConfigurationError
-
+    given = {} if arguments is None else arguments.settings
     try:
-        return load_settings(**given), None
+        settings = load_settings(**given)
     except ConfigurationError as error:
-        return None, str(error)
+        yield _settings.failed(str(error))
+    yield from _software.collect(software(settings))
+    yield from _machine.collect(machine(settings))
+    yield from _settings.collect(variables(settings, given, has_trtllm=arguments is None))
+    name = name if arguments is None else arguments.model
+    yield from Area("model").collect(model.findings(name, kv_dtype, settings, arguments, llm_args))
+
+
+def software(settings: Settings | None) -> Iterator[Finding]:
+    """Python, our own requirements and each extra; an extra that the settings need must be complete."""
+    from packaging.requirements import Requirement
+
+    yield _software.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    try:
+        ours = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        yield _software.note(f"{DISTRIBUTION} is not installed as a package, so that its extras are not known")
+        return
+    needs, users = [Requirement(line) for line in ours.requires or ()], {"": "it"} | _users(settings)
+    for extra in ("", *sorted(set(ours.metadata.get_all("Provides-Extra") or ()) - {"dev"})):
+        what = f"{DISTRIBUTION}[{extra}]" if extra else f"{DISTRIBUTION} {ours.version}"
+        missing = ", ".join(filter(None, (_missing(need) for need in needs if _is_of(need, extra))))
+        if not missing:
+            yield _software.ok(f"{what} is complete")
+        elif extra in users:
+            yield _software.failed(f"{what} is not complete: {missing}; {users[extra]} needs it")
+        else:
+            yield _software.note(f"{what} is not complete: {missing}")
+
+
+def _users(settings: Settings | None) -> dict[str, str]:
+    """The extras that settings need, each with its setting."""
+    if settings is None or not settings.enabled:
+        return {}
+    users = {"nats": "SEMBLEND_NATS_URL"} if settings.nats_url is not None else {}
+    name = settings.embedder.value
+    extras = () if name == "off" else ("semantic", *EXTRAS.get(name, ()))
+    return users | dict.fromkeys(extras, f"SEMBLEND_EMBEDDER={name}")
+
+
+def _is_of(need: Requirement, extra: str) -> bool:
+    """Whether the extra brings the package, or without one we ourselves do."""
+    is_ours = need.marker is None or need.marker.evaluate({"extra": ""})
+    return is_ours if not extra else not is_ours and need.marker.evaluate({"extra": extra})
+
+
+def _missing(need: Requirement) -> str | None:
+    """What is wrong with an installed package; None where it will do."""
+    try:
+        found = metadata.version(need.name)
+    except metadata.PackageNotFoundError:
+        return f"{need.name}{need.specifier} is missing"
+    is_known = need.specifier.contains(found, prereleases=True)
+    return None if is_known else f"{need.name} is {found}, needed is {need.specifier}"
+
+
+def machine(settings: Settings | None) -> Iterator[Finding]:
+    """Whether torch sees the cards, and whether there is the memory that the settings ask for."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cards = [torch.cuda.get_device_properties(index) for index in range(count)]
+    for index, card in enumerate(cards):
+        text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
+        yield _machine.ok(f"CUDA device {index}: {text}")
+    if not cards and any(Path("/dev").glob("nvidia[0-9]*")):
+        yield _machine.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
+    elif not cards:
+        yield _machine.note("no CUDA device; models and kernels run on the CPU")
+    elif find_spec("triton") is None:
+        yield _machine.note("Triton is not installed: kernels run as PyTorch, much slower; install semblend-trt[gpu]")
+    if settings is None:
+        return
+    # With a card, host memory is page-locked at the start and must be there at once. Without one all is host memory.
+    on_card = ("device_bytes", "snapshot_bytes", "staging_bytes") if cards else ()
+    on_host = ("host_bytes",) if cards else ("host_bytes", "device_bytes", "snapshot_bytes")
+    memory = min((card.total_memory for card in cards), default=0)
+    for place, tiers, has in (("a card here", on_card, memory), ("this machine", on_host, _host_memory())):
+        sizes = {name: getattr(settings, name) for name in tiers}
+        if sum(sizes.values()) > has:
+            names = ", ".join(f"SEMBLEND_{name.upper()} ({size})" for name, size in sizes.items() if size)
+            text = f"{place} has {has} bytes of memory, and {sum(sizes.values())} are asked for by {names}; lower them"
+            yield _machine.failed(text) if cards else _machine.note(text)
+
+
+def _host_memory() -> int:
+    """Bytes of memory: the machine's, or less where the container's limit is lower."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # version 2 says "max" for none
+            found.append(int(limit.read_text()))
+    return min(found)
+
+
+def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
+    """Variables that are not read, and settings that switch reuse off. `options`: what the options of another engine
+    than TensorRT-LLM give of the settings."""
+    from semblend_trt.config import settings_in_use, unknown_variables, why_ignored
+    from semblend_trt.reasons import advice
+
+    for name, close in unknown_variables(os.environ).items():
+        if (why := why_ignored(name)) is not None:
+            yield _settings.note(f"{name} is ignored: {why}")
+        else:
+            yield _settings.failed(f"{name} is not read" + (f"; did you mean {close}?" if close else ""))
+    if settings is None:
+        return
+    rows = settings_in_use(settings)
+    for row in rows:
+        for ignored in row.ignored:
+            yield _settings.note(f"{ignored} is set and not read, because {row.source} is set too")
+    sources = [row.source for row in rows if row.source is not None and row.name not in options]
+    given = sources + [f"{name} of the engine's options" for name in options]
+    yield _settings.ok(f"{len(given)} of {len(rows)} settings are given" + (f": {', '.join(given)}" if given else ""))
+    short = [name for name in sources if not name.startswith("TRTLLM")]
+    if short and has_trtllm:
+        yield _settings.note(
+            f"TensorRT-LLM hands only variables that begin with TRTLLM on to its workers: give {', '.join(short)} with "
+            "the prefix TRTLLM_SEMBLEND_ there"
+        )
+    refusal = "disabled" if not settings.enabled else "policy_off" if settings.policy.value == "off" else None
+    if refusal is not None:
+        yield _settings.refused(refusal, f"every request is served cold. {advice(refusal)}")
 
 
 def _shown(findings: list[Finding]) -> str:

@@ -1,8 +1,8 @@
 """Shows the donor events of the fleet: each one (tail), what is wrong with them (check), who holds how much (stats).
 
 The server and the subject are those of the settings (SEMBLEND_NATS_URL and so on) unless they are given here. `check`
-asks the workers for all donors anew, so that it can compare them with the heartbeats; it exits with 1 when something
-is wrong, and with 2 when it cannot listen.
+and `stats` ask the workers for all donors again, to compare them with the heartbeats, and print a report in JSON.
+`check` exits with 1 when something is wrong, and each action with 2 when it cannot listen.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--seconds", type=_seconds, default=seconds, help=f"how long to listen (default: {default})"
         )
         action.add_argument("--limit", type=count, help="stop after this many messages")
-        action.add_argument("--json", action="store_true", help="print JSON")
-        if name != "tail":
-            action.add_argument("--no-resync", action="store_true", help="do not ask the workers for all donors anew")
+        action.add_argument("--json", action="store_true", help="print JSON, as reports always are")
 
 
 @dataclass(slots=True)
@@ -83,13 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
         elif is_tail:
             _say(_line(payload, as_json=arguments.json))
 
-    asks = not is_tail and not arguments.no_resync
-    asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks))
+    asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks=not is_tail))
     if is_tail:
         return 0
-    report = _stats(seen, directory) if arguments.action == "stats" else _check(seen, directory)
-    _say(json.dumps(report) if arguments.json else _shown(report))
-    return int(arguments.action == "check" and bool(report["problems"]))
+    is_check = arguments.action == "check"
+    _say(json.dumps(_check(seen, directory) if is_check else _stats(seen, directory), indent=2))
+    return int(is_check and bool(seen.problems))
 
 
 def _options(arguments: argparse.Namespace) -> ConnectionOptions:
@@ -98,8 +95,9 @@ def _options(arguments: argparse.Namespace) -> ConnectionOptions:
 
     given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
     given = {name: value for name, value in given.items() if value is not None}
-    settings = load_settings(**given)
-    options = ConnectionOptions.of(settings if settings.nats_url else load_settings(**given, nats_url=DEFAULT_URL))
+    options = ConnectionOptions.of(load_settings(**given)) or ConnectionOptions.of(
+        load_settings(**given, nats_url=DEFAULT_URL)
+    )
     assert options is not None
     # Reading needs no stream: what is published to one goes to every subscriber as well.
     return replace(options, stream=None)
@@ -110,25 +108,25 @@ async def _listen(
     show: Callable[[bytes, str | None], None],
     seconds: float | None,
     limit: int | None,
+    *,
     asks: bool,
 ) -> None:
     from semblend_trt.config import masked
     from semblend_trt.fleet.connection import RESYNC_SUFFIX, connect_client, flush, listen
 
-    ended = asyncio.Event()
-    lost: list[bool] = []
-    seen = 0
+    ended, is_lost, left = asyncio.Event(), False, limit or sys.maxsize
 
     async def take(payload: bytes, sender: str | None) -> None:
-        nonlocal seen
+        nonlocal left
         if not ended.is_set():
-            seen += 1
             show(payload, sender)
-            if limit is not None and seen >= limit:
+            left -= 1
+            if not left:
                 ended.set()
 
     async def closed() -> None:
-        lost.append(not ended.is_set())
+        nonlocal is_lost
+        is_lost = is_lost or not ended.is_set()
         ended.set()
 
     try:
@@ -147,11 +145,10 @@ async def _listen(
         await flush(client)
         sys.stderr.write(f"listening on {options.subjects}\n")
         sys.stderr.flush()
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(ended.wait(), seconds)
-        except asyncio.TimeoutError:
-            ended.set()
-        if any(lost):
+        ended.set()
+        if is_lost:
             raise SemBlendError("the connection to NATS was lost; start again when it is back")
     finally:
         await client.close()
@@ -197,19 +194,6 @@ def _stats(seen: _Seen, directory: Directory) -> dict[str, Any]:
             "events": dict(each.events),
         }
     return {"messages": seen.messages, "bytes": seen.size, "workers": workers}
-
-
-def _shown(report: dict[str, Any], indent: str = "") -> str:
-    lines = []
-    for key, value in report.items():
-        if isinstance(value, dict):
-            lines.append(f"{indent}{key}:" + ("" if value else " none"))
-            lines += [_shown(value, indent + "  ")] if value else []
-        elif isinstance(value, list):
-            lines += [f"{indent}{key}:", *(f"{indent}  {printable(each)}" for each in value)] if value else []
-        else:
-            lines.append(f"{indent}{key}: {printable(value)}")
-    return "\n".join(lines)
 
 
 def _seconds(text: str) -> float:

@@ -13,18 +13,18 @@ import argparse
 import hashlib
 import json
 import os
-import socket
 import sys
-import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections import Counter
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
+from itertools import islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from pydantic import AliasChoices, AliasPath, BaseModel, Field, StrictInt, TypeAdapter
 
@@ -34,14 +34,12 @@ from semblend_trt.files import bounded_lines, check_writable, open_input, read_i
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from concurrent.futures import Future
 
     from tqdm import tqdm
 
 SUMMARY = "prefill documents ahead, so that requests can reuse them"
 STATE_NAME = ".semblend-warm.json"
 KEY_VARIABLE = "OPENAI_API_KEY"
-CONNECT_SECONDS = 10.0
 # A document may wait for long while the server has other work.
 ANSWER_SECONDS = 3600.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -102,16 +100,18 @@ def run(arguments: argparse.Namespace) -> int:
     }
     fields = {name: value for name, value in fields.items() if value is not None}
     total = sum(path.stat().st_size for path in files if path.is_file())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="documents", leave=False, disable=None) as bar:
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="documents", leave=False, disable=None) as bar,
+        ThreadPool(arguments.concurrency) as threads,
+    ):
         warming = Warming(server, fields, prefix, state, bar)
+        documents = documents_of(files)
         try:
-            warming.send(files, arguments.concurrency)
+            while batch := list(islice(documents, arguments.concurrency)):
+                warming.send(batch, threads)
         finally:
             sys.stdout.write(warming.told())
-    return 0 if warming.sent or warming.sent_before else USAGE_ERROR
-
-
-# -- documents --------------------------------------------------------------------------------------------------------
+    return 0 if warming.counts["sent"] or warming.counts["before"] else USAGE_ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +142,19 @@ def documents_of(files: Sequence[Path]) -> Iterator[Document]:
 
 
 def _document(place: str, content: bytes, *, is_line: bool) -> Document:
+    text, problem = "", None
     try:
-        return Document(place, len(content), _text_of(content, is_line=is_line))
-    except ConfigurationError as error:
-        return Document(place, len(content), problem=str(error))
-
-
-def _text_of(content: bytes, *, is_line: bool) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        message = f"byte {content[error.start]:#04x} at {error.start} is not UTF-8; write the document in UTF-8"
-        raise ConfigurationError(message) from None
-    if is_line:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ConfigurationError('the line is not JSON; give {"text": "..."}') from None
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise ConfigurationError('the line has no text; give {"text": "..."}')
+        value = json.loads(content.decode("utf-8")) if is_line else {"text": content.decode("utf-8")}
         text = value["text"]
-    if not text.strip():
-        raise ConfigurationError("the document is empty; give it text, or leave it out")
-    return text
-
-
-# -- what was sent ----------------------------------------------------------------------------------------------------
+        if not text.strip():
+            problem = "the document is empty; give it text, or leave it out"
+    except UnicodeDecodeError as error:
+        problem = f"byte {content[error.start]:#04x} at {error.start} is not UTF-8; write the document in UTF-8"
+    except (ValueError, RecursionError):
+        problem = 'the line is not JSON; give {"text": "..."}'
+    except (KeyError, TypeError, AttributeError):
+        problem = 'the line has no text; give {"text": "..."}'
+    return Document(place, len(content), text, problem)
 
 
 class State:
@@ -196,74 +183,49 @@ class State:
 
 
 class Warming:
-    """Sends documents behind `prefix` to a server with the request's `fields`, and counts what became of them. `tokens`
-    are those of the prompts that were sent."""
+    """Sends documents behind `prefix` to a server with the request's `fields`, and counts what became of them."""
 
     def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: State, bar: tqdm) -> None:
         self._server, self._fields, self._prefix, self._state, self._bar = server, fields, prefix, state, bar
-        self._running: dict[Future[int], tuple[Document, str]] = {}
-        self.sent = self.sent_before = self.failed = self.tokens = 0
+        self.counts: Counter[str] = Counter()
 
-    def send(self, files: Sequence[Path], concurrency: int) -> None:
-        """Sends the documents of all files, `concurrency` at a time. Raises SemBlendError when the server fails."""
-        with ThreadPoolExecutor(concurrency) as threads:
-            try:
-                for document in documents_of(files):
-                    while len(self._running) >= concurrency:
-                        self._take_answers()
-                    self._begin(document, threads)
-                while self._running:
-                    self._take_answers()
-            except BaseException:
-                self._server.hang_up()
-                raise
+    def send(self, documents: Sequence[Document], threads: ThreadPool) -> None:
+        """Sends the documents at once, and waits for their answers. Raises SemBlendError when the server fails."""
+        fresh: dict[str, Document] = {}
+        for document in documents:
+            digest = self._digest(document)
+            if document.problem is not None:
+                self._fail(document, document.problem)
+            elif digest in self._state or digest in fresh:
+                self.counts["before"] += 1
+            else:
+                fresh[digest] = document
+        bodies = [json.dumps({**self._fields, "prompt": self._prefix + each.text}).encode() for each in fresh.values()]
+        answers = threads.imap(self._server.prefill, bodies)
+        for (digest, document), tokens in zip(fresh.items(), answers, strict=True):
+            if isinstance(tokens, str):
+                self._fail(document, tokens)
+            else:
+                self.counts.update(sent=1, tokens=tokens)
+                self._state.add(digest)
+        self._bar.update(sum(document.size for document in documents))
 
     def told(self) -> str:
         """One line about all documents so far."""
+        sent = self.counts["sent"]
         return (
-            f"{self.sent} document{'s' * (self.sent != 1)} sent ({self.tokens:,} tokens), {self.sent_before} sent "
-            f"before, {self.failed} failed\n"
+            f"{sent} document{'s' * (sent != 1)} sent ({self.counts['tokens']:,} tokens), {self.counts['before']} sent "
+            f"before, {self.counts['failed']} failed\n"
         )
 
-    def _begin(self, document: Document, threads: ThreadPoolExecutor) -> None:
-        prompt = self._prefix + document.text
-        digest = self._digest(prompt)
-        if document.problem is not None:
-            self._fail(document, document.problem)
-        elif digest in self._state or any(digest == under_way for _, under_way in self._running.values()):
-            self.sent_before += 1
-            self._bar.update(document.size)
-        else:
-            body = json.dumps({**self._fields, "prompt": prompt}).encode()
-            self._running[threads.submit(self._server.prefill, body)] = document, digest
-
-    def _take_answers(self) -> None:
-        for future in wait(self._running, return_when=FIRST_COMPLETED).done:
-            document, digest = self._running.pop(future)
-            try:
-                self.tokens += future.result()
-            except RefusedError as refusal:
-                self._fail(document, str(refusal))
-                continue
-            self.sent += 1
-            self._state.add(digest)
-            self._bar.update(document.size)
-
     def _fail(self, document: Document, problem: str) -> None:
-        self.failed += 1
+        self.counts["failed"] += 1
         self._bar.write(printable(f"{document.place}: {problem}"), file=sys.stderr)
-        self._bar.update(document.size)
 
-    def _digest(self, prompt: str) -> str:
+    def _digest(self, document: Document) -> str:
+        prompt = self._prefix + document.text
         told = [self._server.url, self._fields["model"], self._fields.get("cache_salt"), prompt]
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-
-
-# -- the server -------------------------------------------------------------------------------------------------------
-
-
-class RefusedError(SemBlendError):
-    """The server refuses a document."""
 
 
 _TOKENS, _MODEL = AliasPath("usage", "prompt_tokens"), AliasPath("data", 0, "id")
@@ -278,6 +240,11 @@ class _Answer(BaseModel):
     message: Annotated[Any, Field(validation_alias=_MESSAGE)] = None
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class Server:
     """An OpenAI-compatible server at `url`, which may end in /v1. `key` is its API key. Redirects are not followed."""
 
@@ -285,79 +252,63 @@ class Server:
         """Raises ArgumentTypeError for a text that is no address."""
         try:
             parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port
+            is_address = bool(parts.hostname) and parts.port != 0 and parts.scheme in ("http", "https")
         except ValueError:
-            self._host = ""
-        if not self._host or parts.scheme not in ("http", "https") or {*"@?#"} & {*url}:
+            is_address = False
+        if not is_address or {*"@?#"} & {*url}:
             raise argparse.ArgumentTypeError("it is no address such as http://127.0.0.1:8001; give one without a user")
-        self._connection = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.key = ""
-        self._open: set[HTTPConnection] = set()
-        self._ended = threading.Event()
+        self._opener = build_opener(_NoRedirects)
 
     def first_model(self) -> str:
         """The name of the first model. Raises SemBlendError without one."""
-        status, answer, _ = self._ask("GET", "/v1/models")
+        status, answer, _ = self._ask("/v1/models")
         if not answer.model:
             raise SemBlendError(f"{self.url} names no model ({_said(status, answer)}); give it with --model")
         return answer.model
 
-    def prefill(self, body: bytes) -> int:
-        """Sends a document; returns its tokens. Raises RefusedError where it is refused, and SemBlendError when the
-        server fails or takes nothing for minutes."""
+    def prefill(self, body: bytes) -> int | str:
+        """Sends a document; returns its tokens, or why the server refuses it. Raises SemBlendError when the server
+        fails or takes nothing for minutes."""
         for attempt in range(ATTEMPTS):
-            status, answer, retry = self._ask("POST", "/v1/completions", body)
-            if status not in BUSY or self._ended.wait(pause(retry, 2**attempt)):
+            status, answer, retry = self._ask("/v1/completions", body)
+            if status not in BUSY:
                 break
+            time.sleep(pause(retry, 2**attempt))
         if status == 200 and answer.tokens is not None:
             return answer.tokens
         if status in REFUSED:
-            raise RefusedError(f"the server refuses it ({_said(status, answer)})")
+            return f"the server refuses it ({_said(status, answer)})"
         raise SemBlendError(f"{self.url} cannot be used ({_said(status, answer)}); the next run goes on from here")
 
-    def hang_up(self) -> None:
-        """Ends the requests that are under way."""
-        self._ended.set()
-        for connection in list(self._open):
-            with suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, _Answer, str]:
+    def _ask(self, path: str, body: bytes | None = None) -> tuple[int, _Answer, str]:
         """The answer's status, what it says and its Retry-After."""
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
-        connection = self._connection(self._host, self._port, timeout=CONNECT_SECONDS)
-        self._open.add(connection)
         try:
-            connection.connect()
-            if self._ended.is_set():  # `hang_up` may have come before there was a socket
-                raise ConnectionAbortedError
-            connection.sock.settimeout(ANSWER_SECONDS)
-            connection.request(method, self._path + path, body, headers)
-            response = connection.getresponse()
-            content, retry = response.read(MAX_ANSWER_BYTES), response.getheader("Retry-After", "")
+            try:
+                response = self._opener.open(Request(self.url + path, body, headers), timeout=ANSWER_SECONDS)
+            except HTTPError as error:
+                response = error
+            with response:
+                status, content = response.status, response.read(MAX_ANSWER_BYTES)
+                retry = response.headers.get("Retry-After", "")
         except (OSError, HTTPException, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or str(error)[:MAX_SHOWN] or type(error).__name__
+            reason = error.reason if isinstance(error, URLError) else error
+            why = getattr(reason, "strerror", None) or str(reason)[:MAX_SHOWN] or type(reason).__name__
             raise SemBlendError(f"{self.url} is out of reach ({why}); the next run goes on from here") from None
-        finally:
-            self._open.discard(connection)
-            connection.close()
         try:
             answer = _Answer.model_validate(json.loads(content))
         except (ValueError, RecursionError):
             answer = _Answer()
-        return response.status, answer, retry
+        return status, answer, retry
 
 
 def pause(retry_after: str, otherwise: float) -> float:
-    """Seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number or a date."""
-    text, seconds = retry_after.strip(), otherwise
-    if text.isascii() and text.isdecimal():
-        seconds = int(text.lstrip("0")[:5] or "0")  # of more digits than Python reads, too
-    with suppress(ValueError, TypeError, IndexError, OverflowError):
-        seconds = parsedate_to_datetime(text).timestamp() - time.time()
-    return min(MAX_PAUSE, max(0.0, seconds))
+    """Seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number."""
+    text = retry_after.strip()
+    is_number = text.isascii() and text.isdecimal()
+    return min(MAX_PAUSE, int(text.lstrip("0")[:5] or "0") if is_number else otherwise)
 
 
 def _said(status: int, answer: _Answer) -> str:

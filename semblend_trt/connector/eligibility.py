@@ -16,6 +16,7 @@ from semblend_trt.connector.layer_groups import halved
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.policy import ReusePolicy, allows_reuse
+from semblend_trt.reasons import Scope, advice
 from semblend_trt.reuse_terms import terms_of
 
 if TYPE_CHECKING:
@@ -228,7 +229,11 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         return None, "policy_off"
     refusal = engine_refusal(llm_args)
     if refusal is not None:
-        logger.warning("KV reuse is off: the engine uses %s, with which block contents cannot be trusted", refusal)
+        logger.warning(
+            "KV reuse is off: the engine uses %s, with which block contents cannot be trusted. %s",
+            refusal,
+            advice(refusal, Scope.ENGINE),
+        )
         return None, refusal
     try:
         facts = served_facts(llm_args, settings.policy)

@@ -366,47 +366,50 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
 def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport:
     """The report of a request under the engine's `policy`, as far as its reuse is known by now."""
     outcome, reason = outcome_of(tracked)
-    plan, evidence, exact_prefix = tracked.plan, tracked.evidence, tracked.num_computed_tokens
+    report = ReuseReport(
+        outcome=outcome.value,
+        reason=reason,
+        exact_prefix_tokens=tracked.num_computed_tokens,
+        policy=policy,
+        profile=tracked.profile,
+    )
+    plan = tracked.plan
     if plan is None or outcome is Outcome.SEMANTIC_DISCOVERY_ONLY or tracked.forward_failed:
-        return ReuseReport(
-            outcome.value, reason, exact_prefix_tokens=exact_prefix, policy=policy, profile=tracked.profile
-        )
-    checked: int | None
-    sampled: int | None
-    recomputed: int | None
-    largest: float | None
-    offered, checked, sampled, largest = plan.reused_tokens, 0, 0, 0.0
-    if tracked.load_failed:
-        reused = offered = recomputed = 0
-    elif not plan.is_checked:
+        return report
+    if not tracked.load_failed:
+        report = _with_reuse(report, plan, tracked.evidence)
+    return replace(
+        report,
+        computed_holes=plan.matched_tokens - report.reused_tokens,
+        generation=max((span.generation for span in plan.spans), default=0),
+    )
+
+
+def _with_reuse(report: ReuseReport, plan: SemanticKvPlan, evidence: CheckEvidence | None) -> ReuseReport:
+    """The report with what became of the plan's spans; None stands for what a check is still to find."""
+    offered, exact = plan.reused_tokens, plan.exact_tokens
+    report = replace(report, offered_tokens=offered)
+    if not plan.is_checked:
         reused = _without_heads(plan)
-        recomputed = offered - reused
+        report = replace(report, reused_tokens=reused, recomputed_tokens=offered - reused)
     elif evidence is None:
-        reused = plan.exact_tokens
-        checked = sampled = recomputed = largest = None
+        unknown: dict[str, Any] = dict.fromkeys(
+            ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept")
+        )
+        report = replace(report, reused_tokens=exact, **unknown)
     else:
-        reused, recomputed = evidence.reused_tokens, evidence.recomputed_tokens
-        checked, sampled, largest = evidence.checked_tokens, evidence.sampled_tokens, evidence.largest_kept
+        report = replace(
+            report,
+            reused_tokens=evidence.reused_tokens,
+            recomputed_tokens=evidence.recomputed_tokens,
+            checked_tokens=evidence.checked_tokens,
+            sampled_tokens=evidence.sampled_tokens,
+            largest_kept=evidence.largest_kept,
+        )
     if offered and plan.execution.recompute_boundary_layer == plan.execution.num_layers:
         # Every layer computes what is not exact.
-        reused = plan.exact_tokens
-        recomputed = offered - reused
-    holes = plan.matched_tokens - reused
-    return ReuseReport(
-        outcome.value,
-        reason,
-        reused,
-        holes,
-        offered,
-        checked,
-        recomputed,
-        largest,
-        exact_prefix,
-        sampled,
-        max((span.generation for span in plan.spans), default=0),
-        policy,
-        tracked.profile,
-    )
+        report = replace(report, reused_tokens=exact, recomputed_tokens=offered - exact)
+    return report
 
 
 def _without_heads(plan: SemanticKvPlan) -> int:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.outcome import MAX_REPORTS, OTHER_REASON, Outcome, OutcomeLedger, ReuseReport
+from semblend_trt.outcome import MAX_REPORTS, Outcome, OutcomeLedger, ReuseReport
+from semblend_trt.reasons import OTHER_REASON
 from tests.pages import Page, code_in
 
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens=96)

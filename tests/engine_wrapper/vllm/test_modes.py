@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.cuda import is_available
 
-from engine_wrapper.vllm.refusals import REASONS
+from semblend_trt.reasons import Scope, advice
 from tests.engine_wrapper.vllm.conftest import (
     DONOR,
     MOVED,
@@ -211,7 +211,7 @@ def test_a_refused_engine_serves_as_stock(
     served.ask(DONOR)
     answer = served.ask(MOVED, max_tokens=16)
     assert served.runtime.refusal == reason
-    assert f"({reason}); vLLM serves as without us. {REASONS[reason]}" in caplog.text
+    assert f"({reason}); vLLM serves as without us. {advice(reason, Scope.VLLM)}" in caplog.text
     assert (answer.tokens, answer.logprobs, answer.cached) == (cold(MOVED).tokens, cold(MOVED).logprobs, 0)
     assert served.scheduler.outcomes.reasons() == {reason: 2}
 

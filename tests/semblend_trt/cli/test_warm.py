@@ -158,15 +158,15 @@ def test_a_router_sends_documents_on_under_the_callers_salt(llm, url, tiny_qwen2
 
 
 def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch, capsys):
-    begin = Warming._begin
+    send = Warming.send
 
-    def interrupted(warming, document, threads):
-        if warming.sent == 1:
+    def interrupted(warming, documents, threads):
+        if warming.counts["sent"] == 1:
             raise KeyboardInterrupt
-        begin(warming, document, threads)
+        send(warming, documents, threads)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Warming, "_begin", interrupted)
+        patch.setattr(Warming, "send", interrupted)
         assert warm(url, *pages) == 130
     assert capsys.readouterr() == (
         "1 document sent (300 tokens), 0 sent before, 0 failed\n",
@@ -255,19 +255,22 @@ def test_a_busy_server_is_asked_again_with_the_same_fields(pages, monkeypatch, c
     assert asked == [("Bearer of the environment", fields)] * 3
 
 
-def test_an_interrupt_ends_requests_that_are_under_way(pages):
-    main_thread, asked = threading.get_ident(), []
+def test_an_interrupt_waits_for_no_request_that_is_under_way(pages):
+    main_thread, asked, ended = threading.get_ident(), [], threading.Event()
 
     async def complete(request):
         asked.append(request)
         if len(asked) == 2:
             signal.pthread_kill(main_thread, signal.SIGINT)
-        await asyncio.Event().wait()
+        await asyncio.to_thread(ended.wait)
+        return web.json_response({})
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     with listening_app(app) as address:
         assert warm(address, *pages, "--model", "m", "--concurrency", 2) == 130
+        assert not ended.is_set()
+        ended.set()
 
 
 @contextmanager
@@ -313,10 +316,7 @@ def test_a_server_that_names_no_model_is_one_sentence(answer, pages, capsys):
     ("header", "seconds"),
     [
         *(("0", 0), ("7", 7), (" 7 ", 7), ("007", 7), ("61", MAX_PAUSE), ("9" * 5000, MAX_PAUSE), ("0" * 5000, 0)),
-        *((each, 3) for each in ("", "-1", "1.5", "nan", "inf", "1e3", "soon", "\u00b2", "7, 9", ",", "\x00", "[7]")),
-        *(("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("Fri, 31 Dec 9999 23:59:59 GMT", MAX_PAUSE)),
-        *(("Thu, 01 Jan 1970 00:00:00 -0000", 0), ("Thu, 99 Foo 1970 00:00:00 GMT", 3), ("Thu, 01 Jan", 3)),
-        ("Thu, 01 Jan 1970 00:00:00 +9999999999999999999", 3),
+        *((each, 3) for each in ("", "-1", "1.5", "nan", "soon", "\u00b2", "7, 9", "Thu, 01 Jan 1970 00:00:00 GMT")),
     ],
 )
 def test_how_long_a_busy_server_is_left_alone(header, seconds):
