@@ -277,11 +277,11 @@ def runtime_for(llm_args: Any) -> Runtime:
         return runtime
 
 
-def join_ranks(runtime: Runtime, llm_args: Any) -> None:
-    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
-    if runtime.ranks.size == int(getattr(llm_args, "tensor_parallel_size", None) or 1):
+def join_ranks(runtime: Runtime, size: int) -> None:
+    """Finds the engine's `size` ranks where the engine has not set them; without them nothing is reused."""
+    if runtime.ranks.size == size:
         return
-    found = ranks_of(llm_args)
+    found = ranks_of(size)
     if found is None:
         logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
         runtime.refusal = runtime.refusal or "ranks_unknown"

@@ -9,14 +9,14 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.vllm.arguments import arguments_of, vllm_version
+from engine_wrapper.vllm.engine_spec import from_vllm_config, vllm_version
 from engine_wrapper.vllm.refusals import OLDEST, REASONS, engine_refusal_of
 from semblend_trt.doctor.finding import Area
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from engine_wrapper.vllm.arguments import EngineArguments
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.doctor.finding import Finding
 
 OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
@@ -29,7 +29,7 @@ _DEFAULT = {
 }
 
 
-def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArguments | None]:
+def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineSpec | None]:
     """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, None without one.
 
     vLLM makes its own configuration of both, which may take some seconds; no engine is started. Returns the engine's
@@ -55,7 +55,7 @@ def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArgu
     return (yield from _of_configuration(str(name), given))
 
 
-def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, None, EngineArguments | None]:
+def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, None, EngineSpec | None]:
     from vllm.engine.arg_utils import EngineArgs
 
     area = Area("options")
@@ -79,7 +79,7 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
         return None
     warnings: list[str] = []
     with _heard(warnings):
-        read = arguments_of(configuration)
+        read = from_vllm_config(configuration)
         refusal = read.refusal or engine_refusal_of(configuration, None)
     for warning in warnings:
         yield area.note(warning)

@@ -8,14 +8,14 @@ saves of ended requests before it sends the next metadata: rank 0 then hands on 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kernels.kv_move import warm_up
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, cuts_kv, served_facts
+from semblend_trt.connector.eligibility import cuts_kv, served_facts
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
 from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
 from semblend_trt.connector.saver import DonorSaver
@@ -76,10 +76,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
-        self._settings = load_settings(**getattr(llm_args, "settings", {}))
+        self._settings = load_settings(**self._engine.settings)
         self._facts: ModelFacts | None = None
         # TensorRT-LLM's V2 alone does, which its layout shows; other engines state it.
-        self._holds_saved_blocks = bool(getattr(llm_args, "holds_saved_blocks", False))
+        self._holds_saved_blocks = self._engine.holds_saved_blocks
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
@@ -90,12 +90,17 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = served_facts(llm_args, self._settings.policy)
+            self._facts = served_facts(self._engine, self._settings.policy)
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:
             logger.exception("KV reuse is off: the model's configuration cannot be read")
             self._runtime.refusal = "model_unreadable"
+
+    @property
+    def _engine(self) -> EngineSpec:
+        """The engine, as it is now described."""
+        return from_llm_args(self._llm_args)
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -115,7 +120,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         dropped outside of a window, by name."""
         pool, self._holds_saved_blocks = None, True
         try:
-            refusal = _layout_refusal(layout, self._llm_args)
+            refusal = _layout_refusal(layout, self._engine)
             if refusal is None:
                 pool = layout.as_single_pool_tensor()
         except Exception:
@@ -126,7 +131,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def _register(self, pool: torch.Tensor | None, refusal: str | None = None) -> None:
         runtime, failure = self._runtime, None
         runtime.refusal = runtime.refusal or refusal
-        join_ranks(runtime, self._llm_args)
+        join_ranks(runtime, self._engine.ranks)
         try:
             if self._facts is not None and runtime.refusal is None:
                 self._take_pool(pool, self._facts)
@@ -141,8 +146,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """For a wrapper that executes plans: attaches it to the engine of these caches."""
 
     def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
-        ranks = int(getattr(self._llm_args, "tensor_parallel_size", None) or 1)
-        geometry = geometry_of(pool, facts, ranks)
+        geometry = geometry_of(pool, facts, self._engine.ranks)
         if geometry is None or self.store is not None:
             why = "does not fit the model" if geometry is None else "is the second one of this engine"
             logger.warning("KV reuse is off: %s %s", described(pool), why)
@@ -296,7 +300,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if settings.disk_path is None:
             raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
         try:
-            _check_single_rank(self._llm_args)
+            _check_single_rank(self._engine)
             form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
             disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
         except (OSError, ConfigurationError) as error:
@@ -434,9 +438,9 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         return tokens
 
 
-def _layout_refusal(layout: Any, llm_args: Any) -> str | None:
+def _layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
     """Why KV cannot be kept for a cache of this layout; upstream has a layer group for each window, and one without."""
-    cut = sorted({each.window_size for each in layout.groups if cuts_kv(llm_args, [each.window_size])})
+    cut = sorted({each.window_size for each in layout.groups if cuts_kv(engine, [each.window_size])})
     if cut:
         logger.warning(
             "KV reuse is off: the engine drops KV outside of windows of %s tokens; set max_attention_window to "
@@ -450,10 +454,9 @@ def _layout_refusal(layout: Any, llm_args: Any) -> str | None:
     return None
 
 
-def _check_single_rank(llm_args: Any) -> None:
+def _check_single_rank(engine: EngineSpec) -> None:
     """Raises ConfigurationError for several ranks: they do not agree on whose files are whole, and must not read
     different ones."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
+    ranks = engine.ranks * (engine.pipeline_parallel_size or 1) * (engine.context_parallel_size or 1)
     if ranks > 1:
         raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
-from semblend_trt.connector.chunked_attention import LLAMA4
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, rotates_otherwise, tells_kv_scales
+from semblend_trt.connector.attention_layout import LLAMA4
+from semblend_trt.connector.eligibility import facts_in_engine, rotates_otherwise
 from semblend_trt.connector.engine_namespace import namespace_for
-from semblend_trt.connector.model_facts import ModelFacts, model_facts, rope_rotation
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
+from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.model_files import is_local
+from semblend_trt.connector.rope_config import rope_rotation
 from semblend_trt.doctor.finding import Area
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
@@ -42,7 +44,7 @@ class KnownModel:
     name: str
     facts: ModelFacts
     dtype: torch.dtype | None
-    arguments: Any = None
+    arguments: EngineSpec | None = None
 
     def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
         """One rank's sizes, in blocks of one token."""
@@ -51,24 +53,28 @@ class KnownModel:
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
         """The namespace of an engine that serves the model with these `arguments`; the others count as unknown."""
-        llm_args = SimpleNamespace(model=self.name, **arguments)
-        return namespace_for(llm_args, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
+        engine = from_llm_args(SimpleNamespace(model=self.name, **arguments))
+        return namespace_for(engine, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
 
-def known_model(name: str, kv_dtype: str, arguments: Any = None, llm_args: Any = None) -> KnownModel | Finding:
+def known_model(
+    name: str, kv_dtype: str, arguments: EngineSpec | None = None, llm_args: Any = None
+) -> KnownModel | Finding:
     """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for that of `arguments`, or the model's own.
 
     `arguments` are what was read of another engine's, `llm_args` TensorRT-LLM's. What an engine would refuse comes back
     as a finding with its reason.
     """
-    is_scaled = tells_kv_scales(arguments) or tells_kv_scales(llm_args)
-    if kv_dtype == AUTO and arguments is not None and arguments.dtype is not None:
-        kv_dtype = arguments.kv_dtype.removeprefix("torch.")
+    is_scaled = arguments is not None and arguments.tells_kv_scales
+    is_scaled = is_scaled or (llm_args is not None and from_llm_args(llm_args).tells_kv_scales)
+    if kv_dtype == AUTO and arguments is not None and arguments.kv_dtype is not None:
+        kv_dtype = arguments.kv_dtype
     if kv_dtype == "fp8" and not is_scaled:
         return _model.refused("kv_scales", f"a KV cache of fp8 is taken in vLLM, and elsewhere by {WRAPPER_MODULE}")
     kv_dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
     try:
-        facts = facts_in_engine(model_facts(name, None, is_scaled), arguments)
+        facts = model_facts(name, None, is_scaled)
+        facts = facts if arguments is None else facts_in_engine(facts, arguments)
     except UnsupportedModelError as error:
         return _model.refused(error.reason, str(error))
     except ConfigurationError as error:
@@ -249,7 +255,7 @@ def _differences(held: ReuseProfile, settings: Settings, model: KnownModel) -> l
     if (own := model.arguments) is not None:
         kv_dtype = "unknown" if model.dtype is None else model.dtype
         namespace = namespace_for(own, model.facts, settings, 1, kv_dtype)
-        layout = next((each for each in held.engines if each.startswith(f"{own.engine}/")), own.engine)
+        layout = next((each for each in held.engines if each.startswith(f"{own.name}/")), own.name)
         # The scales of an fp8 cache are known once the model is loaded.
         named = _cache_dtype(held)
         cache_dtype = named if named.partition("+")[0] == namespace.cache_dtype else namespace.cache_dtype

@@ -53,14 +53,13 @@ def engine() -> Iterator[Finding]:
     if module is None:
         yield _engine.failed(f"TensorRT-LLM {release} has no KV cache connector; 1.1 or later is needed")
         return
-    version, differences = match_of(module)
-    details = {"tensorrt_llm": release, "module": module.__name__, "contract": version.name}
-    text = f"TensorRT-LLM {release} keeps the connector contract {version.name!r} ({module.__name__})"
-    if differences:
-        text += f", but for {'; '.join(differences)}"
-        yield _engine.note(text, differences=differences, **details)
-    else:
-        yield _engine.ok(text, **details)
+    version = match_of(module).name
+    yield _engine.ok(
+        f"TensorRT-LLM {release} keeps the connector contract {version!r} ({module.__name__})",
+        tensorrt_llm=release,
+        module=module.__name__,
+        contract=version,
+    )
     yield _ours()
 
 
@@ -85,7 +84,8 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
     """Options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
-    from semblend_trt.connector.eligibility import WRAPPER_MODULE, engine_refusal
+    from semblend_trt.connector.eligibility import engine_refusal
+    from semblend_trt.connector.engine_spec import WRAPPER_MODULE, from_llm_args
 
     sizes = {name: getattr(llm_args, name, None) or 1 for name in _RANKS}
     wrong = [name for name, size in sizes.items() if not isinstance(size, int)]
@@ -94,7 +94,7 @@ def options(llm_args: Any, settings: Settings | None) -> Iterator[Finding]:
         return
     config = getattr(llm_args, "kv_connector_config", None)
     yield _connector(config)
-    refusal = engine_refusal(llm_args)
+    refusal = engine_refusal(from_llm_args(llm_args))
     if refusal is not None:
         yield _options.refused(
             refusal, f"the engine uses {refusal}, with which block contents cannot be trusted; switch it off"
@@ -141,9 +141,9 @@ def _ours() -> Finding:
 
 
 def _connector_module() -> ModuleType | None:
-    from semblend_trt.connector.contract import NEW_MODULE, OLD_MODULE
+    from semblend_trt.connector.contract import MODULE_PATHS
 
-    for path in (NEW_MODULE, OLD_MODULE):
+    for path in MODULE_PATHS:
         try:
             return importlib.import_module(path)
         except ModuleNotFoundError as error:
@@ -156,7 +156,7 @@ def _connector_module() -> ModuleType | None:
 def _connector(config: Any) -> Finding:
     if config is None:
         return _options.failed("there is no kv_connector_config: the engine has no connector")
-    from semblend_trt.connector.eligibility import WRAPPER_MODULE
+    from semblend_trt.connector.engine_spec import WRAPPER_MODULE
 
     name, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
     if name not in ours:
@@ -170,8 +170,9 @@ def _connector(config: Any) -> Finding:
 
 def _wrapper(llm_args: Any) -> Iterator[Finding]:
     from semblend_trt.connector.eligibility import decoder_refusal
+    from semblend_trt.connector.engine_spec import from_llm_args
 
-    reason = decoder_refusal(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
+    reason = decoder_refusal(from_llm_args(SimpleNamespace(**(_DEFAULTS | vars(llm_args)))))
     if getattr(getattr(llm_args, "kv_cache_config", None), "use_kv_cache_manager_v2", None) is True:
         reason = reason or "cache_manager_v2"
     if reason is not None:

@@ -5,26 +5,19 @@ from types import SimpleNamespace
 import pytest
 
 from semblend_trt.connector import contract
-from semblend_trt.connector.contract import V11, VERSIONS, flashinfer_layout, match_of, version_of
-from tests.semblend_trt.doctor.test_trtllm import CALLABLE, FIELDS, OLD, RELEASES, module_of
+from semblend_trt.connector.contract import V11, flashinfer_layout, version_of
+from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 
 
-@pytest.mark.parametrize("name", VERSIONS)
+@pytest.mark.parametrize("name", RELEASES)
 def test_arguments_may_name_the_version(name):
     assert version_of(SimpleNamespace(contract=name)).name == name
 
 
-@pytest.mark.parametrize("release", ["1.1", "1.2", "1.3rc", "main"])
+@pytest.mark.parametrize("release", RELEASES)
 def test_another_engine_is_known_by_what_its_module_has(monkeypatch, release):
     monkeypatch.setattr(contract, "_upstream", module_of(release))
     assert version_of(SimpleNamespace()).name == release
-
-
-def test_of_versions_that_are_as_near_the_one_that_promises_least_is_taken(monkeypatch):
-    # 1.2 with the half of what 1.3rc has more.
-    monkeypatch.setitem(RELEASES, "between", (OLD, [*FIELDS, "priorities"], ["wait_for_initialization"], [CALLABLE]))
-    version, differences = match_of(module_of("between"))
-    assert (version.name, len(differences)) == ("1.2", 2)
 
 
 def test_what_is_not_known_is_taken_for_the_oldest():

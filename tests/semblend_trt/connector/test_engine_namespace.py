@@ -19,31 +19,14 @@ from semblend_trt.connector import engine_namespace
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.namespace import is_content, is_unknown
+from tests.semblend_trt.engine_specs import known_engine
 from tests.semblend_trt.samples import unknown_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from semblend_trt.connector.layer_groups import LayerGroup
+    from semblend_trt.connector.attention_layout import LayerGroup
     from semblend_trt.namespace import CacheNamespace
-
-
-def llm_args(model: Any, **changes: Any) -> SimpleNamespace:
-    """The fields of TensorRT-LLM's llm_args that a namespace is made from."""
-    fields: dict[str, Any] = {
-        "model": str(model),
-        "tokenizer": None,
-        "revision": None,
-        "dtype": "auto",
-        "attn_backend": "TRTLLM",
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "context_parallel_size": 1,
-        "kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32),
-        "quant_config": None,
-        "load_format": "auto",
-    }
-    return SimpleNamespace(**{**fields, **changes})
 
 
 def namespace_of(
@@ -53,8 +36,8 @@ def namespace_of(
     pool_dtype: torch.dtype = torch.bfloat16,
     **args: Any,
 ) -> CacheNamespace:
-    facts = model_facts(model)
-    return namespace_for(llm_args(model, **args), facts, Settings(**(settings or {})), block_size, pool_dtype)
+    facts, own = model_facts(model), Settings(**(settings or {}))
+    return namespace_for(known_engine(model, **args), facts, own, block_size, pool_dtype)
 
 
 def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_path: Path) -> None:
@@ -65,9 +48,8 @@ def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_p
     assert first.rope_config["rope_type"] == "default"
 
 
-def test_an_engine_is_named_by_its_arguments_or_by_their_module(tiny_qwen2_path: Path) -> None:
+def test_an_engine_is_named_by_the_module_of_its_arguments(tiny_qwen2_path: Path) -> None:
     assert namespace_of(tiny_qwen2_path).backend_cache_layout == "types/TRTLLM/blocks.layers.kv.heads.tokens.channels"
-    assert namespace_of(tiny_qwen2_path, backend_cache_layout="vllm-1.0/A").backend_cache_layout == "vllm-1.0/A"
 
 
 def test_layers_that_differ_make_another_namespace(tiny_qwen2_path: Path) -> None:
@@ -79,7 +61,7 @@ def test_layers_that_differ_make_another_namespace(tiny_qwen2_path: Path) -> Non
 
     def key(*groups: LayerGroup) -> str:
         own = replace(facts, groups=groups)
-        return namespace_for(llm_args(tiny_qwen2_path), own, Settings(), 32, torch.bfloat16).key
+        return namespace_for(known_engine(tiny_qwen2_path), own, Settings(), 32, torch.bfloat16).key
 
     assert key(group) == namespace_of(tiny_qwen2_path).key
     every = [(group,), (none, rest), (window, rest), (wider, rest), (replace(group, attention="window", window=64),)]
@@ -221,7 +203,7 @@ def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path: Path, tmp
     ],
 )
 def test_what_is_unknown_matches_nothing(tiny_qwen2_path: Path, changes: dict[str, Any], unknown: str) -> None:
-    facts, args = model_facts(tiny_qwen2_path), llm_args(tiny_qwen2_path, **changes)
+    facts, args = model_facts(tiny_qwen2_path), known_engine(tiny_qwen2_path, **changes)
     first, second = (namespace_for(args, facts, Settings(), 32, torch.float32) for _ in range(2))
     assert unknown in unknown_fields(first)
     assert first.key != second.key
@@ -245,7 +227,7 @@ def adapter(folder: Path, weights: bytes = b"w", config: str = '{"r": 8}') -> st
 
 
 def engine(*folders: str) -> Adapters:
-    return Adapters(SimpleNamespace(lora_config=SimpleNamespace(lora_dir=list(folders))))
+    return Adapters(folders)
 
 
 def request(task: int | None, path: str | None = None) -> SimpleNamespace:
@@ -260,7 +242,7 @@ def of(engine: Adapters, task: int, path: str | None) -> str:
 
 def test_the_base_model_has_none() -> None:
     assert engine().of(request(None)) is None
-    assert Adapters(SimpleNamespace(lora_config=None)).of(SimpleNamespace()) is None
+    assert engine().of(SimpleNamespace()) is None
 
 
 def test_equal_content_is_one_adapter_for_every_engine_name_and_task(tmp_path: Path) -> None:

@@ -44,14 +44,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
-from semblend_trt.connector.layer_groups import lowest_check_layer
-from semblend_trt.connector.model_facts import (
-    HARMLESS_FIELDS,
-    ModelFacts,
-    model_facts,
-    rope_parameters,
-    rope_rotation,
-)
+from semblend_trt.connector.attention_layout import lowest_check_layer
+from semblend_trt.connector.model_facts import HARMLESS_FIELDS, ModelFacts, model_facts
+from semblend_trt.connector.rope_config import rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
 
