@@ -213,25 +213,19 @@ KvCacheConnectorScheduler: Any = _upstream.KvCacheConnectorScheduler if _upstrea
 KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else _WorkerBase
 
 
-def version_of(llm_args: Any) -> ContractVersion:
-    """The version of the contract that the engine of `llm_args` keeps.
+def version_of(name: str | None) -> ContractVersion:
+    """The version of the contract of this name, without one that of TensorRT-LLM here.
 
-    The arguments may name it in `contract`; TensorRT-LLM's follows from its module. Where nothing is known it is the
-    oldest, which promises least.
+    Where nothing is known it is the oldest, which promises least.
     """
-    named = _VERSIONS.get(getattr(llm_args, "contract", ""))
-    if named is not None:
-        return named
+    if name in _VERSIONS:
+        return _VERSIONS[name]
     return V11 if _upstream is None else match_of(_upstream)
 
 
-def flashinfer_layout(llm_args: Any) -> str | None:
-    """How the attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be read.
-
-    The embedded engine says so in `flashinfer_layout`; TensorRT-LLM's own module does.
-    """
-    if (stated := getattr(llm_args, "flashinfer_layout", None)) is not None:
-        return str(stated)
+def flashinfer_layout() -> str | None:
+    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be
+    read."""
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)

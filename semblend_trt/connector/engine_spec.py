@@ -148,8 +148,8 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
         context_parallel_size=_size("context_parallel_size", told("context_parallel_size")),
         max_num_tokens=told("max_num_tokens"),
         speculates=is_on("speculative_config"),
-        orders_blocks_by_head=_orders_blocks_by_head(backend, llm_args),
-        contract=None if told("follows_transformers", False) else version_of(llm_args),
+        orders_blocks_by_head=_orders_blocks_by_head(str(backend or "TRTLLM").upper(), told("flashinfer_layout")),
+        contract=None if told("follows_transformers", False) else version_of(told("contract")),
         # The wrapper reads TensorRT-LLM's once the caches are registered.
         tells_kv_scales=bool(told("tells_kv_scales", has_wrapper)),
         # Of TensorRT-LLM the V2 cache manager alone does, which its layout shows; the embedded engine says it.
@@ -212,6 +212,6 @@ def _size(name: str, value: Any) -> int | None:
         raise ConfigurationError(f"{name} is {value!r}; give a whole number from 1 on") from None
 
 
-def _orders_blocks_by_head(backend: Any, llm_args: Any) -> bool:
-    name = str(backend or "TRTLLM").upper()
-    return name == "TRTLLM" or (name == "FLASHINFER" and flashinfer_layout(llm_args) == "HND")
+def _orders_blocks_by_head(backend: str, layout: str | None) -> bool:
+    """`layout`: that of FLASHINFER, where the engine says so."""
+    return backend == "TRTLLM" or (backend == "FLASHINFER" and (layout or flashinfer_layout()) == "HND")
