@@ -93,7 +93,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         if self._runtime.engine is not None:
             attach_to_embedded(self._runtime)
         else:
-            self.attachment = attach_to_executor(self, self._llm_args, self._facts, self._runtime, pool)
+            self.attachment = attach_to_executor(self, self._engine, self._facts, self._runtime, pool)
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """Ends this iteration's loads.

@@ -118,13 +118,12 @@ def joined_ranks(size: int) -> Ranks | None:
     return TorchRanks()
 
 
-def ranks_of(llm_args: Any) -> Ranks | None:
-    """The tensor-parallel ranks of the engine; None when they have no way to talk to one another.
+def ranks_of(size: int) -> Ranks | None:
+    """The `size` tensor-parallel ranks of the engine; None when they have no way to talk to one another.
 
     They talk through `torch.distributed` where the engine has joined its processes there, else through the MPI
     functions that TensorRT-LLM's own connector manager uses (`tensorrt_llm/_utils.py`, 1.1 to main).
     """
-    size = int(getattr(llm_args, "tensor_parallel_size", None) or 1)
     joined = joined_ranks(size)
     if joined is not None:
         return joined

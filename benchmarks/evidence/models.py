@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
-from semblend_trt.connector.chunked_attention import LLAMA4
+from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.doctor.model import AUTO, KnownModel, known_model
 from semblend_trt.files import write_bytes
 from validation import output

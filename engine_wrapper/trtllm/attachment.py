@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.runtime import Runtime
 
@@ -95,7 +96,7 @@ class Attachment:
 
 
 def attach_to_executor(
-    worker: object, llm_args: Any, facts: ModelFacts | None, runtime: Runtime, pool: torch.Tensor
+    worker: object, engine: EngineSpec, facts: ModelFacts | None, runtime: Runtime, pool: torch.Tensor
 ) -> Attachment:
     """Attaches to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
 
@@ -117,12 +118,11 @@ def attach_to_executor(
     def plans() -> PlannedForward | str:
         assert parts is not None
         assert facts is not None
-        refusal = execution_refusal(parts, llm_args, facts)
+        refusal = execution_refusal(parts, engine, facts)
         # Rows would have to be rounded, and attended to, as the engine's own kernels do.
         if refusal is not None or needs_scales(pool):
             return refusal or "kv_cache_dtype"
-        max_rows = getattr(llm_args, "max_num_tokens", None)
-        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, max_rows)
+        return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, engine.max_num_tokens)
 
     watched = () if runtime.pool is None else _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
@@ -194,14 +194,14 @@ def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
         return reason or "ranks_unknown"
 
 
-def execution_refusal(parts: ExecutorParts, llm_args: Any, facts: ModelFacts) -> str | None:
+def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFacts) -> str | None:
     """Why plans cannot be executed in the engine's decoder, None when they can, as far as is known. Changes nothing."""
     return (
         ("rope_unknown" if rotates_otherwise(facts) else None)
-        or decoder_refusal(llm_args)
+        or decoder_refusal(engine)
         or _refused_executor(parts)
         or _refused_engine(parts.model_engine)
-        or _refused_model(parts, facts, int(getattr(llm_args, "tensor_parallel_size", None) or 1))
+        or _refused_model(parts, facts, engine.ranks)
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from engine_wrapper.vllm.arguments import arguments_of
+from engine_wrapper.vllm.engine_spec import from_vllm_config
 from engine_wrapper.vllm.metadata import StepMetadata
 from engine_wrapper.vllm.refusals import engine_refusal_of
 from engine_wrapper.vllm.scheduler import VllmScheduler
@@ -26,7 +26,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        arguments = arguments_of(vllm_config)
+        arguments = from_vllm_config(vllm_config)
         runtime = runtime_for(arguments)
         runtime.refusal = runtime.refusal or arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config)
         self._scheduler: VllmScheduler | None = None

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.vllm.arguments import arguments_of, vllm_version
+from engine_wrapper.vllm.engine_spec import from_vllm_config, vllm_version
 from engine_wrapper.vllm.refusals import OLDEST, engine_refusal_of
 from semblend_trt.doctor import Area
 from semblend_trt.reasons import Scope, advice
@@ -16,7 +16,7 @@ from semblend_trt.reasons import Scope, advice
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from engine_wrapper.vllm.arguments import EngineArguments
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.doctor import Finding
 
 OUR_CONNECTOR = ("SemBlendConnector", "engine_wrapper.vllm")
@@ -30,7 +30,7 @@ _DEFAULT = {
 _engine, _options = Area("engine"), Area("options")
 
 
-def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArguments | None]:
+def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineSpec | None]:
     """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, None without one.
 
     vLLM makes its own configuration of both, which may take some seconds; no engine is started. Returns the engine's
@@ -56,7 +56,7 @@ def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineArgu
     return (yield from _of_configuration(str(name), given))
 
 
-def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, None, EngineArguments | None]:
+def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, None, EngineSpec | None]:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -77,7 +77,7 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
     except Exception as error:  # vLLM and pydantic each raise their own
         yield _options.failed(f"vLLM refuses these options: {' '.join(str(error).split())[:400]}")
         return None
-    read = arguments_of(configuration)
+    read = from_vllm_config(configuration)
     refusal = read.refusal or engine_refusal_of(configuration, None)
     if refusal is not None:
         yield _options.refused(refusal, advice(refusal, Scope.VLLM))

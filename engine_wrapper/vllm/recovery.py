@@ -20,12 +20,12 @@ from engine_wrapper.vllm.refusals import callers
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine_wrapper.vllm.arguments import EngineArguments
+    from semblend_trt.connector.engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_recoveries: weakref.WeakKeyDictionary[EngineArguments, Recovery] = weakref.WeakKeyDictionary()
+_recoveries: weakref.WeakKeyDictionary[EngineSpec, Recovery] = weakref.WeakKeyDictionary()
 
 
 class Recovery:
@@ -92,7 +92,7 @@ class Recovery:
         return range(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
 
-def recovery_for(arguments: EngineArguments) -> Recovery:
+def recovery_for(arguments: EngineSpec) -> Recovery:
     """The recovery of the engine that `arguments` describe, the same one for the same object."""
     with _lock:
         return _recoveries.setdefault(arguments, Recovery())

@@ -9,7 +9,7 @@ import sys
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.vllm.arguments import HARMLESS, OVERRIDES, vllm_version
+from engine_wrapper.vllm.engine_spec import HARMLESS, OVERRIDES, vllm_version
 from engine_wrapper.vllm.kv_scales import E4M3
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.vllm.arguments import EngineArguments
+    from semblend_trt.connector.engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class BlockPoolGuard:
 class VllmScheduler:
     """Its methods are called as vLLM calls a connector's; none raises into the engine."""
 
-    def __init__(self, arguments: EngineArguments) -> None:
+    def __init__(self, arguments: EngineSpec) -> None:
         self._runtime = runtime_for(arguments)
         self._scheduler = SemBlendKvConnectorScheduler(arguments)
         self._numbers: dict[str, int] = {}

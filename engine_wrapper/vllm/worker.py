@@ -29,13 +29,13 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from engine_wrapper.vllm.arguments import EngineArguments
     from engine_wrapper.vllm.kv_scales import Scale
     from engine_wrapper.vllm.layers import CacheLayout
     from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
     from engine_wrapper.watched_call import WatchedCall
     from kernels.layout import LayeredPool
     from semblend_trt.config import Settings
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
 
@@ -58,7 +58,7 @@ class VllmWorker:
     What was promised and cannot be had is computed by our rows in the same step, or else again by vLLM.
     """
 
-    def __init__(self, arguments: EngineArguments, vllm_config: Any) -> None:
+    def __init__(self, arguments: EngineSpec, vllm_config: Any) -> None:
         self._runtime = runtime_for(arguments)
         self._worker = _Worker(arguments)
         self._settings = load_settings(**arguments.settings)

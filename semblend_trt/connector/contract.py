@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OLD_MODULE = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
-NEW_MODULE = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
+# Newest first.
+MODULE_PATHS = (
+    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
+    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+)
 
 
 @dataclass(slots=True)
@@ -62,92 +65,43 @@ class SchedulerOutput:
     attention_dp_rank: int | None = None
 
 
-SCHEDULER_METHODS = frozenset(
-    {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"}
-)
-WORKER_METHODS = frozenset(
-    {
-        "bind_connector_meta",
-        "register_kv_caches",
-        "start_load_kv",
-        "wait_for_layer_load",
-        "save_kv_layer",
-        "wait_for_save",
-        "get_finished",
-    }
-)
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 
 @dataclass(frozen=True, slots=True)
 class ContractVersion:
-    """One version of the contract: its module, the fields of a scheduled request, and the methods that the engine may
-    call.
+    """One version of the contract.
 
     `keeps_windowed_kv`: a layer with a window writes each token's KV to a place of its own, as other layers do, where
     `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
     """
 
     name: str
-    module_path: str
-    request_fields: frozenset[str]
-    scheduler_methods: frozenset[str]
-    worker_methods: frozenset[str]
     keeps_windowed_kv: bool = True
 
 
-_FIELDS, _FIELDS_OF_MAIN = (frozenset(each.name for each in fields(kind)) for kind in (ScheduledRequest, RequestData))
-V11 = ContractVersion("1.1", OLD_MODULE, _FIELDS, SCHEDULER_METHODS, WORKER_METHODS, keeps_windowed_kv=False)
-V12 = ContractVersion(
-    "1.2", OLD_MODULE, _FIELDS, SCHEDULER_METHODS, WORKER_METHODS | {"register_forward_pass_callable"}
+V11, V12, V13, MAIN = (
+    ContractVersion("1.1", keeps_windowed_kv=False),
+    ContractVersion("1.2"),
+    ContractVersion("1.3rc"),
+    ContractVersion("main"),
 )
-V13 = ContractVersion(
-    "1.3rc",
-    NEW_MODULE,
-    _FIELDS | {"priorities", "cache_salt_id"},
-    SCHEDULER_METHODS | {"wait_for_initialization"},
-    V12.worker_methods,
-)
-MAIN = ContractVersion(
-    "main",
-    NEW_MODULE,
-    _FIELDS_OF_MAIN,
-    V13.scheduler_methods | GROUPED_SCHEDULER_METHODS,
-    V13.worker_methods | {"register_kv_cache_layout"},
-)
-VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN)}
+_VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN)}
 
 
-def match_of(module: ModuleType) -> tuple[ContractVersion, tuple[str, ...]]:
-    """The known version from which `module`, TensorRT-LLM's connector module, differs in the fewest places.
+def match_of(module: ModuleType) -> ContractVersion:
+    """The version of `module`, TensorRT-LLM's connector module.
 
-    Compared are its path, the fields of RequestData and the methods of the base classes: releases are told apart by
-    what they have, not by their number. Of versions that are as near the oldest is taken, which promises least.
+    Releases differ in what they have, not in their number. What has nothing of a newer version is the oldest.
     """
-    matches = [(version, _differences(module, version)) for version in VERSIONS.values()]
-    return min(matches, key=lambda match: len(match[1]))
+    scheduler, worker = module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
+    if hasattr(worker, "register_kv_cache_layout"):
+        return MAIN
+    if hasattr(scheduler, "wait_for_initialization"):
+        return V13
+    return V12 if hasattr(worker, "register_forward_pass_callable") else V11
 
 
-def _differences(module: Any, version: ContractVersion) -> tuple[str, ...]:
-    found = [] if module.__name__ == version.module_path else [f"module {module.__name__}"]
-    has = {each.name for each in fields(module.RequestData)}
-    found += _compared("field RequestData", has, version.request_fields)
-    for base, ours, known in (
-        ("KvCacheConnectorScheduler", version.scheduler_methods, MAIN.scheduler_methods),
-        ("KvCacheConnectorWorker", version.worker_methods, MAIN.worker_methods),
-    ):
-        kind = getattr(module, base)
-        has = {name for name in known if hasattr(kind, name)} | set(getattr(kind, "__abstractmethods__", ()))
-        found += _compared(f"method {base}", has, ours)
-    return tuple(found)
-
-
-def _compared(what: str, has: set[str], expected: frozenset[str]) -> list[str]:
-    missing = [f"{what}.{name} is missing" for name in sorted(expected - has)]
-    return missing + [f"{what}.{name} is there too" for name in sorted(has - expected)]
-
-
-MODULE_PATHS = (NEW_MODULE, OLD_MODULE)
 _FLASHINFER_PATHS = (
     "tensorrt_llm._torch.attention.backends.flashinfer",
     "tensorrt_llm._torch.attention_backend.flashinfer",
@@ -259,25 +213,19 @@ KvCacheConnectorScheduler: Any = _upstream.KvCacheConnectorScheduler if _upstrea
 KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else _WorkerBase
 
 
-def version_of(llm_args: Any) -> ContractVersion:
-    """The version of the contract that the engine of `llm_args` keeps.
+def version_of(name: str | None) -> ContractVersion:
+    """The version of the contract of this name, without one that of TensorRT-LLM here.
 
-    The arguments may name it in `contract`; TensorRT-LLM's follows from its module. Where nothing is known it is the
-    oldest, which promises least.
+    Where nothing is known it is the oldest, which promises least.
     """
-    named = VERSIONS.get(getattr(llm_args, "contract", ""))
-    if named is not None:
-        return named
-    return V11 if _upstream is None else match_of(_upstream)[0]
+    if name in _VERSIONS:
+        return _VERSIONS[name]
+    return V11 if _upstream is None else match_of(_upstream)
 
 
-def flashinfer_layout(llm_args: Any) -> str | None:
-    """How the attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be read.
-
-    The embedded engine says so in `flashinfer_layout`; TensorRT-LLM's own module does.
-    """
-    if (stated := getattr(llm_args, "flashinfer_layout", None)) is not None:
-        return str(stated)
+def flashinfer_layout() -> str | None:
+    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be
+    read."""
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)

@@ -1,4 +1,4 @@
-"""Which engines, models and requests may be served with reuse, by TensorRT-LLM's LlmArgs and LlmRequest.
+"""Which engines, models and requests may be served with reuse, by EngineSpec and by TensorRT-LLM's LlmRequest.
 
 TensorRT-LLM lets several combinations reach a connector that give wrong data (block ids that are no pool rows, more
 than one beam, multimodal placeholders that are equal for different images). They are refused here, by name.
@@ -10,9 +10,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.chunked_attention import LLAMA4
-from semblend_trt.connector.contract import flashinfer_layout, version_of
-from semblend_trt.connector.layer_groups import halved
+from semblend_trt.connector.attention_layout import LLAMA4, halved
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.policy import ReusePolicy, allows_reuse
@@ -24,27 +22,16 @@ if TYPE_CHECKING:
 
     from semblend_trt.config import Settings
     from semblend_trt.connector.contract import ContractVersion
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
-# Where the connector is that also attaches to its engine.
-WRAPPER_MODULE = "engine_wrapper.connector"
 # Policies under which an engine that executes no plans reuses text at its own place alone.
 _AT_ITS_PLACE = (ReusePolicy.EXACT, ReusePolicy.VERIFIED)
 _MISSING = object()
 # A request's salt is text in main, an unsigned 64-bit number in 1.3rc.
 _SALTS = {"cache_salt": str, "cache_salt_id": int}
-# Settings that must be off for plans to be executed, with their refusals. A missing setting may be on.
-_OFF = {
-    "torch_compile_config": "compiled_prefill",
-    "cuda_graph_config": "cuda_graphs",
-    "lora_config": "lora",
-    "speculative_config": "speculative_decoding",
-    "sparse_attention_config": "sparse_attention",
-}
-# Settings that older versions do not have.
-_OPTIONAL = ("sparse_attention_config",)
 
 
 class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
@@ -55,51 +42,42 @@ class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
         self.reason = reason
 
 
-def engine_refusal(llm_args: Any) -> str | None:
+def engine_refusal(engine: EngineSpec) -> str | None:
     """The reason for which no request of this engine may be reused, None when there is none."""
-    cache = getattr(llm_args, "kv_cache_config", None)
     # After a swap to host memory a block id is no longer its row in the pool.
-    if getattr(cache, "host_cache_size", None):
+    if engine.offloads_to_host:
         return "host_offload"
-    if cuts_kv(llm_args, getattr(cache, "max_attention_window", None) or ()):
+    if cuts_kv(engine, engine.attention_windows):
         return "attention_window"
-    if getattr(llm_args, "speculative_config", None) is not None:
+    if engine.speculates:
         return "speculative_decoding"
-    # Fields of the model's configuration that its files do not tell.
-    if getattr(llm_args, "model_kwargs", None):
+    if engine.has_model_overrides:
         return "model_kwargs"
-    if getattr(llm_args, "enable_attention_dp", False):
+    if engine.attention_dp:
         return "attention_dp"
-    if (parallel := _parallel_refusal(llm_args)) is not None:
+    if (parallel := _parallel_refusal(engine)) is not None:
         return parallel
     # Version 1.1 holds no block for a save then.
-    if getattr(llm_args, "cache_transceiver_config", None) is not None:
+    if engine.is_disaggregated:
         return "disaggregated"
-    return None if _orders_blocks_by_head(llm_args) else "attention_backend"
+    return None if engine.orders_blocks_by_head else "attention_backend"
 
 
-def cuts_kv(llm_args: Any, windows: Iterable[int | None]) -> bool:
+def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
     """Whether the engine drops KV outside of one of `windows`, in tokens, None for none: one that is shorter than its
     longest sequence, or may be.
 
     Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it, and have a
     pool, or a layer group, for each window that is shorter than `max_seq_len`.
     """
-    longest = getattr(llm_args, "max_seq_len", None)
+    longest = engine.max_seq_len
     return any(window is not None and (longest is None or window < longest) for window in windows)
 
 
-def _parallel_refusal(llm_args: Any) -> str | None:
-    for name in ("context_parallel", "pipeline_parallel"):
-        if int(getattr(llm_args, f"{name}_size", None) or 1) > 1:
-            return name
-    return None
-
-
-def _orders_blocks_by_head(llm_args: Any) -> bool:
-    """Whether a block is known to hold [heads, tokens, head_dim]: the pool's shape does not say."""
-    backend = str(getattr(llm_args, "attn_backend", None) or "TRTLLM").upper()
-    return backend == "TRTLLM" or (backend == "FLASHINFER" and flashinfer_layout(llm_args) == "HND")
+def _parallel_refusal(engine: EngineSpec) -> str | None:
+    if (engine.context_parallel_size or 1) > 1:
+        return "context_parallel"
+    return "pipeline_parallel" if (engine.pipeline_parallel_size or 1) > 1 else None
 
 
 def check_eligible(request: Any) -> None:
@@ -150,44 +128,40 @@ def _flag(request: Any, name: str) -> bool:
     return bool(value() if callable(value) else value)
 
 
-def decoder_refusal(llm_args: Any) -> str | None:
-    """Why no plan can be executed under these settings; None when it can."""
-    for name, reason in _OFF.items():
-        value = getattr(llm_args, name, None if name in _OPTIONAL else _MISSING)
-        if value is _MISSING:
+def decoder_refusal(engine: EngineSpec) -> str | None:
+    """Why no plan can be executed under these settings of TensorRT-LLM; None when it can."""
+    off = {
+        "compiled_prefill": engine.compiles_prefill,
+        "cuda_graphs": engine.cuda_graphs,
+        "lora": engine.lora,
+        "speculative_decoding": engine.speculates,
+        "sparse_attention": engine.sparse_attention,
+    }
+    for reason, is_on in off.items():
+        if is_on is None:
             return "settings_unknown"
-        if value is not None:
+        if is_on:
             return reason
-    if getattr(llm_args, "enable_lora", False):
-        return "lora"
-    if (parallel := _parallel_refusal(llm_args)) is not None:
+    if (parallel := _parallel_refusal(engine)) is not None:
         return parallel
     # FlashInfer's pages are laid out in another way, and the plain backend has one page for all tokens.
-    return None if str(getattr(llm_args, "attn_backend", None)).upper() == "TRTLLM" else "attention_backend"
+    return None if engine.attn_backend == "TRTLLM" else "attention_backend"
 
 
-def tells_kv_scales(llm_args: Any) -> bool:
-    """Whether the scales of an fp8 cache can be known: vLLM's arguments tell them, and the wrapper reads TensorRT-LLM's
-    once the caches are registered."""
-    config = getattr(llm_args, "kv_connector_config", None)
-    has_wrapper = getattr(config, "connector_module", None) == WRAPPER_MODULE
-    return bool(getattr(llm_args, "tells_kv_scales", has_wrapper))
-
-
-def facts_in_engine(facts: ModelFacts, llm_args: Any) -> ModelFacts:
-    """Facts of a model as the engine of these arguments computes it; `facts` are those of Transformers."""
-    if facts.model_type not in getattr(llm_args, "halved_model_types", ()):
+def facts_in_engine(facts: ModelFacts, engine: EngineSpec) -> ModelFacts:
+    """Facts of a model as this engine computes it; `facts` are those of Transformers."""
+    if facts.model_type not in engine.halved_model_types:
         return facts
     return replace(facts, groups=halved(facts.groups))
 
 
-def served_facts(llm_args: Any, policy: ReusePolicy) -> ModelFacts:
+def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
     """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
     be moved, or that this engine computes otherwise than Transformers, as far as `policy` asks for it."""
-    facts = model_facts(llm_args.model, getattr(llm_args, "revision", None), tells_kv_scales(llm_args))
-    if getattr(llm_args, "follows_transformers", False):
-        return facts_in_engine(facts, llm_args)
-    if (refusal := trtllm_refusal(facts, version_of(llm_args), policy)) is not None:
+    facts = model_facts(engine.model, engine.revision, engine.tells_kv_scales)
+    if engine.contract is None:
+        return facts_in_engine(facts, engine)
+    if (refusal := trtllm_refusal(facts, engine.contract, policy)) is not None:
         raise refusal
     return facts
 
@@ -223,11 +197,11 @@ def trtllm_refusal(facts: ModelFacts, version: ContractVersion, policy: ReusePol
     return None
 
 
-def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | None, str | None]:
+def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts | None, str | None]:
     """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
     if not allows_reuse(settings.policy):
         return None, "policy_off"
-    refusal = engine_refusal(llm_args)
+    refusal = engine_refusal(engine)
     if refusal is not None:
         logger.warning(
             "KV reuse is off: the engine uses %s, with which block contents cannot be trusted. %s",
@@ -236,7 +210,7 @@ def facts_or_refusal(llm_args: Any, settings: Settings) -> tuple[ModelFacts | No
         )
         return None, refusal
     try:
-        facts = served_facts(llm_args, settings.policy)
+        facts = served_facts(engine, settings.policy)
         terms_of(settings.policy, settings, facts.num_layers, facts.lowest_check_layer)
     except ConfigurationError as error:
         logger.error("KV reuse is off: %s", error)

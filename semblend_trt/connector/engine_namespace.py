@@ -1,4 +1,4 @@
-"""The namespace of an engine's KV, from the engine's arguments, the model's files and the adapters' contents."""
+"""The namespace of an engine's KV, from its EngineSpec, the model's files and the adapters' contents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from semblend_trt.connector.engine_spec import text_of
 from semblend_trt.connector.model_files import (
     TOKENIZER_FILES,
     DigestCache,
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     import torch
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.layer_groups import LayerGroup
+    from semblend_trt.connector.attention_layout import LayerGroup
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 
 
 def namespace_for(
-    llm_args: Any,
+    engine: EngineSpec,
     facts: ModelFacts,
     settings: Settings,
     block_size: int,
@@ -46,28 +48,32 @@ def namespace_for(
 ) -> CacheNamespace:
     """The namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of PoolFacts.
 
-    `llm_args` is TensorRT-LLM's (or has its field names). What it does not tell becomes a value that matches none.
-    Reads the model's weights, all of them where the digest cache does not know them: call it at the engine's start.
+    What the engine does not tell becomes a value that matches none. Reads the model's weights, all of them where the
+    digest cache does not know them: call it at the engine's start.
     """
-    cache = DigestCache.from_setting(settings.digest_cache_path)
-    tokenizer = _tokenizer_source(llm_args)
-    cache_dtype = getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None)
+    cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
+    adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
     extra = {
-        "compute_dtype": _text(getattr(llm_args, "dtype", None)),
-        "configuration": _configuration(llm_args, facts, adapters or Adapters(llm_args, settings.digest_cache_path)),
+        "compute_dtype": _known(engine.dtype),
+        "configuration": _configuration(engine, facts, adapters),
         "tenant": settings.donor_tenant,
         "template": settings.donor_template,
     }
+    sizes = {
+        "tp_size": engine.tensor_parallel_size,
+        "pp_size": engine.pipeline_parallel_size,
+        "cp_size": engine.context_parallel_size,
+    }
     return CacheNamespace(
-        model=_name(llm_args.model),
-        model_revision=settings.model_revision or _model_revision(llm_args, cache),
-        tokenizer=unknown_value() if tokenizer is None else _name(tokenizer),
-        tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(llm_args),
+        model=_name(engine.model),
+        model_revision=settings.model_revision or _model_revision(engine, cache),
+        tokenizer=unknown_value() if engine.tokenizer is None else _name(engine.tokenizer),
+        tokenizer_revision=settings.tokenizer_revision or _tokenizer_revision(engine),
         kv_layout="HND",
         block_size=block_size,
-        kv_dtype=_text(pool_dtype),
-        cache_dtype=_text(cache_dtype) + ("" if scales is None else f"+{scales}"),
-        quantization=_quantization(facts, llm_args),
+        kv_dtype=_known(text_of(pool_dtype)),
+        cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
+        quantization=_quantization(engine, facts),
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
@@ -75,8 +81,8 @@ def namespace_for(
             "interleaved": facts.rotation.interleaved,
             **_layers(facts.groups),
         },
-        tensor_parallel=_parallel(llm_args),
-        backend_cache_layout=_backend(llm_args),
+        tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
+        backend_cache_layout=_known(caches.layout),
         extra={name: value for name, value in extra.items() if value is not None},
     )
 
@@ -89,69 +95,43 @@ def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
     return {"layer_groups": hashlib.sha256(told.encode()).hexdigest()}
 
 
-def _quantization(facts: ModelFacts, llm_args: Any) -> str | None:
+def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
     """The checkpoint's quantisation and the one that the engine was asked for."""
-    algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
-    return facts.quantization if algorithm is None else f"{facts.quantization or 'none'}+{_text(algorithm)}"
+    asked = engine.quantization
+    if asked is None or asked.algorithm is None:
+        return facts.quantization
+    return f"{facts.quantization or 'none'}+{asked.algorithm}"
 
 
-def _configuration(llm_args: Any, facts: ModelFacts, adapters: Adapters) -> str:
+def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
     """A digest of the model's configuration, and of the quantisation and adapters that the engine was started with."""
-    asked = getattr(llm_args, "quant_config", None)
-    # An engine that quantises nothing may say so at length.
-    algorithms = [getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo")]
-    is_quantised = any(algorithm is not None for algorithm in algorithms)
-    parts = [facts.configuration, _content(asked) if is_quantised else "none", *sorted(adapters.identities)]
+    asked = "none" if engine.quantization is None else _known(engine.quantization.options)
+    parts = [facts.configuration, asked, *sorted(adapters.identities)]
     if any(is_unknown(part) for part in parts):
         return unknown_value()
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _content(options: Any) -> str:
-    """The options of an object as text, the same for equal ones."""
-    dump = getattr(options, "model_dump", None)
-    values = dump(mode="json") if callable(dump) else getattr(options, "__dict__", options)
-    try:
-        return json.dumps(values, sort_keys=True)
-    except (TypeError, ValueError):
-        return unknown_value()
-
-
-def _model_revision(llm_args: Any, cache: DigestCache | None) -> str:
-    """The digest of the weights. It is unknown for dummy weights, which are random, and with a loader of the user's
-    own, which may read others."""
-    is_dummy = "dummy" in str(getattr(llm_args, "load_format", "")).lower()
-    if not is_dummy and getattr(llm_args, "checkpoint_loader", None) is None:
+def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:
+    """The digest of the weights; unknown for weights that are not in the model's own files."""
+    if engine.reads_own_weights:
         with suppress(ConfigurationError):
-            directory = snapshot(llm_args.model, getattr(llm_args, "revision", None))
+            directory = snapshot(engine.model, engine.revision)
             if directory is not None:
                 return content_value(weights_digest(directory, cache))
     return unknown_value()
 
 
-def _tokenizer_source(llm_args: Any) -> str | Path | None:
-    """The path or hub id of the tokenizer; None for an object that does not name its source."""
-    tokenizer = getattr(llm_args, "tokenizer", None)
-    if tokenizer is None:
-        source: Any = llm_args.model
-    elif isinstance(tokenizer, (str, Path)):
-        source = tokenizer
-    else:
-        source = getattr(tokenizer, "name_or_path", None)
-    return source if isinstance(source, (str, Path)) and str(source) else None
-
-
-def tokenizer_folder(llm_args: Any) -> Path | None:
+def tokenizer_folder(engine: EngineSpec) -> Path | None:
     """The folder of the engine's tokenizer on this machine, None without one. Raises ConfigurationError for a name that
     is neither a folder nor a hub id."""
-    tokenizer = _tokenizer_source(llm_args)
-    revision = getattr(llm_args, "tokenizer_revision", None) or getattr(llm_args, "revision", None)
-    return None if tokenizer is None else snapshot(tokenizer, revision)
+    revision = engine.tokenizer_revision or engine.revision
+    return None if engine.tokenizer is None else snapshot(engine.tokenizer, revision)
 
 
-def _tokenizer_revision(llm_args: Any) -> str:
+def _tokenizer_revision(engine: EngineSpec) -> str:
     with suppress(ConfigurationError, OSError):
-        directory = tokenizer_folder(llm_args)
+        directory = tokenizer_folder(engine)
         if directory is not None and (digest := digest_in(directory, TOKENIZER_FILES)) is not None:
             return content_value(digest)
     return unknown_value()
@@ -162,26 +142,8 @@ def _name(model: str | Path) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
-def _text(value: object) -> str:
-    return unknown_value() if value is None else str(value).removeprefix("torch.")
-
-
-def _parallel(llm_args: Any) -> dict[str, int | str]:
-    names = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "cp_size": "context_parallel_size"}
-    sizes = {short: getattr(llm_args, name, None) for short, name in names.items()}
-    return {short: unknown_value() if size is None else int(size) for short, size in sizes.items()}
-
-
-def _backend(llm_args: Any) -> str:
-    """Engine, attention backend and pool order: backends may round, or lay out, the same KV differently.
-
-    vLLM's arguments say it themselves.
-    """
-    named = getattr(llm_args, "backend_cache_layout", None)
-    if named is not None:
-        return str(named)
-    engine = type(llm_args).__module__.split(".", 1)[0]
-    return f"{engine}/{getattr(llm_args, 'attn_backend', 'default')}/blocks.layers.kv.heads.tokens.channels"
+def _known(value: str | None) -> str:
+    return unknown_value() if value is None else value
 
 
 # An engine holds far fewer; requests may name as many as they like.
@@ -189,15 +151,14 @@ MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of an engine. Those in `lora_config.lora_dir` are read when this is made; requests read nothing.
+    """The adapters of an engine. Those in `folders` are read when this is made; requests read nothing.
 
     An adapter that first comes with a request has an identity of its own, for the life of this engine.
     """
 
-    def __init__(self, llm_args: Any, cache_path: Path | None = None) -> None:
-        folders = getattr(getattr(llm_args, "lora_config", None), "lora_dir", None) or ()
+    def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
         cache = DigestCache.from_setting(cache_path)
-        self._read = {_place(folder): _identity_of(str(folder), cache) for folder in folders}
+        self._read = {_place(folder): _identity_of(folder, cache) for folder in folders}
         self._of_task: dict[int, tuple[str | None, str, tuple[FileState, ...]]] = {}
 
     @property

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20
 READ_BYTES = 1 << 20
 MAX_THREADS = 32
-PROGRESS_SECONDS = 5.0
 # The coarsest step in which a file system counts time: within it two writes may have one time stamp.
 STAMP_NS = 2_000_000_000
 
@@ -101,20 +100,14 @@ def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
 
 
 def _read(states: Sequence[FileState]) -> list[str]:
-    """The digest of each file: SHA-256 over its size and the digests of its chunks. Logs its progress."""
+    """The digest of each file: SHA-256 over its size and the digests of its chunks."""
     chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
     trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
-    total, done, begun = sum(state.size for state in states), 0, time.monotonic()
-    logged = begun
+    logger.info("%.1f GB of the model's files are read for their digest", sum(state.size for state in states) / 1e9)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(MAX_THREADS, cores)) as threads:
-        for (state, start), digest in zip(chunks, threads.map(lambda chunk: _chunk(*chunk), chunks), strict=True):
+        for (state, _), digest in zip(chunks, threads.map(lambda chunk: _chunk(*chunk), chunks), strict=True):
             trees[state].update(digest)
-            done, now = done + min(CHUNK_BYTES, state.size - start), time.monotonic()
-            if now - logged >= PROGRESS_SECONDS:
-                logged, rate = now, done / (now - begun)
-                message = "digest of the model's files: %.1f of %.1f GB read, %.1f GB/s"
-                logger.info(message, done / 1e9, total / 1e9, rate / 1e9)
     return [tree.hexdigest() for tree in trees.values()]
 
 

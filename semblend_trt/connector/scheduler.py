@@ -19,6 +19,7 @@ from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_rai
 from semblend_trt.connector.donor_index import DonorIndex
 from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, facts_or_refusal
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
+from semblend_trt.connector.engine_spec import EngineSpec, from_llm_args
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.requests import (
     Iteration,
@@ -75,9 +76,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
-        self._settings = load_settings(**getattr(llm_args, "settings", {}))
+        self._settings = load_settings(**self._engine.settings)
         self._audit = AuditEvents(self._settings.audit_path)
-        self._facts, self._refusal = facts_or_refusal(llm_args, self._settings)
+        self._facts, self._refusal = facts_or_refusal(self._engine, self._settings)
         lowest = 1 if self._facts is None else self._facts.lowest_check_layer
         self._profiles = ProfileMatcher(self._settings, lowest)
         self._runtime.scheduler = self
@@ -90,14 +91,18 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
-        # Main's V1 tells whole blocks of its prefix alone, and nothing of the part of a block that it copies.
-        self._tells_parts = getattr(getattr(llm_args, "kv_cache_config", None), "enable_partial_reuse", None) is False
+        self._tells_parts = self._engine.tells_whole_prefix
         # By donor, the requests whose blocks are held until it is saved.
         self._saving: dict[str, int] = {}
         self._serving: _Serving | None = None
         self._weights_changes = 0
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
+
+    @property
+    def _engine(self) -> EngineSpec:
+        """The engine, as it is now described."""
+        return from_llm_args(self._llm_args)
 
     def _open_neighbours(self, announcer: DonorAnnouncer | None) -> Neighbours | None:
         """None where the settings ask for no neighbours, or this engine reuses nothing."""
@@ -107,7 +112,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         # Imported here, so that an engine without an embedder runs none of this code.
         from semblend_trt.semantic.neighbours import neighbours_for
 
-        folder = partial(tokenizer_folder, self._llm_args)
+        folder = partial(tokenizer_folder, self._engine)
         return neighbours_for(settings, folder, self._audit, self._metrics, announcer)
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -346,11 +351,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         assert self._facts is not None
         assert pool is not None
         if self._serving is None:
-            settings, block_size = self._settings, pool.geometry.block_size
-            adapters = Adapters(self._llm_args, settings.digest_cache_path)
-            namespace = namespace_for(
-                self._llm_args, self._facts, settings, block_size, pool.dtype, adapters, pool.scales
-            )
+            settings, engine, block_size = self._settings, self._engine, pool.geometry.block_size
+            adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
+            namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
             donor_index = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
             self._serving = _Serving(donor_index, namespace, adapters, pool, namespace.model_revision)
             self._metrics.watch(donor_index)

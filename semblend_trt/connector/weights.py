@@ -115,10 +115,9 @@ def weights_digest(model: torch.nn.Module) -> str:
     Waits for the device.
     """
     digest, factors = hashlib.blake2b(digest_size=16), dict[torch.device, torch.Tensor]()
-    named = [*model.named_parameters(), *model.named_buffers()]
     with torch.inference_mode():
-        sums = [_sums(tensor, factors) for _, tensor in named]
-        for (name, tensor), found in zip(named, _on_host(sums), strict=True):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            found = _sums(tensor, factors).tolist()
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {found}\n".encode())
     return digest.hexdigest()
 
@@ -141,13 +140,3 @@ def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> to
 def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     # CUDA has no dot product of integers.
     return (left * right).sum() if left.is_cuda else torch.dot(left, right)
-
-
-def _on_host(sums: Iterable[torch.Tensor]) -> list[list[int]]:
-    """The sums of each tensor; one transfer for each device."""
-    sums = list(sums)
-    joined: dict[torch.device, list[int]] = {
-        device: torch.cat([each for each in sums if each.device == device]).tolist()
-        for device in {each.device for each in sums}
-    }
-    return [[joined[each.device].pop(0) for _ in range(each.numel())] for each in sums]

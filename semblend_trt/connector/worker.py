@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, served_facts
+from semblend_trt.connector.eligibility import served_facts
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
 from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.pool_geometry import geometry_of, needs_scales
 from semblend_trt.connector.worker_setup import (
@@ -22,7 +23,6 @@ from semblend_trt.connector.worker_setup import (
     layout_refusal,
     open_tiers,
     pool_refusal,
-    tensor_parallel_size,
 )
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
@@ -68,10 +68,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
-        self._settings = load_settings(**getattr(llm_args, "settings", {}))
+        self._settings = load_settings(**self._engine.settings)
         self._facts: ModelFacts | None = None
         # TensorRT-LLM's V2 alone does, which its layout shows; other engines state it.
-        self._holds_saved_blocks = bool(getattr(llm_args, "holds_saved_blocks", False))
+        self._holds_saved_blocks = self._engine.holds_saved_blocks
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
@@ -82,12 +82,17 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = served_facts(llm_args, self._settings.policy)
+            self._facts = served_facts(self._engine, self._settings.policy)
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:
             logger.exception("KV reuse is off: the model's configuration cannot be read")
             self._runtime.refusal = "model_unreadable"
+
+    @property
+    def _engine(self) -> EngineSpec:
+        """The engine, as it is now described."""
+        return from_llm_args(self._llm_args)
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -107,7 +112,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         dropped outside of a window, by name."""
         pool, self._holds_saved_blocks = None, True
         try:
-            refusal = layout_refusal(layout, self._llm_args)
+            refusal = layout_refusal(layout, self._engine)
             if refusal is None:
                 pool = layout.as_single_pool_tensor()
         except Exception:
@@ -118,7 +123,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def _register(self, pool: torch.Tensor | None, refusal: str | None = None) -> None:
         runtime, failure = self._runtime, None
         runtime.refusal = runtime.refusal or refusal
-        join_ranks(runtime, self._llm_args)
+        join_ranks(runtime, self._engine.ranks)
         try:
             if self._facts is not None and runtime.refusal is None:
                 self._take_pool(pool, self._facts)
@@ -135,7 +140,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
         runtime, holds = self._runtime, self._holds_saved_blocks
-        geometry = geometry_of(pool, facts, tensor_parallel_size(self._llm_args))
+        geometry = geometry_of(pool, facts, self._engine.ranks)
         runtime.refusal = pool_refusal(pool, geometry, facts, is_first=self.store is None)
         if geometry is None or runtime.refusal is not None:
             self._followed.clear()
@@ -145,7 +150,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             runtime.refusal = "kv_scales"
             return
         tiers = open_tiers(
-            self._settings, self._llm_args, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
+            self._settings, self._engine, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
         )
         self.store, self.loader, self.saver, self.transfers = tiers.store, tiers.loader, tiers.saver, tiers.transfers
         runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds)

@@ -4,7 +4,6 @@ with the other ranks."""
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.config import Settings
+    from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.runtime import Runtime
 
@@ -43,9 +43,9 @@ _SAVE_SLOTS = 1
 _CHUNKS_AT_ONCE = 16
 
 
-def layout_refusal(layout: Any, llm_args: Any) -> str | None:
+def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
     """Why KV cannot be kept for a cache of this layout; upstream has a layer group for each window, and one without."""
-    cut = sorted({each.window_size for each in layout.groups if cuts_kv(llm_args, [each.window_size])})
+    cut = sorted({each.window_size for each in layout.groups if cuts_kv(engine, [each.window_size])})
     if cut:
         logger.warning(
             "KV reuse is off: the engine drops KV outside of windows of %s tokens; set max_attention_window to "
@@ -88,7 +88,7 @@ class Tiers:
 
 def open_tiers(
     settings: Settings,
-    llm_args: Any,
+    engine: EngineSpec,
     pool: torch.Tensor,
     geometry: KvGeometry,
     rotation: Rotation,
@@ -114,7 +114,7 @@ def open_tiers(
         snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
     warm_up(geometry, dtype, device, rotation)
     loader = PlanLoader(store, pool, geometry, rotation, runtime.readiness, reader)
-    transfers = _open_disk(settings, llm_args, geometry, dtype, store.host, runtime)
+    transfers = _open_disk(settings, engine, geometry, dtype, store.host, runtime)
     saver = DonorSaver(
         store,
         pool,
@@ -131,7 +131,7 @@ def open_tiers(
 
 
 def _open_disk(
-    settings: Settings, llm_args: Any, geometry: KvGeometry, dtype: torch.dtype, host: HostTier, runtime: Runtime
+    settings: Settings, engine: EngineSpec, geometry: KvGeometry, dtype: torch.dtype, host: HostTier, runtime: Runtime
 ) -> DiskTransfers | None:
     """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
     if not settings.disk_bytes:
@@ -139,7 +139,7 @@ def _open_disk(
     if settings.disk_path is None:
         raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
     try:
-        _check_single_rank(llm_args)
+        _check_single_rank(engine)
         form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
         disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
     except (OSError, ConfigurationError) as error:
@@ -150,25 +150,19 @@ def _open_disk(
     return DiskTransfers(disk, host, runtime.disk, runtime.offload_events)
 
 
-def _check_single_rank(llm_args: Any) -> None:
+def _check_single_rank(engine: EngineSpec) -> None:
     """Raises ConfigurationError for several ranks: they do not agree on whose files are whole, and must not read
     different ones."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    ranks = math.prod(int(getattr(llm_args, name, None) or 1) for name in names)
+    ranks = engine.ranks * (engine.pipeline_parallel_size or 1) * (engine.context_parallel_size or 1)
     if ranks > 1:
         raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
 
 
-def tensor_parallel_size(llm_args: Any) -> int:
-    """Ranks that share the model's heads."""
-    return int(getattr(llm_args, "tensor_parallel_size", None) or 1)
-
-
-def join_ranks(runtime: Runtime, llm_args: Any) -> None:
-    """Finds the engine's ranks where the engine has not set them; without them nothing is reused."""
-    if runtime.ranks.size == tensor_parallel_size(llm_args):
+def join_ranks(runtime: Runtime, size: int) -> None:
+    """Finds the engine's `size` ranks where the engine has not set them; without them nothing is reused."""
+    if runtime.ranks.size == size:
         return
-    found = ranks_of(llm_args)
+    found = ranks_of(size)
     if found is None:
         logger.warning("KV reuse is off: the ranks of this engine cannot tell one another what became of their loads")
         runtime.refusal = runtime.refusal or "ranks_unknown"

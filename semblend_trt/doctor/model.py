@@ -10,8 +10,9 @@ import torch
 
 from kernels.layout import MOVABLE_DTYPES, SUPPORTED_DTYPES, KvGeometry
 from semblend_trt.connector.contract import MAIN
-from semblend_trt.connector.eligibility import WRAPPER_MODULE, facts_in_engine, tells_kv_scales, trtllm_refusal
+from semblend_trt.connector.eligibility import facts_in_engine, trtllm_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
+from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor import Area, Finding
@@ -40,7 +41,7 @@ class KnownModel:
     name: str
     facts: ModelFacts
     dtype: torch.dtype | None
-    arguments: Any = None
+    arguments: EngineSpec | None = None
 
     def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
         """One rank's sizes, in blocks of one token."""
@@ -49,12 +50,12 @@ class KnownModel:
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
         """The namespace of an engine that serves the model with these `arguments`; the others count as unknown."""
-        llm_args = self.arguments or SimpleNamespace(model=self.name, **arguments)
-        return namespace_for(llm_args, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
+        engine = self.arguments or from_llm_args(SimpleNamespace(model=self.name, **arguments))
+        return namespace_for(engine, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
 
 def findings(
-    name: str | None, kv_dtype: str, settings: Settings | None, arguments: Any, llm_args: Any
+    name: str | None, kv_dtype: str, settings: Settings | None, arguments: EngineSpec | None, llm_args: Any
 ) -> Iterator[Finding]:
     """What is found of the model of this name and of the settings' reuse profile; see `known_model`."""
     known = None if name is None else known_model(name, kv_dtype, arguments, llm_args)
@@ -67,20 +68,24 @@ def findings(
         yield from profile(settings, known)
 
 
-def known_model(name: str, kv_dtype: str, arguments: Any = None, llm_args: Any = None) -> KnownModel | Finding:
+def known_model(
+    name: str, kv_dtype: str, arguments: EngineSpec | None = None, llm_args: Any = None
+) -> KnownModel | Finding:
     """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for that of `arguments`, or the model's own.
 
     `arguments` are what was read of another engine's, `llm_args` TensorRT-LLM's. What an engine would refuse comes back
     as a finding with its reason.
     """
-    is_scaled = tells_kv_scales(arguments) or tells_kv_scales(llm_args)
-    if kv_dtype == AUTO and arguments is not None and arguments.dtype is not None:
-        kv_dtype = arguments.kv_dtype.removeprefix("torch.")
+    is_scaled = arguments is not None and arguments.tells_kv_scales
+    is_scaled = is_scaled or (llm_args is not None and from_llm_args(llm_args).tells_kv_scales)
+    if kv_dtype == AUTO and arguments is not None and arguments.kv_dtype is not None:
+        kv_dtype = arguments.kv_dtype
     if kv_dtype == "fp8" and not is_scaled:
         return _model.refused("kv_scales", f"a KV cache of fp8 is taken in vLLM, and elsewhere by {WRAPPER_MODULE}")
     kv_dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
     try:
-        facts = facts_in_engine(model_facts(name, None, is_scaled), arguments)
+        facts = model_facts(name, None, is_scaled)
+        facts = facts if arguments is None else facts_in_engine(facts, arguments)
     except UnsupportedModelError as error:
         return _model.refused(error.reason, str(error))
     except ConfigurationError as error:
@@ -200,7 +205,7 @@ def _differences(held: ReuseProfile, settings: Settings, known: KnownModel) -> l
     cache_dtype = "+".join(str(made_for["cache_dtype"]).split("+")[:2])
     if (own := known.arguments) is not None:
         namespace = known.namespace(settings)
-        layout = next((each for each in held.engines if each.startswith(f"{own.engine}/")), own.engine)
+        layout = next((each for each in held.engines if each.startswith(f"{own.name}/")), own.name)
         is_same = cache_dtype.partition("+")[0] == namespace.cache_dtype
         cache_dtype = cache_dtype if is_same else namespace.cache_dtype
         return held.differences(

@@ -74,7 +74,8 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 def options(llm_args: Any) -> Iterator[Finding]:
     """Options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
-    from semblend_trt.connector.eligibility import WRAPPER_MODULE, decoder_refusal, engine_refusal
+    from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal
+    from semblend_trt.connector.engine_spec import WRAPPER_MODULE, from_llm_args
 
     config, cache = (getattr(llm_args, name, None) for name in ("kv_connector_config", "kv_cache_config"))
     module, ours = getattr(config, "connector_module", None), ("semblend_trt.connector", WRAPPER_MODULE)
@@ -82,11 +83,12 @@ def options(llm_args: Any) -> Iterator[Finding]:
         yield _options.ok(f"the connector is {module}")
     else:
         yield _options.failed(f"connector_module of kv_connector_config is {module!r}; ours are {' and '.join(ours)}")
-    if (refusal := engine_refusal(llm_args)) is not None:
+    if (refusal := engine_refusal(from_llm_args(llm_args))) is not None:
         yield _options.refused(refusal, advice(refusal, Scope.ENGINE))
     elif module == WRAPPER_MODULE:
         has_v2 = getattr(cache, "use_kv_cache_manager_v2", None) is True
-        reason = decoder_refusal(SimpleNamespace(**(_DEFAULTS | vars(llm_args)))) or ("cache_manager_v2" * has_v2)
+        asked = from_llm_args(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
+        reason = decoder_refusal(asked) or ("cache_manager_v2" * has_v2)
         if reason:
             told = (
                 f"no plan can be executed, and only what the engine can skip from the left is reused. {advice(reason)}"
@@ -118,9 +120,8 @@ def _installed() -> Iterator[Finding]:
         text = f"TensorRT-LLM {release} has no KV cache connector that can be imported; 1.1 or later is needed"
         yield _engine.failed(text)
         return
-    version, differences = contract.match_of(module)
-    text = f"TensorRT-LLM {release} keeps the connector contract {version.name!r} ({module.__name__})"
-    yield _engine.note(f"{text}, but for {'; '.join(differences)}") if differences else _engine.ok(text)
+    version = contract.match_of(module).name
+    yield _engine.ok(f"TensorRT-LLM {release} keeps the connector contract {version!r} ({module.__name__})")
     classes = (connector.SemBlendKvConnectorScheduler, connector.SemBlendKvConnectorWorker)
     missing = [f"{kind.__name__}.{name}" for kind in classes for name in sorted(kind.__abstractmethods__)]
     if missing:

@@ -16,7 +16,6 @@ from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
-from semblend_trt.connector.latent_attention import latent_row
 from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.ranks import Ranks
 
@@ -48,7 +47,9 @@ class Bench:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.geometry = KvGeometry(NUM_LAYERS, config.num_key_value_heads, head_dim, BLOCK_SIZE)
         if getattr(config, "kv_lora_rank", None):
-            self.geometry = KvGeometry(NUM_LAYERS, 1, sum(latent_row(config)), BLOCK_SIZE, kv_factor=1)
+            self.geometry = KvGeometry(
+                NUM_LAYERS, 1, config.kv_lora_rank + config.qk_rope_head_dim, BLOCK_SIZE, kv_factor=1
+            )
         shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, self.geometry.kv_factor, self.geometry.row_elements)
         self.pool = torch.full(shape, float("nan"), device=DEVICE, dtype=kv_dtype or model.dtype)
         self.forward = SparseForward(model, self.pool, self.geometry, ranks)

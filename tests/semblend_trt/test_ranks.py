@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -52,9 +52,6 @@ def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown() -> None:
     assert joined_ranks(2) is None
 
 
-TWO = SimpleNamespace(tensor_parallel_size=2)
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`tensorrt_llm/_utils.py` (1.2 @3277953), on rank 1 of 2."""
@@ -67,27 +64,27 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_ranks_of_an_engine_are_its_own(engine: Any) -> None:
-    found = ranks_of(TWO)
+    found = ranks_of(2)
     assert found is not None
     assert (found.rank, found.size, found.gather("own")) == (1, 2, ["of rank 0", "own"])
-    assert ranks_of(SimpleNamespace(tensor_parallel_size=4)) is None
+    assert ranks_of(4) is None
     del engine.mpi_allgather
-    assert ranks_of(TWO) is None
+    assert ranks_of(2) is None
 
 
 def test_ranks_that_cannot_talk_reuse_nothing() -> None:
     runtime = Runtime()
-    join_ranks(runtime, TWO)
+    join_ranks(runtime, 2)
     assert (runtime.refusal, runtime.ranks.size) == ("ranks_unknown", 1)
     alone = Runtime()
-    join_ranks(alone, SimpleNamespace(tensor_parallel_size=None))
+    join_ranks(alone, 1)
     assert alone.refusal is None
 
 
 def test_ranks_that_the_engine_has_named_are_kept(engine: ModuleType) -> None:
     named = EngineRanks(0, 2, lambda value: [value, value])
     runtime = Runtime(ranks=named)
-    join_ranks(runtime, TWO)
+    join_ranks(runtime, 2)
     assert runtime.ranks is named
 
 

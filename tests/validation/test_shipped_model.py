@@ -4,7 +4,6 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from semblend_trt.config import Settings
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.reuse_profile import EVIDENCE_FAMILIES, ReuseProfile
+from tests.semblend_trt.engine_specs import known_engine
 from validation import documents, prompts
 from validation.families.catalog import FamilyRequest, Kind, family
 from validation.metrics import MARGIN
@@ -118,8 +118,6 @@ def test_its_profile_holds_for_it_under_another_name(tmp_path: Path) -> None:
     renamed = tmp_path / "another-name"
     renamed.symlink_to(MODEL)
     facts, profile = model_facts(renamed), ReuseProfile.read(MODEL / PROFILE_NAME)
-    kinds = {"dtype": "float32", "kv_cache_config": SimpleNamespace(dtype="auto"), "attn_backend": "TRTLLM"}
-    sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"), 1)
-    namespace = namespace_for(SimpleNamespace(model=str(renamed), **kinds, **sizes), facts, Settings(), 32, "float32")
+    namespace = namespace_for(known_engine(renamed, dtype="float32"), facts, Settings(), 32, "float32")
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 32)
     assert profile.differences(replace(namespace, backend_cache_layout=profile.engines[0]), geometry) == []

@@ -11,6 +11,7 @@ import pytest
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from engine_wrapper.trtllm.attachment import ExecutorParts, execution_refusal
 from engine_wrapper.watched_call import WatchedCall
+from semblend_trt.connector.engine_spec import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
@@ -314,4 +315,4 @@ def test_what_only_a_model_or_its_configuration_shows(
     executor, facts = executor_of(tiny_llama_path, None, fused=fused), model_facts(tiny_llama_path)
     parts = ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
     facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})
-    assert execution_refusal(parts, LlmArgs(tiny_llama_path, **settings), facts) == reason
+    assert execution_refusal(parts, from_llm_args(LlmArgs(tiny_llama_path, **settings)), facts) == reason

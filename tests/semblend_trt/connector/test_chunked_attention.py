@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +16,7 @@ from semblend_trt.connector.eligibility import facts_in_engine, served_facts
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.policy import ReusePolicy
+from tests.semblend_trt.engine_specs import engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_normed_key_moves_as_its_own_code_places_it(tmp_path: Path, scaling: d
     assert (rotation.interleaved, halves) == (True, False)
 
 
-VLLM = SimpleNamespace(halved_model_types=("llama4", "llama4_text"))
+VLLM = replace(engine(), halved_model_types=("llama4", "llama4_text"))
 
 
 def as_halves(keys: torch.Tensor) -> torch.Tensor:
@@ -85,8 +86,8 @@ def as_halves(keys: torch.Tensor) -> torch.Tensor:
 
 def test_an_engine_that_computes_as_transformers_does_has_the_same_facts(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, TEXT)
-    assert facts_in_engine(facts, SimpleNamespace()) is facts
-    assert facts_in_engine(facts, SimpleNamespace(halved_model_types=("llama4",))) is facts
+    assert facts_in_engine(facts, engine()) is facts
+    assert facts_in_engine(facts, replace(engine(), halved_model_types=("llama4",))) is facts
 
 
 def test_a_chunk_that_holds_all_positions_is_full_attention(tmp_path: Path) -> None:
@@ -148,5 +149,5 @@ def test_chunks_of_another_model_type_are_refused_by_name(tmp_path: Path) -> Non
 def test_tensorrt_llm_refuses_it_by_name(tmp_path: Path, chunk: int) -> None:
     facts_of(tmp_path, TEXT | {"attention_chunk_size": chunk})
     with pytest.raises(UnsupportedModelError, match="llama4_text has layers with chunks, over which no") as refused:
-        served_facts(SimpleNamespace(model=str(tmp_path)), ReusePolicy.EXACT)
+        served_facts(engine(tmp_path), ReusePolicy.EXACT)
     assert refused.value.reason == "attention_layout"

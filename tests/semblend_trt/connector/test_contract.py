@@ -5,30 +5,19 @@ from types import SimpleNamespace
 import pytest
 
 from semblend_trt.connector import contract
-from semblend_trt.connector.contract import V11, VERSIONS, flashinfer_layout, match_of, version_of
-from tests.semblend_trt.doctor.test_trtllm import CALLABLE, FIELDS, OLD, RELEASES, module_of
+from semblend_trt.connector.contract import V11, flashinfer_layout, version_of
+from tests.semblend_trt.doctor.test_trtllm import RELEASES, module_of
 
 
-@pytest.mark.parametrize("name", VERSIONS)
-def test_arguments_may_name_the_version(name):
-    assert version_of(SimpleNamespace(contract=name)).name == name
-
-
-@pytest.mark.parametrize("release", ["1.1", "1.2", "1.3rc", "main"])
-def test_another_engine_is_known_by_what_its_module_has(monkeypatch, release):
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
+    assert version_of(release).name == release
     monkeypatch.setattr(contract, "_upstream", module_of(release))
-    assert version_of(SimpleNamespace()).name == release
-
-
-def test_of_versions_that_are_as_near_the_one_that_promises_least_is_taken(monkeypatch):
-    # 1.2 with the half of what 1.3rc has more.
-    monkeypatch.setitem(RELEASES, "between", (OLD, [*FIELDS, "priorities"], ["wait_for_initialization"], [CALLABLE]))
-    version, differences = match_of(module_of("between"))
-    assert (version.name, len(differences)) == ("1.2", 2)
+    assert version_of(None).name == release
 
 
 def test_what_is_not_known_is_taken_for_the_oldest():
-    assert version_of(SimpleNamespace(contract="of another product")) is V11
+    assert version_of("of another product") is version_of(None) is V11
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -42,9 +31,7 @@ def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layou
             raise ImportError(path)
         return found[path]
 
-    monkeypatch.setattr(contract, "_upstream", module_of("1.2"))
     monkeypatch.setattr(contract.importlib, "import_module", import_module)
-    assert flashinfer_layout(SimpleNamespace()) == layout
-    assert flashinfer_layout(SimpleNamespace(flashinfer_layout="played")) == "played"
+    assert flashinfer_layout() == layout
     found.clear()
-    assert flashinfer_layout(SimpleNamespace()) is None
+    assert flashinfer_layout() is None

@@ -19,9 +19,11 @@ from semblend_trt.connector.eligibility import (
     engine_refusal,
     facts_or_refusal,
 )
+from semblend_trt.connector.engine_spec import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.runtime import runtime_for
 from tests.conftest import save_tiny_model
+from tests.semblend_trt.engine_specs import engine
 
 
 def request(**attributes):
@@ -96,7 +98,7 @@ def test_engine_without_salt_attribute_is_refused():
     ],
 )
 def test_engines_whose_blocks_cannot_be_trusted(arguments, reason):
-    assert engine_refusal(request(**arguments)) == reason
+    assert engine_refusal(engine(**arguments)) == reason
 
 
 FREE: dict[str, Any] = {
@@ -126,12 +128,12 @@ FREE: dict[str, Any] = {
     ],
 )
 def test_what_stands_in_the_way_has_a_name(settings: dict[str, Any], reason: str | None) -> None:
-    assert decoder_refusal(SimpleNamespace(**(FREE | settings))) == reason
+    assert decoder_refusal(engine(**FREE | settings)) == reason
 
 
 @pytest.mark.parametrize("name", ["torch_compile_config", "cuda_graph_config", "lora_config", "speculative_config"])
 def test_what_cannot_be_read_may_be_on(name: str) -> None:
-    assert decoder_refusal(SimpleNamespace(**{key: FREE[key] for key in FREE if key != name})) == "settings_unknown"
+    assert decoder_refusal(engine(**{key: FREE[key] for key in FREE if key != name})) == "settings_unknown"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,8 @@ def test_what_cannot_be_read_may_be_on(name: str) -> None:
     ],
 )
 def test_an_engine_of_which_nothing_may_be_reused(tiny_qwen2_path, arguments, overrides, reason):
-    llm_args = SimpleNamespace(**{"model": str(tiny_qwen2_path), **arguments})
-    facts, refusal = facts_or_refusal(llm_args, load_settings(**overrides))
+    described = engine(**{"model": tiny_qwen2_path, **arguments})
+    facts, refusal = facts_or_refusal(described, load_settings(**overrides))
     assert facts is None
     assert refusal is not None if reason is None else refusal == reason
 
@@ -179,9 +181,9 @@ def test_what_tensorrt_llm_computes_otherwise_is_refused_there_alone(
     monkeypatch.setenv("SEMBLEND_POLICY", policy)
     path = str(tiny_model_paths[family])
     served = model_facts(path), None
-    assert facts_or_refusal(LlmArgs(model=path), load_settings()) == served
+    assert facts_or_refusal(from_llm_args(LlmArgs(model=path)), load_settings()) == served
     args = Arguments(model=path, contract=contract)
-    assert facts_or_refusal(args, load_settings()) == (served if reason is None else (None, reason))
+    assert facts_or_refusal(from_llm_args(args), load_settings()) == (served if reason is None else (None, reason))
     assert told in caplog.text
     worker.SemBlendKvConnectorWorker(args)
     assert runtime_for(args).refusal == reason
@@ -200,7 +202,7 @@ def test_a_checkpoint_that_asks_for_an_fp8_cache_is_served_where_its_scales_can_
     asked = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(asked))
     args = kind(model=str(tmp_path), kv_connector_config=KvCacheConnectorConfig.ours(module))
-    assert facts_or_refusal(args, load_settings())[1] == reason
+    assert facts_or_refusal(from_llm_args(args), load_settings())[1] == reason
     worker.SemBlendKvConnectorWorker(args)
     assert runtime_for(args).refusal == reason
 
@@ -213,7 +215,7 @@ def test_both_halves_read_the_configuration_of_the_revision_that_runs(monkeypatc
     )
     llm_args = LlmArgs(model="some-org/some-model", revision="v2")
     if half is eligibility:
-        facts_or_refusal(llm_args, load_settings())
+        facts_or_refusal(from_llm_args(llm_args), load_settings())
     else:
         worker.SemBlendKvConnectorWorker(llm_args)
     assert read == [("some-org/some-model", "v2")]

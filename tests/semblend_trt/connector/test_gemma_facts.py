@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
-from semblend_trt.connector.model_facts import _of_attention, model_facts, rope_parameters
+from semblend_trt.connector.model_facts import _of_attention, model_facts
+from semblend_trt.connector.rope_config import rope_parameters
 from semblend_trt.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

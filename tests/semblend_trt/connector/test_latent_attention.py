@@ -18,7 +18,7 @@ from engine_wrapper.embedded.llm_args import LlmArgs
 from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import rotate_keys
 from semblend_trt.connector import SemBlendKvConnectorWorker
-from semblend_trt.connector.latent_attention import PUBLISHED_CODE
+from semblend_trt.connector.attention_layout import PUBLISHED_CODE
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
 from semblend_trt.connector.pool_geometry import geometry_of

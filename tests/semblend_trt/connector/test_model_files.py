@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import stat
@@ -26,7 +25,6 @@ from semblend_trt.connector.model_files import (
     digest_of_files,
     file_states,
     is_local,
-    snapshot,
     weights_digest,
 )
 from semblend_trt.errors import ConfigurationError
@@ -53,15 +51,11 @@ def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "rank0.pt", "model.gguf"])
-def test_every_byte_of_every_kind_of_weights_counts(tmp_path: Path, name: str) -> None:
-    content = bytearray(1 << 20)
-    seen = set()
-    for changed in (None, 0, 8, 5000, 600_001, len(content) - 1):
-        if changed is not None:
-            content[changed] ^= 1
-        (tmp_path / name).write_bytes(content)
-        seen.add(weights_digest(tmp_path))
-    assert len(seen) == 6
+def test_every_kind_of_weights_counts(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x" * 5000)
+    first = weights_digest(tmp_path)
+    (tmp_path / name).write_bytes(b"x" * 4999 + b"y")
+    assert weights_digest(tmp_path) != first
 
 
 def test_shards_count_wherever_an_index_says_they_are(tmp_path: Path) -> None:
@@ -152,11 +146,6 @@ def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path) -> None:
             is_local(neither)
 
 
-def test_a_hub_id_without_a_local_copy_has_no_snapshot(tmp_path: Path) -> None:
-    assert snapshot(tmp_path) == tmp_path
-    assert snapshot("semblend-test-org/no-such-model-on-this-machine") is None
-
-
 def test_the_states_of_a_models_files_tell_of_every_write(tiny_qwen2_path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_qwen2_path, copy)
@@ -199,7 +188,7 @@ def written(path: Path, content: bytes) -> dict[str, Path]:
     return {path.name: path}
 
 
-@pytest.mark.parametrize("size", [0, 1, 299, 300, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
 def test_each_byte_and_the_size_count(tmp_path: Path, size: int) -> None:
     content = bytes(index % 251 for index in range(size))
     base = digest_of_files(written(tmp_path / "a", content))
@@ -212,33 +201,29 @@ def test_each_byte_and_the_size_count(tmp_path: Path, size: int) -> None:
 
 
 def test_neither_chunks_nor_names_can_change_places(tmp_path: Path) -> None:
-    one, two = written(tmp_path / "1", b"a" * CHUNK)["1"], written(tmp_path / "2", b"b" * CHUNK)["2"]
-    both = [
-        digest_of_files(written(tmp_path / "x", first + second))
-        for first, second in ((b"a" * CHUNK, b"b" * CHUNK), (b"b" * CHUNK, b"a" * CHUNK))
-    ]
-    assert both[0] != both[1]
-    assert digest_of_files({"a": one, "b": two}) == digest_of_files({"b": two, "a": one})
-    assert (
-        len(
-            {
-                digest_of_files(files)
-                for files in ({"a": one, "b": two}, {"a": two, "b": one}, {"a": one}, {"a": one, "b": one})
-            }
-        )
-        == 4
+    one, two = (written(tmp_path / name, name.encode() * CHUNK)[name] for name in "12")
+    first, second = (
+        digest_of_files(written(tmp_path / "x", b"".join(parts)))
+        for parts in ((b"a" * CHUNK, b"b" * CHUNK), (b"b" * CHUNK, b"a" * CHUNK))
     )
+    assert first != second
+    assert digest_of_files({"a": one, "b": two}) == digest_of_files({"b": two, "a": one})
+    named = ({"a": one, "b": two}, {"a": two, "b": one}, {"a": one}, {"a": one, "b": one})
+    assert len(set(map(digest_of_files, named))) == 4
 
 
-def test_what_was_read_once_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+def test_what_was_read_once_is_not_read_again(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = written(tmp_path / "a", b"x" * 2500)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
-    first = digest_of_files(files)
-    assert len(reads) == 3
+    cache = DigestCache(tmp_path / "cache")
+    first = digest_of_files(files, cache)
     assert digest_of_files(files) == first
     digest_of_files({"a": link, "b": tmp_path / "a"})
-    assert len(reads) == 3
+    monkeypatch.setattr(model_files, "_known", {})  # as in the next process
+    assert (digest_of_files(files, cache), len(reads)) == (first, 3)
     assert digest_of_files(written(tmp_path / "a", b"y" * 2500)) != first
     assert len(reads) == 6
 
@@ -263,15 +248,6 @@ def test_a_file_that_was_just_written_is_read_again(
     assert digest_of_files(files, cache) == digest_of_files(files, cache)
     assert len(reads) == 2
     assert not (tmp_path / "cache").exists()
-
-
-def test_the_next_process_takes_it_from_the_cache(
-    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, files = DigestCache(tmp_path / "cache"), written(tmp_path / "a", b"x" * 100)
-    first = digest_of_files(files, cache)
-    monkeypatch.setattr(model_files, "_known", {})
-    assert (digest_of_files(files, cache), len(reads)) == (first, 1)
 
 
 def test_a_write_that_keeps_size_and_mtime_shows(tmp_path: Path) -> None:
@@ -302,57 +278,36 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
     assert not model_files._known
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_that_may_not_be_read_has_no_digest(tmp_path: Path) -> None:
-    files = written(tmp_path / "a", b"x")
-    (tmp_path / "a").chmod(0)
-    with pytest.raises(PermissionError):
-        digest_of_files(files)
-
-
-def test_a_long_reading_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(model_files, "PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, model_files.__name__):
-        digest_of_files(written(tmp_path / "a", b"x" * 2500))
-    assert len(caplog.messages) == 3
-    assert "0.0 of 0.0 GB read" in caplog.messages[-1]
-
-
 DIGEST = "0f" * 32
 USER_FOLDER = model_files.user_folder  # the fixture for all tests puts another in its place
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> FileState:
-    file = tmp_path / "weights"
-    file.write_bytes(b"x")
-    return FileState.of(file)
+    (tmp_path / "weights").write_bytes(b"x")
+    return FileState.of(tmp_path / "weights")
 
 
 @pytest.fixture
-def cache(tmp_path: Path, state: FileState) -> DigestCache:
-    kept = DigestCache(tmp_path / "home" / "digests")
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "digests"
+
+
+@pytest.fixture
+def cache(folder: Path, state: FileState) -> DigestCache:
+    kept = DigestCache(folder)
     kept.keep(state, DIGEST)
     return kept
 
 
-def folder_of(tmp_path: Path) -> Path:
-    return tmp_path / "home" / "digests"
-
-
-def entry_of(tmp_path: Path) -> Path:
-    (entry,) = folder_of(tmp_path).iterdir()
+def entry_in(folder: Path) -> Path:
+    (entry,) = folder.iterdir()
     return entry
 
 
-def test_what_was_kept_is_found_and_only_its_owner_may_look(
-    cache: DigestCache, state: FileState, tmp_path: Path
-) -> None:
+def test_what_was_kept_is_found_and_only_its_owner_may_look(cache: DigestCache, state: FileState, folder: Path) -> None:
     assert cache.find(state) == DIGEST
-    assert stat.S_IMODE(folder_of(tmp_path).stat().st_mode) == 0o700
-    assert stat.S_IMODE(entry_of(tmp_path).stat().st_mode) == 0o600
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, entry_in(folder))] == [0o700, 0o600]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(FileState)])
@@ -362,63 +317,57 @@ def test_another_state_is_not_found(cache: DigestCache, state: FileState, name: 
     assert cache.find(other) is None
 
 
-def test_a_new_state_takes_the_place_of_the_old_one(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
+def test_a_new_state_takes_the_place_of_the_old_one(cache: DigestCache, state: FileState, folder: Path) -> None:
     newer = replace(state, mtime_ns=state.mtime_ns + 1)
     cache.keep(newer, DIGEST[::-1])
     assert (cache.find(state), cache.find(newer)) == (None, DIGEST[::-1])
-    assert entry_of(tmp_path).is_file()
+    assert entry_in(folder).is_file()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"digest": 3}', b"[" * 20_000, b" " * 20_000],
-    ids=range(9),
-)
-def test_what_cannot_be_parsed_is_not_read(
-    cache: DigestCache, state: FileState, tmp_path: Path, content: bytes
+BROKEN = [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"digest": 3}', b"[" * 20_000, b" " * 20_000]
+NO_DIGESTS: list[Any] = ["", "0f", "G" * 64, "../" * 21 + "x", 3, None, [DIGEST]]
+
+
+@pytest.mark.parametrize("content", [*BROKEN, *NO_DIGESTS], ids=range(len(BROKEN) + len(NO_DIGESTS)))
+def test_an_entry_that_holds_no_digest_is_not_read(
+    cache: DigestCache, state: FileState, folder: Path, content: Any
 ) -> None:
-    entry_of(tmp_path).write_bytes(content)
+    entry = entry_in(folder)
+    if content not in BROKEN:
+        content = json.dumps({**json.loads(entry.read_text()), "digest": content}).encode()
+    entry.write_bytes(content)
     assert cache.find(state) is None
     cache.keep(state, DIGEST)
     assert cache.find(state) == DIGEST
 
 
-@pytest.mark.parametrize("digest", ["", "0f", "G" * 64, "../" * 21 + "x", 3, None, [DIGEST]])
-def test_what_is_no_digest_is_not_read(cache: DigestCache, state: FileState, tmp_path: Path, digest: Any) -> None:
-    values = json.loads(entry_of(tmp_path).read_text())
-    entry_of(tmp_path).write_text(json.dumps({**values, "digest": digest}))
-    assert cache.find(state) is None
-
-
-def test_an_entry_that_others_can_write_is_not_read(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
-    entry_of(tmp_path).chmod(0o620)
-    assert cache.find(state) is None
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, None])
 def test_a_folder_that_others_can_write_or_own_is_left_alone(
-    cache: DigestCache, state: FileState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
+    cache: DigestCache, state: FileState, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
 ) -> None:
     owner = os.geteuid()
     if mode is None:
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     else:
-        folder_of(tmp_path).chmod(mode)
-    before = entry_of(tmp_path).read_bytes()
+        folder.chmod(mode)
+    before = entry_in(folder).read_bytes()
     assert cache.find(state) is None
     cache.keep(state, DIGEST[::-1])
-    assert entry_of(tmp_path).read_bytes() == before
+    assert entry_in(folder).read_bytes() == before
 
 
-def test_links_and_pipes_are_not_followed(cache: DigestCache, state: FileState, tmp_path: Path) -> None:
-    linked = DigestCache(tmp_path / "link")
-    (tmp_path / "link").symlink_to(folder_of(tmp_path))
-    assert linked.find(state) is None
-    entry = entry_of(tmp_path)
+def test_links_pipes_and_what_others_can_write_are_not_read(
+    cache: DigestCache, state: FileState, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    assert DigestCache(tmp_path / "link").find(state) is None
+    entry = entry_in(folder)
     os.link(entry, tmp_path / "second-name")
     assert cache.find(state) is None
     (tmp_path / "second-name").unlink()
     assert cache.find(state) == DIGEST
+    entry.chmod(0o620)
+    assert cache.find(state) is None
     entry.rename(tmp_path / "elsewhere")
     entry.symlink_to(tmp_path / "elsewhere")
     assert cache.find(state) is None

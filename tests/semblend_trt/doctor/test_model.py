@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from semblend_trt.doctor import Finding, Status
 from semblend_trt.doctor.model import KnownModel, known_model, model, profile
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
+from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 
 if TYPE_CHECKING:
@@ -82,8 +84,8 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Path, kv_dtype: str) -> None:
-    engine = SimpleNamespace(dtype="torch.bfloat16", kv_dtype="float8_e4m3fn", tells_kv_scales=True)
-    known = known_model(str(tiny_qwen2_path), kv_dtype, engine)
+    own = replace(engine(tiny_qwen2_path), kv_dtype="float8_e4m3fn", tells_kv_scales=True)
+    known = known_model(str(tiny_qwen2_path), kv_dtype, own)
     assert isinstance(known, KnownModel)
     assert known.dtype is torch.float8_e4m3fn
 

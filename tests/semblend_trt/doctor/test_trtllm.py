@@ -70,12 +70,12 @@ def source_of(fields: list[str], scheduler: list[str], worker: list[str], abstra
     return "\n".join(lines) + "\n"
 
 
-def module_of(release: str, extra_field: str | None = None) -> ModuleType:
+def module_of(release: str) -> ModuleType:
     path, fields, scheduler, worker = RELEASES[release]
     module = ModuleType(path)
     sys.modules[path] = module  # dataclasses look their module up
     try:
-        exec(source_of([*fields, *filter(None, [extra_field])], scheduler, worker, []), module.__dict__)
+        exec(source_of(fields, scheduler, worker, []), module.__dict__)
     finally:
         del sys.modules[path]
     return module
@@ -83,14 +83,7 @@ def module_of(release: str, extra_field: str | None = None) -> ModuleType:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_each_version_is_known_by_what_it_has(release: str) -> None:
-    version, differences = match_of(module_of(release))
-    assert (version.name, differences) == (release, ())
-
-
-def test_what_is_not_known_is_told() -> None:
-    version, differences = match_of(module_of("main", "pool_generation"))
-    assert version.name == "main"
-    assert differences == ("field RequestData.pool_generation is there too",)
+    assert match_of(module_of(release)).name == release
 
 
 @pytest.mark.parametrize(("version", "serves"), [("4.53.1", False), ("4.57.6", False), ("5.0.0", True)])

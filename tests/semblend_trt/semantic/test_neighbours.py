@@ -26,6 +26,7 @@ from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.index import SemanticIndex
 from semblend_trt.semantic.neighbours import Neighbours, neighbours_for
 from tests.semblend_trt import samples
+from tests.semblend_trt.engine_specs import engine
 
 WAIT = 60.0
 MODEL = files("validation") / "assets" / "model"
@@ -276,7 +277,7 @@ class Scheduled(Records):
         super().__init__(path)
         self.neighbours = neighbours_for(
             load_settings(**{"embedder": "static"} | overrides),
-            partial(tokenizer_folder, SimpleNamespace(model=str(model))),
+            partial(tokenizer_folder, engine(model)),
             self.audit,
             self.metrics,
             self.announcer,

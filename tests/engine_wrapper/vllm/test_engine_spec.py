@@ -16,9 +16,9 @@ import vllm
 from vllm.config import CacheConfig, VllmConfig, replace, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-from engine_wrapper.vllm.arguments import arguments_of, settings_of, settings_off, vllm_version
+from engine_wrapper.vllm.engine_spec import from_vllm_config, settings_of, settings_off, vllm_version
 from semblend_trt.config import Settings, load_settings, settings_table
-from semblend_trt.connector.chunked_attention import LLAMA4
+from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
 from semblend_trt.connector.model_facts import model_facts
@@ -46,40 +46,40 @@ def with_layers(config: VllmConfig, cache: Any = None) -> VllmConfig:
 
 
 def namespace_of(changes: dict[str, Any] | None = None, cache: Any = None) -> CacheNamespace:
-    arguments = arguments_of(with_layers(engine_config(changes), cache))
+    arguments = from_vllm_config(with_layers(engine_config(changes), cache))
     return namespace_for(arguments, model_facts(MODEL), load_settings(**arguments.settings), BLOCK, torch.float32)
 
 
 def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments() -> None:
     config = engine_config()
-    arguments = arguments_of(config)
+    arguments = from_vllm_config(config)
     copies = (copy.copy(config), copy.deepcopy(config), replace(config))
-    assert all(arguments_of(each) is arguments for each in copies)
-    assert all(runtime_for(arguments_of(each)) is runtime_for(arguments) for each in copies)
-    assert arguments_of(engine_config()) is not arguments
+    assert all(from_vllm_config(each) is arguments for each in copies)
+    assert all(runtime_for(from_vllm_config(each)) is runtime_for(arguments) for each in copies)
+    assert from_vllm_config(engine_config()) is not arguments
 
 
 def test_arguments_and_their_runtime_end_with_their_holders() -> None:
     config = engine_config()
-    arguments = arguments_of(config)
+    arguments = from_vllm_config(config)
     ended = [weakref.ref(arguments)]
     runtime_for(arguments).refusal = "old"
     del arguments
     gc.collect()
     assert ended[0]() is None
-    assert runtime_for(arguments_of(config)).refusal is None
+    assert runtime_for(from_vllm_config(config)).refusal is None
 
 
-def test_a_new_engine_under_the_id_of_one_that_has_ended_has_arguments_of_its_own() -> None:
+def test_a_new_engine_under_the_id_of_one_that_has_ended_has_from_vllm_config_its_own() -> None:
     first, second = with_layers(engine_config()), with_layers(engine_config())
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
-    held = arguments_of(first)
-    assert arguments_of(second) is not held
-    assert arguments_of(second) is not held
+    held = from_vllm_config(first)
+    assert from_vllm_config(second) is not held
+    assert from_vllm_config(second) is not held
 
 
 def test_both_halves_take_the_arguments_and_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(engine_config(min_donor_tokens=77, metrics=False))
+    arguments = from_vllm_config(engine_config(min_donor_tokens=77, metrics=False))
     worker, scheduler = SemBlendKvConnectorWorker(arguments), SemBlendKvConnectorScheduler(arguments)
     try:
         assert [half._settings.min_donor_tokens for half in (worker, scheduler)] == [77, 77]
@@ -92,20 +92,20 @@ def test_both_halves_take_the_arguments_and_meet(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
-    arguments = arguments_of(engine_config())
+    arguments = from_vllm_config(engine_config())
     assert (arguments.model, arguments.tokenizer) == (str(MODEL), str(MODEL))
-    assert (arguments.dtype, arguments.kv_cache_config.dtype) == ("torch.float32", "auto")
+    assert (arguments.dtype, arguments.read_caches().dtype) == ("float32", "auto")
     assert (arguments.tensor_parallel_size, arguments.pipeline_parallel_size) == (1, 1)
-    assert (arguments.context_parallel_size, arguments.quant_config) == (1, None)
+    assert (arguments.context_parallel_size, arguments.quantization) == (1, None)
     assert arguments.max_num_tokens == engine_config().scheduler_config.max_num_batched_tokens
-    assert (arguments.model_kwargs, arguments.speculative_config) == ({}, None)
+    assert (arguments.has_model_overrides, arguments.speculates) == (False, False)
     assert engine_refusal(arguments) is None
 
 
 def test_only_vllms_own_code_puts_channels_into_another_order() -> None:
-    assert arguments_of(engine_config()).halved_model_types == LLAMA4
+    assert from_vllm_config(engine_config()).halved_model_types == LLAMA4
     others = engine_config({"model_config.model_impl": "transformers"})
-    assert arguments_of(others).halved_model_types == ()
+    assert from_vllm_config(others).halved_model_types == ()
 
 
 def test_everything_of_the_namespace_is_known_and_two_engines_agree() -> None:
@@ -160,8 +160,8 @@ def test_what_is_not_known_matches_nothing(changes: dict[str, Any], field: str) 
 
 @pytest.mark.parametrize("name", ["hf_overrides", "model_class_overrides", "hf_config_path", "config_format"])
 def test_a_model_that_is_told_more_than_its_files_say_is_refused(name: str) -> None:
-    arguments = arguments_of(engine_config({f"model_config.{name}": {"a": 1}}))
-    assert arguments.model_kwargs == {name: {"a": 1}}
+    arguments = from_vllm_config(engine_config({f"model_config.{name}": {"a": 1}}))
+    assert arguments.has_model_overrides
     assert engine_refusal(arguments) == "model_kwargs"
 
 
@@ -169,7 +169,7 @@ def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unk
     turned = torch.empty(4, BLOCK, HEADS, 2 * DIM).transpose(1, 2)
     assert namespace_of(cache=turned).backend_cache_layout.endswith("/0.2.1.3")
     assert is_unknown(namespace_of(cache=torch.empty(0)).backend_cache_layout)
-    assert is_unknown(arguments_of(engine_config()).backend_cache_layout)
+    assert from_vllm_config(engine_config()).read_caches().layout is None
     # 0.25 keeps a list of caches.
     assert namespace_of(cache=[torch.empty(4, HEADS, BLOCK, 2 * DIM)]).backend_cache_layout.endswith("/0.1.2.3")
 
@@ -179,7 +179,7 @@ def test_layers_of_two_backends_are_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     backend = config.compilation_config.static_forward_context["model.layers.0"].attn_backend
     other = type("Other", (backend,), {"get_name": staticmethod(lambda: "OTHER")})
     config.compilation_config.static_forward_context["model.layers.1"].attn_backend = other
-    assert is_unknown(arguments_of(config).backend_cache_layout)
+    assert from_vllm_config(config).read_caches().layout is None
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_layers_of_two_backends_are_unknown(monkeypatch: pytest.MonkeyPatch) -> 
 def test_versions(monkeypatch: pytest.MonkeyPatch, text: object, version: tuple[int, int] | None) -> None:
     monkeypatch.setattr(vllm, "__version__", text)
     assert vllm_version() == version
-    assert is_unknown(arguments_of(with_layers(engine_config())).backend_cache_layout) is (version is None)
+    assert (from_vllm_config(with_layers(engine_config())).read_caches().layout is None) is (version is None)
 
 
 # -- extra configuration: our settings, the keys of an older connector, and what is neither ---------------------------
@@ -282,7 +282,7 @@ def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplo
 def test_a_value_out_of_range_turns_reuse_off_with_one_sentence(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
 ) -> None:
-    arguments = arguments_of(engine_config(**extra))
+    arguments = from_vllm_config(engine_config(**extra))
     assert arguments.refusal == "settings_invalid"
     (told,) = (record for record in caplog.records if record.levelno == logging.ERROR)
     assert next(iter(extra)).replace("min_span", "min_span_tokens") in told.getMessage()
@@ -293,7 +293,7 @@ def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkey
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "much")
     with pytest.raises(ConfigurationError):
         load_settings()
-    arguments = arguments_of(engine_config())
+    arguments = from_vllm_config(engine_config())
     assert arguments.refusal == "settings_invalid"
     assert set(arguments.settings) == set(settings_off()) == set(Settings.model_fields)
     # Reuse is not off by a setting: the reason that counts is settings_invalid.
@@ -301,5 +301,5 @@ def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkey
 
 
 def test_settings_that_fit_refuse_nothing_and_reach_the_arguments() -> None:
-    arguments = arguments_of(engine_config(host_bytes=5))
+    arguments = from_vllm_config(engine_config(host_bytes=5))
     assert (arguments.refusal, arguments.settings) == (None, {"host_bytes": "5"})

@@ -11,7 +11,7 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 from transformers.masking_utils import sliding_window_overlay
 
 from kernels.rope import LayerRotations, RopeRotation, still
-from semblend_trt.connector.layer_groups import (
+from semblend_trt.connector.attention_layout import (
     LayerGroup,
     check_groups,
     layer_groups,

@@ -1,4 +1,4 @@
-"""An engine's arguments as vLLM's VllmConfig tells them, under the names of TensorRT-LLM's that the connector reads."""
+"""The EngineSpec of vLLM, from its VllmConfig, and the connector's settings in it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import re
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from engine_wrapper.vllm.kv_scales import E4M3, described_dtype
 from semblend_trt.config import Settings, load_settings, variables_of, why_ignored
-from semblend_trt.connector.chunked_attention import LLAMA4
+from semblend_trt.connector.attention_layout import LLAMA4
+from semblend_trt.connector.engine_spec import (
+    AskedQuantization,
+    Caches,
+    EngineSpec,
+    options_text,
+    text_of,
+    tokenizer_source,
+)
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.namespace import unknown_value
 
 logger = logging.getLogger(__name__)
 
@@ -30,82 +35,24 @@ OVERRIDES = ("hf_overrides", "model_class_overrides", "hf_config_path", "config_
 HARMLESS: tuple[Any, ...] = (None, "", {}, "auto", "hf")
 
 _lock = threading.Lock()
-_known: weakref.WeakValueDictionary[str, EngineArguments] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[str, EngineSpec] = weakref.WeakValueDictionary()
+# vLLM's attention layers by name, which it adds as it loads the model.
+_layers: weakref.WeakKeyDictionary[EngineSpec, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(eq=False)
-class EngineArguments:
-    """One engine's arguments. Scheduler and worker half meet by this object, and the runtime ends with it.
+def from_vllm_config(vllm_config: Any) -> EngineSpec:
+    """The engine that `vllm_config`, or a copy of it, describes: the same object while it is held.
 
-    `settings` win over the environment; where they are wrong they turn reuse off, and `refusal` is settings_invalid.
-    `layers` are vLLM's attention layers by name, from the time when the model is loaded. A size that is not known is
-    None. `text` is vLLM's configuration of the model, or of its part that reads text. `attn_backend` is missing: the
-    pool that vLLM's connector registers is in our order with every backend.
-    `follows_transformers`: windows and RoPE are computed as Transformers does, with the KV of all tokens in one pool.
-    `halved_model_types`: but for these, whose keys turn in halves (`facts_in_engine`).
-    """
-
-    model: str
-    revision: str | None
-    tokenizer: str | None
-    tokenizer_revision: str | None
-    dtype: str | None
-    load_format: str
-    tensor_parallel_size: int | None
-    pipeline_parallel_size: int | None
-    context_parallel_size: int | None
-    max_num_tokens: int | None
-    cache_dtype: str | None
-    quant_config: SimpleNamespace | None
-    speculative_config: object | None
-    model_kwargs: dict[str, Any]
-    checkpoint_loader: object | None
-    engine: str
-    layers: Mapping[str, Any] = field(repr=False)
-    text: Any = field(repr=False)
-    settings: dict[str, Any] = field(repr=False)  # an address may hold a password
-    refusal: str | None = None
-    follows_transformers: bool = True
-    halved_model_types: tuple[str, ...] = ()
-    # vLLM keeps the blocks of a request whose `request_finished` was True until `get_finished` names it.
-    holds_saved_blocks: bool = True
-    # Those of an fp8 cache are judged when the caches are registered.
-    tells_kv_scales: bool = True
-
-    @property
-    def kv_dtype(self) -> str | None:
-        """Of K and V in the caches, as torch names it."""
-        return "float8_e4m3fn" if self.cache_dtype in E4M3 else self.dtype
-
-    @property
-    def kv_cache_config(self) -> SimpleNamespace:
-        """As TensorRT-LLM names it; its `dtype` holds a digest of an fp8 cache's scales."""
-        return SimpleNamespace(dtype=described_dtype(self.cache_dtype, self.layers))
-
-    @property
-    def backend_cache_layout(self) -> str:
-        """vLLM's version, attention backend and order of the caches in memory; unknown until they are allocated.
-
-        And whether queries are scaled by their position, which vLLM decides by the longest prompt it takes
-        (`model_executor/models/llama4.py`).
-        """
-        found = {_backend_of(layer) for layer in self.layers.values() if hasattr(layer, "kv_cache")}
-        backend = found.pop() if len(found) == 1 else None
-        scaled = "/scaled" if getattr(self.text, "attn_temperature_tuning", False) else ""
-        return unknown_value() if backend is None or not self.engine else f"{self.engine}/{backend}{scaled}"
-
-
-def arguments_of(vllm_config: Any) -> EngineArguments:
-    """The arguments of the engine that `vllm_config`, or a copy of it, describes: the same object while it is held.
-
-    Settings that cannot be used are told in one sentence and turn reuse off.
+    Scheduler and worker half meet by this object, and the runtime ends with it. Settings that cannot be used are logged
+    in one sentence and turn reuse off: `refusal` is settings_invalid then.
     """
     key, layers = str(vllm_config.kv_transfer_config.engine_id), _layers_of(vllm_config)
     with _lock:
         known = _known.get(key)
         # An engine that has ended may still wait for the garbage collector, under an id that its user chose for both.
-        if known is None or (known.layers and layers and known.layers is not layers):
+        if known is None or (_layers[known] and layers and _layers[known] is not layers):
             known = _known[key] = _read(vllm_config, layers)
+            _layers[known] = layers
         return known
 
 
@@ -118,39 +65,51 @@ def vllm_version() -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def _read(config: Any, layers: Mapping[str, Any]) -> EngineArguments:
+def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
     model, parallel, load = config.model_config, config.parallel_config, config.load_config
     settings, refusal = _settings(config.kv_transfer_config)
     load_format = str(getattr(load, "load_format", "")).lower()
-    is_own = load_format in _OWN_WEIGHTS and not getattr(load, "model_loader_extra_config", None)
-    method = getattr(model, "quantization", None)
-    options = getattr(model, "quantization_config", None)
+    dtype, cache_dtype = text_of(getattr(model, "dtype", None)), getattr(config.cache_config, "cache_dtype", None)
     version, implementation = vllm_version(), str(getattr(model, "model_impl", "auto"))
     is_own_model = implementation in ("auto", "vllm")
-    suffix = "" if is_own_model else f"-{implementation}"
-    return EngineArguments(
+    name = "" if version is None else f"vllm-{version[0]}.{version[1]}{'' if is_own_model else f'-{implementation}'}"
+    # By the longest prompt that it takes vLLM decides whether queries are scaled by their position
+    # (`model_executor/models/llama4.py`).
+    text = getattr(model, "hf_text_config", None)
+    scaled = "/scaled" if getattr(text, "attn_temperature_tuning", False) else ""
+
+    def read_caches() -> Caches:
+        backend = _backend_of(layers)
+        layout = None if backend is None or not name else f"{name}/{backend}{scaled}"
+        return Caches(described_dtype(cache_dtype, layers), layout)
+
+    return EngineSpec(
+        name=name,
         model=str(model.model),
         revision=getattr(model, "revision", None),
-        tokenizer=getattr(model, "tokenizer", None) or None,
+        tokenizer=tokenizer_source(getattr(model, "tokenizer", None) or None, str(model.model)),
         tokenizer_revision=getattr(model, "tokenizer_revision", None),
-        dtype=None if getattr(model, "dtype", None) is None else str(model.dtype),
-        load_format=load_format,
+        dtype=dtype,
+        kv_dtype="float8_e4m3fn" if cache_dtype in E4M3 else dtype,
+        read_caches=read_caches,
+        quantization=_asked_quantization(model),
+        reads_own_weights=load_format in _OWN_WEIGHTS and not getattr(load, "model_loader_extra_config", None),
+        has_model_overrides=any(getattr(model, name, None) not in HARMLESS for name in OVERRIDES),
         tensor_parallel_size=_size(parallel, "tensor_parallel_size"),
         pipeline_parallel_size=_size(parallel, "pipeline_parallel_size"),
         context_parallel_size=_size(parallel, "prefill_context_parallel_size", "decode_context_parallel_size"),
         max_num_tokens=_size(config.scheduler_config, "max_num_batched_tokens"),
-        cache_dtype=getattr(config.cache_config, "cache_dtype", None),
-        quant_config=None if method is options is None else SimpleNamespace(quant_algo=method or "?", options=options),
-        speculative_config=getattr(config, "speculative_config", None),
-        model_kwargs={name: value for name in OVERRIDES if (value := getattr(model, name, None)) not in HARMLESS},
-        checkpoint_loader=None if is_own else load,
-        engine="" if version is None else f"vllm-{version[0]}.{version[1]}{suffix}",
-        layers=layers,
-        text=getattr(model, "hf_text_config", None),
-        settings=settings,
-        refusal=refusal,
+        speculates=getattr(config, "speculative_config", None) is not None,
+        # The pool that our connector registers is in our order with every backend.
+        orders_blocks_by_head=True,
+        contract=None,
+        # Those of an fp8 cache are judged when the caches are registered.
+        tells_kv_scales=True,
+        holds_saved_blocks=True,
         # As it loads Llama 4, vLLM's own code puts the channels of Q and K into another order.
         halved_model_types=LLAMA4 if is_own_model else (),
+        settings=settings,
+        refusal=refusal,
     )
 
 
@@ -164,6 +123,14 @@ def _settings(transfer: Any) -> tuple[dict[str, Any], str | None]:
     return settings, None
 
 
+def _asked_quantization(model: Any) -> AskedQuantization | None:
+    method, options = getattr(model, "quantization", None), getattr(model, "quantization_config", None)
+    if method is None and options is None:
+        return None
+    algorithm = method or "?"
+    return AskedQuantization(str(algorithm), options_text({"quant_algo": algorithm, "options": options}))
+
+
 def _layers_of(config: Any) -> Mapping[str, Any]:
     layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", None)
     return layers if isinstance(layers, Mapping) else {}
@@ -175,8 +142,16 @@ def _size(config: Any, *names: str) -> int | None:
     return math.prod(sizes) if sizes and all(type(size) is int for size in sizes) else None
 
 
-def _backend_of(layer: Any) -> str | None:
-    """A layer's backend and the order of its cache's dimensions from the longest stride on, None before allocation."""
+def _backend_of(layers: Mapping[str, Any]) -> str | None:
+    """The backend of all layers and the order of their caches' dimensions, from the longest stride on.
+
+    None before the caches are allocated, and where layers differ.
+    """
+    found = {_order_of(layer) for layer in layers.values() if hasattr(layer, "kv_cache")}
+    return found.pop() if len(found) == 1 else None
+
+
+def _order_of(layer: Any) -> str | None:
     cache, backend = layer.kv_cache, getattr(layer, "attn_backend", None)
     cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
     if backend is None or not getattr(cache, "ndim", 0) or not cache.numel():

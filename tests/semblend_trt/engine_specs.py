@@ -1,0 +1,34 @@
+"""Engines as tests describe them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.connector.engine_spec import from_llm_args
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from semblend_trt.connector.engine_spec import EngineSpec
+
+# All that a namespace is made from.
+KNOWN: dict[str, Any] = {
+    "dtype": "auto",
+    "attn_backend": "TRTLLM",
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "context_parallel_size": 1,
+    "kv_cache_config": SimpleNamespace(dtype="auto", tokens_per_block=32),
+    "load_format": "auto",
+}
+
+
+def engine(model: str | Path = "", **llm_args: Any) -> EngineSpec:
+    """The engine of these fields of TensorRT-LLM's LlmArgs, and of no others."""
+    return from_llm_args(SimpleNamespace(model=str(model), **llm_args))
+
+
+def known_engine(model: str | Path, **llm_args: Any) -> EngineSpec:
+    """The engine of a model, of which a namespace leaves nothing unknown, with these fields otherwise."""
+    return engine(model, **KNOWN | llm_args)
