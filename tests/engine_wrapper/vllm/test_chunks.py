@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_wrapper.vllm import arguments
-from engine_wrapper.vllm.rows import VllmRows
+from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model, save_with_images
 from tests.engine_wrapper.vllm.conftest import (
