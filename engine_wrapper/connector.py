@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.kv_scales import digest_of
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor, find_executor
-from engine_wrapper.trtllm.kv_scales import scales_of
+from engine_wrapper.trtllm.attachment import Attachment, attach_to_executor, scales_of
+from engine_wrapper.trtllm.hooks import find_executor
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises

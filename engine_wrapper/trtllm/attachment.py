@@ -1,11 +1,12 @@
 """Attaches to TensorRT-LLM's executor: a guard on its cache manager, and plan execution in its decoder if possible.
 
-The connector contract hands a worker the pool and nothing else. So the executor that registers its caches is looked for
-in the callers' frames; it is the one that holds the worker. Facts: NVIDIA/TensorRT-LLM,
-`_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to main);
-`_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
+Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
 `_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
-`_torch/modules/attention.py` (main: `_torch/attention/attention.py`).
+`_torch/modules/attention.py` (main: `_torch/attention/attention.py`); `TrtllmAttention` of
+`_torch/attention_backend/trtllm.py` (1.1 to 1.3) and of `_torch/attention/backends/trtllm.py` (main): the scales by
+which KV is stored in e4m3, of each layer one for K and V alike, are `kv_scale_quant_orig`, 1 unless something sets it,
+and its inverse `kv_scale_orig_quant`; `cpp/tensorrt_llm/kernels/unfusedAttentionKernels/
+unfusedAttentionKernels_2_template.h`: K and V are multiplied by the latter before they are stored.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from engine_wrapper.kv_scales import scale_of
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
-from engine_wrapper.watched_call import WatchedCall
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.connector.pool_geometry import needs_scales
 from semblend_trt.connector.weights import Weights
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_wrapper.patches import Undo
+    from engine_wrapper.trtllm.hooks import ExecutorParts
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.runtime import Runtime
@@ -38,41 +42,7 @@ logger = logging.getLogger(__name__)
 
 Change = TypeVar("Change", ManagerGuard, PlannedForward)
 
-# From the registration up: our own methods, the contract's default forms, and the executor.
-_MAX_FRAMES = 16
 _NORMAL_ROPE = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorParts:
-    """The parts of a running PyExecutor that can be attached to. `manager` is its KV cache manager."""
-
-    executor: Any
-    manager: Any
-    model_engine: Any
-
-    @property
-    def decoder(self) -> Any:
-        """The model without its head; None where the engine or its model is laid out in another way."""
-        return getattr(getattr(self.model_engine, "model", None), "model", None)
-
-
-def find_executor(worker: object) -> ExecutorParts | None:
-    """The executor that is registering its caches with `worker`, found among the callers; None when none is."""
-    frame = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
-        # Only what an object itself holds is read: a property of a foreign class could do anything.
-        held = _held(frame.f_locals.get("self"))
-        if _held(held.get("kv_connector_manager")).get("worker") is worker:
-            return ExecutorParts(frame.f_locals["self"], held.get("kv_cache_manager"), held.get("model_engine"))
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
-
-
-def _held(owner: Any) -> dict[str, Any]:
-    return getattr(owner, "__dict__", None) or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +56,14 @@ class Attachment:
     forward: PlannedForward | None
     guard_refusal: str | None = None
     execution_refusal: str | None = None
-    watched: tuple[WatchedCall, ...] = ()
+    unwatch: Undo = lambda: None
 
     def remove(self) -> None:
         """Leaves the engine as it was found."""
-        for part in (self.forward, self.guard, *self.watched):
+        for part in (self.forward, self.guard):
             if part is not None:
                 part.remove()
+        self.unwatch()
 
 
 def attach_to_executor(
@@ -124,15 +95,15 @@ def attach_to_executor(
             return refusal or "kv_cache_dtype"
         return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, engine.max_num_tokens)
 
-    watched = () if runtime.pool is None else _watch_weights(parts, runtime)
+    unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
-    if guarded is None:
+    if reason is not None:
         logger.warning(
             "not attached to the engine (%s); only identical text from position 0 is reused. %s",
             reason,
             advice(reason, Scope.ATTACHMENT, Scope.DECODER),
         )
-        return Attachment(None, None, reason, reason, watched)
+        return Attachment(None, None, reason, reason, unwatch)
     runtime.publication_guard = True
     forward, refused = _installed(plans, runtime)
     if refused is not None:
@@ -141,29 +112,21 @@ def attach_to_executor(
             refused,
             advice(refused, Scope.DECODER),
         )
-    return Attachment(guarded, forward, None, refused, watched)
+    return Attachment(guarded, forward, None, refused, unwatch)
 
 
-def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> tuple[WatchedCall, ...]:
-    """Watch the model's weights, the call that loads others, and the one that empties the reuse tree.
-
-    Without the model nothing shows that weights have changed. Facts: NVIDIA/TensorRT-LLM,
-    `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`), `resource_manager.py` and
-    `kv_cache_manager_v2.py` (`reset_reuse_state`).
-    """
+def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
+    """Watches the model's weights. Without the model nothing shows that weights have changed."""
+    if runtime.pool is None:
+        return lambda: None
     try:
         assert parts is not None
         model = parts.model_engine.model
         runtime.weights = weights = Weights(model)
-        calls = (
-            [WatchedCall(model, "load_weights", lambda *_: weights.suspect())] if hasattr(model, "load_weights") else []
-        )
-        if hasattr(parts.manager, "reset_reuse_state"):
-            calls.append(WatchedCall(parts.manager, "reset_reuse_state", lambda *_: weights.prefix_cache_reset()))
-        return tuple(calls)
+        return watch_weights(model, parts.manager, weights)
     except Exception:
         logger.exception("the model's weights cannot be watched")
-        return ()
+        return lambda: None
 
 
 def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:
@@ -230,10 +193,10 @@ def _refused_engine(model_engine: Any) -> str | None:
 
 def _graph_holder(model_engine: Any) -> Any:
     """The object that holds the graph runner: the engine up to 1.3, the engine's runner on main; None for others."""
-    held = _held(model_engine)
+    held = held_by(model_engine)
     if "cuda_graph_runner" in held:
         return model_engine
-    runners = [each for each in held.values() if "cuda_graph_runner" in _held(each)]
+    runners = [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
     return runners[0] if len(runners) == 1 else None
 
 
@@ -262,7 +225,7 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
     backend = getattr(attention, "attn", None)
     if not callable(getattr(backend, "forward", None)) or getattr(attention, "layer_idx", None) != index:
         return "model_layout"
-    if "forward" in _held(backend):
+    if "forward" in held_by(backend):
         return "model_patched"
     sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
     # A rank has its share of the heads, and at least one KV head.
@@ -284,3 +247,29 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
 def _scales(q_scaling: Any) -> bool:
     """Whether scores can be divided by it; None is 1."""
     return q_scaling is None or (isinstance(q_scaling, (int, float)) and 0 < q_scaling < math.inf)
+
+
+def scales_of(decoder: Any) -> tuple[float, ...]:
+    """The scale of each layer of TensorRT-LLM's decoder, None where it is not found; stored KV is multiplied by it when
+    it is read.
+
+    Raises LayoutError `kv_scales` where a layer's is not known.
+    """
+    layers = getattr(decoder, "layers", None)
+    if not layers:
+        raise LayoutError(
+            "kv_scales", f"the engine's decoder, {type(decoder).__name__}, has no layers to read scales of"
+        )
+    return tuple(_scale_of(getattr(layer, "self_attn", None), index) for index, layer in enumerate(layers))
+
+
+def _scale_of(attention: Any, index: int) -> float:
+    backend, owner = getattr(attention, "attn", None), f"layer {index}"
+    read, written = (
+        scale_of(getattr(backend, name, None), owner, name) for name in ("kv_scale_quant_orig", "kv_scale_orig_quant")
+    )
+    if not math.isclose(read * written, 1.0, rel_tol=1e-3):
+        raise LayoutError(
+            "kv_scales", f"{owner} stores KV times {written!r} and reads it times {read!r}, which is not its inverse"
+        )
+    return read

@@ -17,9 +17,12 @@ import logging
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from engine_wrapper.trtllm.hooks import guard_publication
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from engine_wrapper.patches import Undo
     from semblend_trt.runtime import ActivePlans
 
 logger = logging.getLogger(__name__)
@@ -100,20 +103,15 @@ class ManagerGuard:
     def __init__(self, manager: Any, plans: ActivePlans) -> None:
         self._manager, self._plans = manager, plans
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(manager, name) for name in self.names}
+        self._undo: Undo = lambda: None
 
     def install(self) -> None:
         """Replaces all methods. When one cannot be replaced, restores the others and raises."""
-        try:
-            for name in self.names:
-                setattr(self._manager, name, getattr(self, name))
-        except Exception:
-            self.remove()
-            raise
+        self._undo = guard_publication(self._manager, self, self.names)
 
     def remove(self) -> None:
         """Leaves the manager as it was found."""
-        for name in self.names:
-            vars(self._manager).pop(name, None)
+        self._undo()
 
 
 class V1Guard(ManagerGuard):

@@ -25,7 +25,8 @@ from engine_wrapper.self_check import (
     differences,
     raise_difference,
 )
-from engine_wrapper.trtllm.planned_rows import CheckReached, DecoderHooks, PlannedRows
+from engine_wrapper.trtllm.hooks import hook_decoder
+from engine_wrapper.trtllm.planned_rows import CheckReached, PlannedRows, attend, begin
 from kernels.layout import pool_view
 from semblend_trt.plan import EngineMode
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
+    from engine_wrapper.patches import Undo
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.connector.model_facts import ModelFacts
@@ -171,19 +173,20 @@ class PlannedForward:
         self._manager = manager
         self._runtime = runtime
         self._max_rows = max_rows
-        self._hooks = DecoderHooks(decoder, self._forward)
+        self._hooked, self._stock = decoder, decoder.forward
+        self._undo: Undo = lambda: None
         self._decoder = PlannedDecoder(
-            self._hooks.stock, pool, runtime.pool.geometry, facts.rotation, facts.windows, runtime.ranks
+            self._stock, pool, runtime.pool.geometry, facts.rotation, facts.windows, runtime.ranks
         )
         self._is_judged = False
 
     def install(self) -> None:
         """Hooks the decoder. Raises, with the decoder untouched, when that is not possible."""
-        self._hooks.install()
+        self._undo = hook_decoder(self._hooked, self._forward, begin, attend)
 
     def remove(self) -> None:
         """Leaves the decoder as it was found."""
-        self._hooks.remove()
+        self._undo()
         self._is_judged = True
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
@@ -193,7 +196,7 @@ class PlannedForward:
             plans = self._runtime.active_plans.take_all(list(metadata.request_ids)[: metadata.num_contexts])
         if plans:
             return self._planned(plans, options)
-        hidden = self._hooks.stock(*arguments, **options)
+        hidden = self._stock(*arguments, **options)
         if not self._is_judged:
             self._prove(options, hidden)
         return hidden

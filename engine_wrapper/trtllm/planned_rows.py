@@ -14,7 +14,6 @@ name, and a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.self_check import LayoutError
@@ -187,40 +186,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise LayoutError("attention_call", f"the attention was called with mask {mask!r}; only causal is supported")
 
 
-class DecoderHooks:
-    """Puts `forward` in the place of the decoder's own, which stays callable as `stock`. Layers and attentions that get
-    no planned rows do what they did before."""
-
-    def __init__(self, decoder: Any, forward: Callable[..., Any]) -> None:
-        self._decoder = decoder
-        self._forward = forward
-        self._undo: list[Callable[[], None]] = []
-        self.stock: Callable[..., Any] = decoder.forward
-
-    def install(self) -> None:
-        """Sets all hooks. When one cannot be set, removes the others and raises."""
-        try:
-            for index, layer in enumerate(self._decoder.layers):
-                handle = layer.register_forward_pre_hook(partial(_begin, index), with_kwargs=True)
-                self._undo.append(handle.remove)
-                attention = layer.self_attn
-                self._shadow(attention.attn, "forward", partial(_attend, attention, index, attention.attn.forward))
-            self._shadow(self._decoder, "forward", self._forward)
-        except Exception:
-            self.remove()
-            raise
-
-    def remove(self) -> None:
-        """Leaves the decoder as it was found."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _shadow(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        setattr(owner, name, replacement)
-        self._undo.append(partial(delattr, owner, name))
-
-
-def _begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Before a layer: hands it the rows that are active in it."""
     rows = options.get("attn_metadata")
     if not isinstance(rows, PlannedRows):
@@ -232,10 +198,11 @@ def _begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[st
     return arguments, {**options, "hidden_states": hidden, "residual": residual, "position_ids": positions}
 
 
-def _attend(
+def attend(
     attention: Any, index: int, stock: Callable[..., Any], q: Any, k: Any, v: Any, metadata: Any,
     *arguments: Any, **options: Any,
 ) -> Any:  # fmt: skip
+    """In the place of an attention backend's `forward`: attends for planned rows, and leaves others to the backend."""
     if not isinstance(metadata, PlannedRows):
         return stock(q, k, v, metadata, *arguments, **options)
     if arguments:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
-from engine_wrapper.vllm.metadata import StepMetadata
 from engine_wrapper.vllm.refusals import engine_refusal_of
 from engine_wrapper.vllm.scheduler import VllmScheduler
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
+from engine_wrapper.vllm.steps import StepMetadata
 from engine_wrapper.vllm.worker import VllmWorker
 from semblend_trt.runtime import runtime_for
 
@@ -27,8 +28,8 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         arguments = from_vllm_config(vllm_config)
-        runtime = runtime_for(arguments)
-        runtime.refusal = runtime.refusal or arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config)
+        self._runtime = runtime_for(arguments)
+        self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
         self._scheduler: VllmScheduler | None = None
         self._worker: VllmWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -74,6 +75,9 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- worker ----------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes the caches, unless another connector (MultiConnector) hands them on: each has a part of a step."""
+        if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
+            self._refuse("other_connector")
         self._working.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -120,6 +124,9 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for half in (self._worker, self._scheduler):
             if half is not None:
                 half.close()
+
+    def _refuse(self, reason: str | None) -> None:
+        self._runtime.refusal = self._runtime.refusal or reason
 
     @property
     def _scheduling(self) -> VllmScheduler:

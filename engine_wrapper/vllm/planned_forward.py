@@ -1,21 +1,19 @@
 """Executes plans in vLLM's own decoder, once its first prompt has come out the same.
 
 Facts: vLLM, `v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2; 0.25.1 and 0.28). Both call
-the model with the same keywords and keep the layers' attention metadata in the forward context. V1 holds the running
-step's batch; V2 makes it for the step and hands it on.
+the model with the same keywords and keep the layers' attention metadata in the forward context.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm import envs
 from vllm.forward_context import get_forward_context
 
 from engine_wrapper.batch import Batch, EngineForward
@@ -28,9 +26,11 @@ from engine_wrapper.self_check import (
     raise_difference,
     sample_difference,
 )
-from engine_wrapper.vllm.key_rotation import check_rotation
-from engine_wrapper.vllm.refusals import callers, sample_refusal
-from engine_wrapper.vllm.rows import KEYS_PER_ROW, StepGraphs, VllmRows, as_prompts, own_rows_as_stored
+from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
+from engine_wrapper.vllm.cuda_graphs import StepGraphs
+from engine_wrapper.vllm.decoder import check_rotation
+from engine_wrapper.vllm.hooks import replace_forward
+from engine_wrapper.vllm.refusals import sample_refusal
 from semblend_trt.plan import EngineMode
 from semblend_trt.streams import HostCopy
 
@@ -38,77 +38,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
-    from engine_wrapper.vllm.metadata import Scheduled
-    from engine_wrapper.vllm.rows import Decoder
+    from engine_wrapper.vllm.decoder import Decoder
+    from engine_wrapper.vllm.hooks import ModelRunner
+    from engine_wrapper.vllm.steps import Scheduled
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRunner:
-    """One of vLLM's two model runners as a planned forward sees it: `runner` is vLLM's own, `model` the one that it
-    calls, without wrappers.
-
-    `order` gives the requests of the running step in the order of their rows; `remove` leaves the runner as it was
-    found.
-    """
-
-    runner: Any
-    model: Any
-    order: Callable[[], list[str]]
-    remove: Callable[[], None]
-
-
-def model_runner_of_caller() -> ModelRunner:
-    """The model runner that is registering its caches: a connector is handed nothing but them.
-
-    Raises LookupError for a runner of another kind, and LayoutError where a replayed graph would run no plan.
-    """
-    for owner in callers():
-        if not hasattr(owner, "attn_groups") or not hasattr(owner, "get_model"):
-            continue
-        if hasattr(owner, "input_batch"):
-            return _first(owner)
-        if hasattr(owner, "prepare_inputs"):
-            return _second(owner)
-    raise LookupError("the model runner is of a kind that is not known")
-
-
-def _first(runner: Any) -> ModelRunner:
-    _check_graphs(runner.compilation_config.cudagraph_mode)
-    return ModelRunner(runner, runner.get_model(), lambda: list(runner.input_batch.req_ids), lambda: None)
-
-
-def _second(runner: Any) -> ModelRunner:
-    _check_graphs(runner.cudagraph_manager.cudagraph_mode)
-    watched = _PreparedInputs(runner)
-    return ModelRunner(runner, runner.get_model(), lambda: watched.request_ids, watched.remove)
-
-
-def _check_graphs(mode: Any) -> None:
-    is_whole = mode.name != "PIECEWISE" or getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
-    if is_whole and mode.name != "NONE":
-        raise LayoutError("full_cuda_graphs", f"steps are replayed whole, as cudagraph_mode {mode.name} has it")
-
-
-class _PreparedInputs:
-    """In the place of the V2 runner's `prepare_inputs`, which every step but dummy runs calls before its forward."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner, self._stock = runner, runner.prepare_inputs
-        self.request_ids: list[str] = []
-        runner.prepare_inputs = self._prepare
-
-    def remove(self) -> None:
-        vars(self._runner).pop("prepare_inputs", None)
-
-    def _prepare(self, *arguments: Any, **options: Any) -> Any:
-        batch = self._stock(*arguments, **options)
-        self.request_ids = list(getattr(batch, "req_ids", ()))
-        return batch
 
 
 class _OrderCheck:
@@ -150,11 +87,11 @@ class PlannedForward:
         self._graphs: StepGraphs  # those of the step that is proven
         # What the scheduler told of the running step, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
-        runner.model.forward = self._forward
+        self._undo = replace_forward(runner.model, self._forward)
 
     def remove(self) -> None:
         """Leaves the model and its runner as they were found."""
-        vars(self._runner.model).pop("forward", None)
+        self._undo()
         self._runner.remove()
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:

@@ -5,15 +5,11 @@ A field that a version does not have is off there; a value of no known kind is r
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_wrapper.vllm.engine_spec import HARMLESS, OVERRIDES, vllm_version
 from engine_wrapper.vllm.kv_scales import E4M3
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OLDEST = (0, 25)
 # Backends whose metadata takes any number of sequences, and stays as it is when the next stage's is built. FLASHINFER
@@ -102,13 +98,12 @@ _REQUEST: _Rules = {
 def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """The reason for which nothing is reused in this engine, None when there is none. Raises nothing.
 
-    `kv_cache_config` is None before the engine runs. A connector asks in its constructor, where it can be seen whether
-    another connector builds it.
+    `kv_cache_config` is None before the engine runs.
     """
     version = vllm_version()
     if version is None or version < OLDEST:
         return "vllm_version"
-    if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector" or _is_chained():
+    if _value(vllm_config, "kv_transfer_config.kv_connector") == "MultiConnector":
         return "other_connector"
     is_text_only = _value(vllm_config, "model_config.multimodal_config.language_model_only") is True
     refusal = (None if is_text_only else _first(vllm_config, _IMAGES)) or _first(vllm_config, _ENGINE)
@@ -166,16 +161,3 @@ def _spec_refusal(spec: Any) -> str | None:
     if type(spec).__name__ == "SlidingWindowSpec":
         return "sliding_window"
     return _first(spec, _CACHE) or (None if type(spec).__name__ in _SPECS else "cache_spec")
-
-
-def callers() -> Iterator[Any]:
-    """The objects whose methods are running, nearest first. vLLM hands a connector no reference to its own parts."""
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        if (owner := frame.f_locals.get("self")) is not None:
-            yield owner
-
-
-def _is_chained() -> bool:
-    """Whether a MultiConnector is building its children: each sees a configuration of its own."""
-    return any("MultiConnector" in {kind.__name__ for kind in type(owner).__mro__} for owner in callers())

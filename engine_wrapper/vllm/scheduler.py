@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import struct
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine_wrapper.vllm.metadata import StepMetadata, Steps
-from engine_wrapper.vllm.recovery import recovery_for
+from engine_wrapper.vllm.hooks import guard_publication, watch_resets
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
-from engine_wrapper.watched_call import WatchedCall
+from engine_wrapper.vllm.steps import StepMetadata, Steps, recovery_for
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.outcome import VLLM_RECEIPT
@@ -22,16 +22,13 @@ from semblend_trt.policy import COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from semblend_trt.connector.engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
-
-# The methods by which a block pool publishes.
-_FULL, _PARTIAL = "cache_full_blocks", "cache_partial_block"
 
 
 class RequestView:
@@ -65,26 +62,16 @@ class RequestView:
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), dtype=np.int32)
 
 
-class BlockPoolGuard:
+class PublicationGuard:
     """Keeps blocks that hold approximate KV out of vLLM's exact prefix cache, and out of its KV events.
 
     vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the limit is set at the lookup,
-    and holds until the request has ended: what is generated behind approximate KV is approximate too. The guard stands
-    before the pool's own methods; `limit` and `release` go by the request's id in vLLM.
-
-    Facts: vLLM, `v1/core/block_pool.py`, `BlockPool.cache_full_blocks` and `cache_partial_block` (0.25.1 to 0.32).
+    and holds until the request has ended: what is generated after approximate KV is approximate too. `limit` and
+    `release` go by the request's id in vLLM; the others are called in the place of the block pool's methods.
     """
 
-    def __init__(self, pool: Any) -> None:
-        """Raises AttributeError for a pool that publishes in another way."""
-        self._pool = pool
-        self._stock = {_FULL: getattr(pool, _FULL)}
-        if hasattr(pool, _PARTIAL):
-            self._stock[_PARTIAL] = getattr(pool, _PARTIAL)
+    def __init__(self) -> None:
         self._exact: dict[str, int] = {}
-        setattr(pool, _FULL, self._full)
-        if _PARTIAL in self._stock:
-            setattr(pool, _PARTIAL, self._partial)
 
     def limit(self, request_id: str, exact_tokens: int) -> None:
         """From now on only blocks within the request's first `exact_tokens` tokens are published."""
@@ -94,13 +81,9 @@ class BlockPoolGuard:
         """Forgets the request: all of its KV is exact, or it has ended."""
         self._exact.pop(request_id, None)
 
-    def remove(self) -> None:
-        """Leaves the pool as it was found."""
-        for name in self._stock:
-            vars(self._pool).pop(name, None)
-
-    def _full(
+    def full(
         self,
+        stock: Callable[..., Any],
         request: Any,
         blocks: Any,
         num_cached_blocks: int,
@@ -109,6 +92,7 @@ class BlockPoolGuard:
         *arguments: Any,
         **options: Any,
     ) -> Any:
+        """Publishes full blocks, those of a limited request up to its limit."""
         exact = self._exact.get(request.request_id)
         if exact is not None:
             num_full_blocks = min(num_full_blocks, exact // block_size)
@@ -117,14 +101,11 @@ class BlockPoolGuard:
             mask = options.get("block_mask")
             if mask is not None:
                 options["block_mask"] = mask[: num_full_blocks - num_cached_blocks]
-        return self._stock[_FULL](
-            request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options
-        )
+        return stock(request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options)
 
-    def _partial(self, request: Any, *arguments: Any, **options: Any) -> Any:
-        if request.request_id in self._exact:
-            return None
-        return self._stock[_PARTIAL](request, *arguments, **options)
+    def partly(self, stock: Callable[..., Any], request: Any, *arguments: Any, **options: Any) -> Any:
+        """Publishes a block that is not full, none of a limited request."""
+        return None if request.request_id in self._exact else stock(request, *arguments, **options)
 
 
 class VllmScheduler:
@@ -137,16 +118,16 @@ class VllmScheduler:
         self._next_number = itertools.count(1)
         self._steps = Steps(self._number_of)
         self._saving: dict[int, str] = {}
-        self._guard: BlockPoolGuard | None = None
-        self._resets: WatchedCall | None = None
+        self._guard = PublicationGuard()
+        self._undo = ExitStack()
         self._recovery = recovery_for(arguments)
         self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """Guards the pool; without that nothing but exact prefixes is reused. The caches are registered by now."""
         try:
-            self._guard = BlockPoolGuard(pool)
-            self._resets = WatchedCall(pool, "reset_prefix_cache", self._note_reset)
+            self._undo.callback(guard_publication(pool, self._guard.full, self._guard.partly))
+            self._undo.callback(watch_resets(pool, self._note_reset))
             self._runtime.publication_guard = True
         except AttributeError:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
@@ -164,13 +145,12 @@ class VllmScheduler:
         Before vLLM publishes any of them, the guard knows how many are exact.
         """
         number = self._number_of(request.request_id)
-        if self._guard is not None:
-            self._guard.release(request.request_id)
+        self._guard.release(request.request_id)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
             return 0  # a load that fails could not be mended by rows of ours yet
-        if tokens and plan is not None and not plan.is_exact and self._guard is not None:
+        if tokens and plan is not None and not plan.is_exact:
             self._guard.limit(request.request_id, plan.exact_token_count)
         return tokens
 
@@ -212,8 +192,7 @@ class VllmScheduler:
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
-        if self._guard is not None:
-            self._guard.release(request.request_id)
+        self._guard.release(request.request_id)
         if (report := self._scheduler.outcomes.of(number)) is None:
             return is_saving, None
         self.stats.request_ended(report)
@@ -228,9 +207,7 @@ class VllmScheduler:
     def close(self) -> None:
         """Writes out what is held, and leaves vLLM's block pool as it was found."""
         self._scheduler.close()
-        for change in (self._guard, self._resets):
-            if change is not None:
-                change.remove()
+        self._undo.close()
 
     def _note_reset(self, was_reset: bool) -> None:
         if was_reset and self._runtime.weights is not None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
 
 from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.attention import own_builder
+from engine_wrapper.vllm.decoder import Decoder, compare_windows, layer_calls_of, unfused_of
+from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
 from engine_wrapper.vllm.kv_scales import E4M3, are_of_heads, scales_of, scales_of_heads
-from engine_wrapper.vllm.layer_calls import layer_calls_of
 from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
-from engine_wrapper.vllm.planned_forward import PlannedForward, model_runner_of_caller
-from engine_wrapper.vllm.recovery import recovery_for
-from engine_wrapper.vllm.rows import Decoder, own_builder, unfused_of
+from engine_wrapper.vllm.planned_forward import PlannedForward
 from engine_wrapper.vllm.stats import tell_used
-from engine_wrapper.vllm.worker_calls import watch_worker_calls
+from engine_wrapper.vllm.steps import recovery_for
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
@@ -29,14 +30,13 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from engine_wrapper.vllm.hooks import ModelRunner
     from engine_wrapper.vllm.kv_scales import Scale
     from engine_wrapper.vllm.layers import CacheLayout
-    from engine_wrapper.vllm.metadata import Scheduled, StepMetadata
-    from engine_wrapper.watched_call import WatchedCall
+    from engine_wrapper.vllm.steps import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
     from semblend_trt.config import Settings
     from semblend_trt.connector.engine_spec import EngineSpec
-    from semblend_trt.connector.model_facts import ModelFacts
     from semblend_trt.plan import SemanticKvPlan
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class VllmWorker:
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
         self._forward: PlannedForward | None = None
-        self._calls: WatchedCall | None = None
+        self._undo = ExitStack()
         self._recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
         self._saving: dict[int, str] = {}
@@ -130,10 +130,7 @@ class VllmWorker:
 
     def close(self) -> None:
         """Ends what is being saved, and leaves the model as it was found."""
-        if self._forward is not None:
-            self._forward.remove()
-        if self._calls is not None:
-            self._calls.remove()
+        self._undo.close()
         self._worker.close()
 
     def _begin(self, step: Mapping[str, Scheduled]) -> None:
@@ -195,70 +192,59 @@ class VllmWorker:
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
         """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
         be, nothing is reused."""
-        found = None
-        try:
-            found, names = model_runner_of_caller(), in_order(caches)
-            runner, model = found.runner, found.model
-            self._runtime.weights = weights = Weights(model)
-            self._calls = watch_worker_calls(weights)
-            assert names is not None
-            modules = self._config.compilation_config.static_forward_context
-            assert self._runtime.pool is not None
-            assert self._layout is not None
-            attention, facts = tuple(self._worker.attention), self._worker.facts
-            assert facts is not None
-            longest = int(self._config.model_config.max_model_len)
-            _compare_windows(attention, facts, longest)
-            # The part that reads text of a model that takes images too.
-            model = getattr(model, "get_language_model", lambda: model)()
-            decoder = model.model
-            if len(decoder.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
-                raise TypeError(f"the decoder {type(decoder).__name__} is laid out in another way")
-            scheduling = self._config.scheduler_config
-            parts = Decoder(
-                calls=layer_calls_of(model),
-                names=tuple(names),
-                attention=attention,
-                builder=own_builder(_plain_group(runner, modules), int(scheduling.max_num_batched_tokens)),
-                caches=tuple(caches[name] for name in names),
-                layout=self._layout,
-                pool=pool,
-                geometry=self._runtime.pool.geometry,
-                chunks=tuple(getattr(each, "attention_chunk_size", None) for each in attention),
-                rotation=facts.rotation,
-                longest=longest,
-                head_scales=scales_of_heads(self._worker.scales, self._layout.shape[0], pool.device),
-                unfused=unfused_of(decoder) if pool.is_cuda else (),
-            )
-            max_rows = int(scheduling.max_num_batched_tokens)
-            self._forward = PlannedForward(found, parts, self._runtime, self._fail, max_rows)
-        except Exception as error:
-            logger.warning("KV is not reused: plans cannot be executed in this model: %s", error)
-            self._runtime.faults["hook"] += 1
-            for change in (found, self._calls):
-                if change is not None:
-                    change.remove()
-            reason = error.reason if isinstance(error, LayoutError) else "model_runner"
-            self._runtime.refusal = self._runtime.refusal or reason
+        with ExitStack() as undo:
+            try:
+                runner = find_runner()
+                undo.callback(runner.remove)
+                self._runtime.weights = weights = Weights(runner.model)
+                undo.callback(watch_worker_calls(weights))
+                decoder, max_rows = self._decoder(runner, pool, caches), self._max_rows
+                self._forward = PlannedForward(runner, decoder, self._runtime, self._fail, max_rows)
+                undo.callback(self._forward.remove)
+                self._undo = undo.pop_all()
+            except Exception as error:
+                logger.warning("KV is not reused: plans cannot be executed in this model: %s", error)
+                self._runtime.faults["hook"] += 1
+                reason = error.reason if isinstance(error, LayoutError) else "model_runner"
+                self._runtime.refusal = self._runtime.refusal or reason
 
+    def _decoder(self, runner: ModelRunner, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> Decoder:
+        """The runner's decoder. Raises LayoutError or TypeError for one that our rows cannot run."""
+        attention, facts, layout = tuple(self._worker.attention), self._worker.facts, self._layout
+        assert self._runtime.pool is not None
+        assert layout is not None
+        assert facts is not None
+        longest = int(self._config.model_config.max_model_len)
+        compare_windows(attention, facts, longest)
+        # The part that reads text of a model that takes images too.
+        model = getattr(runner.model, "get_language_model", lambda: runner.model)()
+        names = tuple(in_order(caches) or ())
+        if len(model.model.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
+            raise TypeError(f"the decoder {type(model.model).__name__} is laid out in another way")
+        chunks = tuple(getattr(each, "attention_chunk_size", None) for each in attention)
+        # The builder of an attention without chunks takes sequences as they are.
+        whole = {name for name, chunk in zip(names, chunks, strict=True) if chunk is None}
+        group = next((each for each in runner.groups if each.layer_names[0] in whole), runner.groups[0])
+        return Decoder(
+            calls=layer_calls_of(model),
+            names=names,
+            attention=attention,
+            builder=own_builder(group, self._max_rows),
+            caches=tuple(caches[name] for name in names),
+            layout=layout,
+            pool=pool,
+            geometry=self._runtime.pool.geometry,
+            chunks=chunks,
+            rotation=facts.rotation,
+            longest=longest,
+            head_scales=scales_of_heads(self._worker.scales, layout.shape[0], pool.device),
+            unfused=unfused_of(model.model) if pool.is_cuda else (),
+        )
 
-def _compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:
-    """Raises LayoutError for layers that see other tokens of a sequence of `longest` tokens than the model's
-    configuration says; what reaches over all of it hides nothing."""
-    longest = max(longest, facts.max_positions)
-    told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
-    for what, (name, wanted) in told.items():
-        found = [getattr(each, name, None) for each in attention]
-        shown = [None if each is None or each >= longest else each for each in found]
-        if shown != list(wanted):
-            raise LayoutError("sliding_window", f"layers have {what} {shown}, and the model {list(wanted)}")
-
-
-def _plain_group(runner: Any, modules: Mapping[str, Any]) -> Any:
-    """The first attention group without chunks, whose builder takes sequences as they are."""
-    groups = runner.attn_groups[0]
-    plain = (each for each in groups if getattr(modules[each.layer_names[0]], "attention_chunk_size", None) is None)
-    return next(plain, groups[0])
+    @property
+    def _max_rows(self) -> int:
+        """The most rows of one forward."""
+        return int(self._config.scheduler_config.max_num_batched_tokens)
 
 
 def _what_is_on(settings: Settings) -> str:

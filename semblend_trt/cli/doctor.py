@@ -148,7 +148,9 @@ def _users(settings: Settings | None) -> dict[str, str]:
 
 def _is_of(need: Requirement, extra: str) -> bool:
     """Whether the extra brings the package, or without one we ourselves do."""
-    is_ours = need.marker is None or need.marker.evaluate({"extra": ""})
+    if need.marker is None:
+        return not extra
+    is_ours = need.marker.evaluate({"extra": ""})
     return is_ours if not extra else not is_ours and need.marker.evaluate({"extra": extra})
 
 

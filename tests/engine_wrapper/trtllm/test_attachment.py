@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_wrapper.connector import SemBlendKvConnectorWorker
-from engine_wrapper.trtllm.attachment import ExecutorParts, execution_refusal
-from engine_wrapper.watched_call import WatchedCall
+from engine_wrapper.trtllm.attachment import execution_refusal
+from engine_wrapper.trtllm.hooks import ExecutorParts
 from semblend_trt.connector.engine_spec import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import SemBlendError
@@ -65,13 +65,12 @@ class Site:
             owners += [layer, layer.self_attn, getattr(layer.self_attn, "attn", None)]
         kept = [dict(vars(owner)) for owner in owners if hasattr(owner, "__dict__")]
         # Weights are watched until the end, whatever else is attached.
-        self.watched = [name for each in kept for name, value in each.items() if _is_watched(value)]
-        kept = [{name: value for name, value in each.items() if not _is_watched(value)} for each in kept]
+        self.watched = [name for each in kept for name in WATCHED if name in each]
+        kept = [{name: value for name, value in each.items() if name not in WATCHED} for each in kept]
         return [{**each, "_forward_pre_hooks": dict(each.get("_forward_pre_hooks") or {})} for each in kept]
 
 
-def _is_watched(value: object) -> bool:
-    return isinstance(getattr(value, "__self__", None), WatchedCall)
+WATCHED = ("load_weights", "reset_reuse_state")
 
 
 @pytest.fixture

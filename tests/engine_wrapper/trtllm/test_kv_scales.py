@@ -11,7 +11,7 @@ import torch
 
 from engine_wrapper.connector import SemBlendKvConnectorWorker
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.trtllm.kv_scales import scales_of
+from engine_wrapper.trtllm.attachment import scales_of
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.trtllm.stand_ins import LlmArgs, executor_of
 

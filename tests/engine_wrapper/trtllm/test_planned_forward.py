@@ -138,7 +138,7 @@ def test_only_a_long_prompt_from_position_0_proves_that_plans_can_run(
 
 @pytest.mark.parametrize("what", ["hidden rows", "KV of layer 1", "counts positions in another way"])
 def test_what_differs_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, what: str) -> None:
-    own, request = bench.forward._hooks.stock, bench.request(1, 72)
+    own, request = bench.forward._stock, bench.request(1, 72)
 
     def otherwise(**options: Any) -> torch.Tensor:
         hidden: torch.Tensor = own(**options)
@@ -150,7 +150,7 @@ def test_what_differs_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, w
             options["position_ids"] += 2
         return hidden
 
-    bench.forward._hooks.stock = otherwise
+    bench.forward._stock = otherwise
     bench.executor.prefill(request)
     assert what in caplog.text
     assert bench.runtime.faults == {"self_check": 1}

@@ -164,7 +164,7 @@ def taught(served: Served, *donors: list[int]) -> Served:
 
 def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool = False) -> list[int]:
     """Has the fifth layer fail for our rows, not for vLLM's own; the list grows with every failure."""
-    from engine_wrapper.vllm.rows import VllmRows
+    from engine_wrapper.vllm.attention import VllmRows
 
     layer, inside, failures = served.worker._forward._runner.model.model.layers[5], list[VllmRows](), list[int]()
     run, enter, leave = layer.forward, VllmRows.__enter__, VllmRows.__exit__
@@ -340,7 +340,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of all metadata that we had built for latent rows, the sequences that count as decodes, and those that count as
     prompts."""
-    from engine_wrapper.vllm.rows import VllmRows
+    from engine_wrapper.vllm.attention import VllmRows
 
     found: list[tuple[int, int]] = []
     stock = VllmRows._metadata

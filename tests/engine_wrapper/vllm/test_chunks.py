@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine_wrapper.vllm import arguments
-from engine_wrapper.vllm.rows import VllmRows
+from engine_wrapper.vllm import engine_spec
+from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model, save_with_images
 from tests.engine_wrapper.vllm.conftest import (
@@ -150,7 +150,7 @@ def test_from_a_chunks_first_token_on_a_moved_run_is_that_of_a_cold_run(
 def test_keys_that_turn_as_those_of_transformers_are_not_vllms(
     engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arguments, "LLAMA4", ())
+    monkeypatch.setattr(engine_spec, "LLAMA4", ())
     served = engine("position_fix", model=models(LOWER))
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "stock"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config
 
-from engine_wrapper.vllm import rows
+from engine_wrapper.vllm import attention
 from kernels.layout import PagedKv
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
@@ -177,13 +177,13 @@ def test_the_self_check_computes_runs_as_prompts_too(
     engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FLASH_ATTN_MLA takes those of the check for decodes."""
-    found, stock = list[int](), rows._built
+    found, stock = list[int](), attention._built
 
     def told(builder: Any, common: Any) -> Any:
         found.append(builder.reorder_batch_threshold)
         return stock(builder, common)
 
-    monkeypatch.setattr(rows, "_built", told)
+    monkeypatch.setattr(attention, "_built", told)
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"
@@ -261,7 +261,7 @@ def test_another_way_to_compute_prompts_is_refused_by_name(
     engine: Engine, models: Models, cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold(MOVED)
-    monkeypatch.setattr(rows, "PREFILL_BACKENDS", ("ANOTHER",))
+    monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
     answer = served.ask(MOVED, max_tokens=16)

@@ -11,7 +11,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from engine_wrapper import self_check
-from engine_wrapper.vllm import planned_forward, rows
+from engine_wrapper.vllm import attention, planned_forward
 from kernels.layout import PagedKv
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
@@ -133,7 +133,7 @@ def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
     options: dict[str, Any],
 ) -> None:
     if not ON_CARD:
-        monkeypatch.setattr(rows, "RESERVING_BACKENDS", ("CPU_MLA",))
+        monkeypatch.setattr(attention, "RESERVING_BACKENDS", ("CPU_MLA",))
     served = engine("position_fix", model=model, max_num_seqs=4, **options)
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.layer_calls import layer_calls_of
+from engine_wrapper.vllm.decoder import layer_calls_of
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, Answered, Served, cold_answers, near, taught
 

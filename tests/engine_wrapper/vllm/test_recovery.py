@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine_wrapper.vllm.recovery import Recovery
+from engine_wrapper.vllm.steps import Recovery
 from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, both_schedulings, fail_planned, near, taught
 
 if TYPE_CHECKING:
@@ -192,5 +192,3 @@ def test_blocks_are_told_where_vllm_cannot_begin_again() -> None:
     recovery.compute_again([3, 4])
     assert recovery.take_failed_blocks() == {3, 4}
     assert recovery.take_failed_blocks() == set()
-    with pytest.raises(LookupError, match="not among the callers"):
-        Recovery().bind()

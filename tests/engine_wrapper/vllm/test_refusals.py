@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -236,20 +235,17 @@ def test_other_caches_are_refused(reason: str, cache: Any) -> None:
 
 
 def test_a_connector_that_another_one_builds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str | None] = []
-
-    class Asking(ExampleConnector):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-            said.append(engine_refusal_of(vllm_config, kv_cache_config))
-            super().__init__(vllm_config, role, kv_cache_config)
-
-    monkeypatch.setitem(sys.modules, "asking", SimpleNamespace(Asking=Asking))  # type: ignore[misc]
-    Asking(engine_config(), KVConnectorRole.SCHEDULER, ONE_GROUP)
-    child = {"kv_connector": "Asking", "kv_connector_module_path": "asking", "kv_role": "kv_both"}
-    config = engine_config(connectors=[{**child, "kv_load_failure_policy": "recompute"}])
+    child = {"kv_connector": "SemBlendConnector", "kv_connector_module_path": "engine_wrapper.vllm"}
+    options = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    config = engine_config(connectors=[{**child, **options}])
     config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    MultiConnector(config, KVConnectorRole.SCHEDULER, ONE_GROUP)
-    assert said == [None, "other_connector"]
+    outer = MultiConnector(config, KVConnectorRole.WORKER, ONE_GROUP)
+    inner = outer._connectors[0]
+    for called, reason in ((inner, "pool_layout"), (outer, "other_connector")):
+        inner._runtime.refusal = None
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", called)
+        called.register_kv_caches({})
+        assert inner._runtime.refusal == reason
 
 
 def request(sampling: dict[str, Any] | None = None, **changes: Any) -> Request:

@@ -17,8 +17,10 @@ from vllm.model_executor.custom_op import CustomOp
 from engine_wrapper import deviation_check
 from engine_wrapper.deviation_check import choose
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm import planned_forward, rows
-from engine_wrapper.vllm.rows import StepGraphs, VllmRows, own_builder, unfused_of
+from engine_wrapper.vllm import attention, planned_forward
+from engine_wrapper.vllm.attention import VllmRows, own_builder
+from engine_wrapper.vllm.cuda_graphs import StepGraphs
+from engine_wrapper.vllm.decoder import unfused_of
 from semblend_trt.plan import SpanCheck
 from tests.engine_wrapper.vllm.conftest import near, random_tokens
 
@@ -77,7 +79,7 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(
     served = taught(engine)
     deviate(monkeypatch, 18)
     with monkeypatch.context() as patched:
-        patched.setattr(rows, "ROWS_PER_GAP", 0)
+        patched.setattr(attention, "ROWS_PER_GAP", 0)
         answer = served.ask(MOVED)
     assert answer.cached > 500
     found = evidence_of(served)

@@ -13,7 +13,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import scheduler
-from engine_wrapper.vllm.scheduler import BlockPoolGuard
+from engine_wrapper.vllm.hooks import guard_publication
+from engine_wrapper.vllm.scheduler import PublicationGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,12 @@ def request(name: str, tokens: int = 4 * SIZE) -> Request:
     )
 
 
+def guarded(pool: Any) -> PublicationGuard:
+    guard = PublicationGuard()
+    guard_publication(pool, guard.full, guard.partly)
+    return guard
+
+
 def published(blocks: list[Any]) -> list[bool]:
     return [block.block_hash is not None for block in blocks]
 
@@ -41,7 +48,7 @@ def published(blocks: list[Any]) -> list[bool]:
 @pytest.mark.every_version
 def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended() -> None:
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
-    guard, asked, other = BlockPoolGuard(pool), request("a"), request("b")
+    guard, asked, other = guarded(pool), request("a"), request("b")
     guard.limit("a", 2 * SIZE + 5)
     own, others = pool.get_new_blocks(4), pool.get_new_blocks(4)
     for first, end in ((0, 1), (1, 3), (3, 4)):
@@ -59,7 +66,7 @@ def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_en
 )
 def test_a_mask_of_blocks_is_cut_with_them() -> None:
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
-    guard, own = BlockPoolGuard(pool), pool.get_new_blocks(4)
+    guard, own = guarded(pool), pool.get_new_blocks(4)
     guard.limit("a", 3 * SIZE)
     pool.cache_full_blocks(request("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
     assert published(own) == [True, False, True, False]
@@ -69,7 +76,7 @@ def test_a_mask_of_blocks_is_cut_with_them() -> None:
 @pytest.mark.skipif(not hasattr(BlockPool, "cache_partial_block"), reason="this version publishes whole blocks alone")
 def test_no_part_of_a_block_is_published() -> None:
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
-    guard, [own, another] = BlockPoolGuard(pool), pool.get_new_blocks(2)
+    guard, [own, another] = guarded(pool), pool.get_new_blocks(2)
     guard.limit("a", 4 * SIZE)
     pool.cache_partial_block(request("a"), own, 3 * SIZE, 0, 2 * SIZE)
     pool.cache_partial_block(request("b"), another, 3 * SIZE, 0, 2 * SIZE)
@@ -80,10 +87,10 @@ def test_no_part_of_a_block_is_published() -> None:
 def test_a_pool_is_left_as_it_was_found() -> None:
     pool = BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=SIZE)
     before = set(vars(pool))
-    BlockPoolGuard(pool).remove()
+    guard_publication(pool, print, print)()
     assert set(vars(pool)) == before
     with pytest.raises(AttributeError):
-        BlockPoolGuard(object())
+        guard_publication(object(), print, print)
 
 
 def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(
@@ -91,7 +98,7 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(
 ) -> None:
     donor, moved = list(range(10, 510)), [*range(900, 970), *range(10, 510)]
     cold = engine(None, enable_prefix_caching=False).ask(moved).tokens
-    monkeypatch.setattr(scheduler, "BlockPoolGuard", lambda _: BlockPoolGuard(object()))
+    monkeypatch.setattr(scheduler, "guard_publication", lambda _, *own: guard_publication(object(), *own))
     served = engine("position_fix")
     served.ask(donor)
     served.settle()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine_wrapper.vllm.rows import VllmRows
+from engine_wrapper.vllm.attention import VllmRows
 from tests.engine_wrapper.vllm.conftest import (
     WHOLE,
     both_schedulings,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine_wrapper.embedded.sampling import SamplingParams
-from engine_wrapper.vllm import planned_forward, rows
-from engine_wrapper.vllm.rows import VllmRows
+from engine_wrapper.vllm import attention, planned_forward
+from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import Engines
 from tests.engine_wrapper.vllm.conftest import SHORT
@@ -142,7 +142,7 @@ def test_samples_find_what_they_do_in_the_embedded_engine(
         enter(rows, stage)
 
     monkeypatch.setattr(VllmRows, "enter", watched)
-    monkeypatch.setattr(rows, "ROWS_PER_GAP", 1000)
+    monkeypatch.setattr(attention, "ROWS_PER_GAP", 1000)
     found = []
     for family in FAMILIES:
         right, followed, _ = answers(served, cases_of(served.llm.get_tokenizer(), family), donors=True)
@@ -171,7 +171,7 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
     if problem == "alibi":
         monkeypatch.setattr(planned_forward, "sample_refusal", lambda _: problem)
     else:
-        monkeypatch.setattr(rows, "sparse_prefill", fails)
+        monkeypatch.setattr(attention, "sparse_prefill", fails)
     served = engine("boundary", sampled)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.WARNING, "vllm")

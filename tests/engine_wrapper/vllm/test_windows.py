@@ -11,7 +11,7 @@ import pytest
 from torch.cuda import is_available
 
 from engine_wrapper import self_check
-from engine_wrapper.vllm.rows import VllmRows
+from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, MOVED, Answered, Served, cold_answers, near, taught

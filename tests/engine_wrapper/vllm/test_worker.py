@@ -32,7 +32,7 @@ def another_backend(*_: Any) -> None:
     ("reason", "changed", "settings", "sentence"),
     [
         ("pool_layout", ("layered_pool", no_layout), {}, "KV is not reused (pool_layout)"),
-        ("model_runner", ("model_runner_of_caller", another_runner), {}, "of a kind that is not known"),
+        ("model_runner", ("find_runner", another_runner), {}, "of a kind that is not known"),
         ("attention_backend", ("own_builder", another_backend), {}, "the attention backend is FLASHINFER"),
         ("settings_invalid", None, {"device_bytes": 100}, "raise SEMBLEND_DEVICE_BYTES to at least"),
     ],

@@ -18,35 +18,31 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.forward_context import BatchDescriptor, get_forward_context
-from vllm.model_executor.custom_op import CustomOp
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.layers import fresh_rows, write
+from engine_wrapper.vllm.decoder import take_fresh
+from engine_wrapper.vllm.hooks import forward_context, own_kernels, replaced_backend
+from engine_wrapper.vllm.layers import fresh_rows
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
-from kernels.layout import PoolLayer
-from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
+from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill
 from kernels.sparse_prefill.rows import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from typing_extensions import Self
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
-    from engine_wrapper.vllm.layer_calls import LayerCalls, Rows
-    from engine_wrapper.vllm.layers import CacheLayout
-    from kernels.layout import KvGeometry, LayeredPool
-    from kernels.rope import Rotation
+    from engine_wrapper.vllm.cuda_graphs import StepGraphs
+    from engine_wrapper.vllm.decoder import Decoder
     from semblend_trt.ranks import Ranks
 
 # A run reads all keys before it, which takes as long as one more row for so many of them (`works_of`): measured on an
@@ -56,65 +52,6 @@ KEYS_PER_ROW = 4096
 ROWS_PER_GAP = 4
 # What vLLM before 0.28 says of a latent attention's prompts: how many rows, the first ones, have tokens before them.
 _WITH_CONTEXT = "prefill_tokens_with_context"
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """The calls of vLLM's decoder with what its attention needs: of each layer the cache's name, the attention module
-    and the cache itself; the caches' layout, what they are as a `pool`, and a builder of the backend's metadata
-    (`own_builder`). `chunks`: of each layer the tokens of a chunk if its attention has chunks, else None.
-    `rotation`: how keys move, as the model's configuration says; `longest`: tokens of the longest sequence.
-    `head_scales`: of each layer, where heads have their own, float32 [K and V, kv_heads]. `unfused`: modules that vLLM
-    leaves to its compiler (`unfused_of`)."""
-
-    calls: LayerCalls
-    names: tuple[str, ...]
-    attention: tuple[Any, ...]
-    caches: tuple[torch.Tensor, ...]
-    layout: CacheLayout
-    builder: Any
-    pool: LayeredPool
-    geometry: KvGeometry
-    chunks: tuple[int | None, ...]
-    rotation: Rotation
-    longest: int
-    head_scales: tuple[torch.Tensor, ...] = ()
-    unfused: tuple[CustomOp, ...] = ()
-
-    def cache(self, layer: int) -> PoolLayer:
-        """The cache of one layer."""
-        return PoolLayer(self.pool.layers(layer, layer + 1), 0, replace(self.geometry, num_layers=1))
-
-    def stored(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of K and V, [rows, kv_heads, head_dim], or latent rows and None, as the cache would hold them: in e4m3
-        the backend itself has rounded them, so that the same row of a donor does not deviate at all."""
-        if keys.dtype == self.pool.dtype:
-            return keys, values
-        stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
-        return stored, rest[0] if rest else None
-
-    def write(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        sequences: tuple[SequenceRows, ...],
-        slots: torch.Tensor,
-    ) -> None:
-        """Writes rows of K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
-        if keys.dtype == self.pool.dtype:
-            write_rows(keys, values, self.cache(layer), sequences)
-            return
-        write(self.attention[layer], self.caches[layer], keys, values, slots)
-
-
-def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
-    """The modules that run as plain torch where vLLM compiles, some in a graph of their own, and have a kernel of its
-    own for a card."""
-    found = (each for each in decoder.modules() if isinstance(each, CustomOp))
-    return tuple(each for each in found if each._forward_method not in (each.forward_cuda, each.forward_hip))
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
@@ -194,90 +131,6 @@ def _problem_of_prompts(builder: Any) -> str | None:
     return None
 
 
-class StepGraphs:
-    """The CUDA graphs that vLLM captured of its compiled model between two attentions, for rows that are not a step's.
-
-    They read the two buffers that steps hand to the model, and one that says which rows are padding. Facts: vLLM,
-    `compilation/cuda_graph.py`.
-    """
-
-    def __init__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor | None = None
-    ) -> None:
-        """`input_ids`, `positions` and, where the engine tells, `is_padding`: [rows of a step], the beginning of the
-        buffers; graphs of others are left."""
-        self._buffers = [each for each in (input_ids, positions, is_padding) if each is not None]
-        addresses = {each.data_ptr() for each in (input_ids, positions)}
-        parts = [
-            each.concrete_cudagraph_entries
-            for each in CUDAGraphWrapper._all_instances
-            if each.runtime_mode is CUDAGraphMode.PIECEWISE
-        ]
-        # Adapters have batches of their own.
-        plain = [each for each in (parts[0] if parts else ()) if each == BatchDescriptor(each.num_tokens)]
-        found = [each for each in plain if _read([part.get(each) for part in parts], addresses)]
-        self._batches = sorted(found, key=lambda each: each.num_tokens) if positions.ndim == 1 else []
-
-    @contextmanager
-    def replayed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What to call the model with for these rows, within vLLM's forward context: the buffers, longer by padding, if
-        a graph has room for as many rows. The step finds its buffers as it left them."""
-        rows = len(input_ids)
-        batch = next((each for each in self._batches if each.num_tokens >= rows), None)
-        if batch is None:
-            yield input_ids, positions
-            return
-        ids, places, *padding = buffers = [each.as_strided((batch.num_tokens,), (1,)) for each in self._buffers]
-        kept = [each.clone() for each in buffers]
-        context = get_forward_context()
-        before = context.batch_descriptor, context.cudagraph_runtime_mode
-        ids[:rows], places[:rows] = input_ids, positions
-        for each in padding:
-            each[:rows], each[rows:] = False, True
-        context.batch_descriptor, context.cudagraph_runtime_mode = batch, CUDAGraphMode.PIECEWISE
-        try:
-            yield ids, places
-        finally:
-            context.batch_descriptor, context.cudagraph_runtime_mode = before
-            for each, own in zip(buffers, kept, strict=True):
-                each.copy_(own)
-
-
-def _read(graphs: Sequence[Any], addresses: set[int]) -> bool:
-    """Whether all parts of the model have a graph, and these read the addresses."""
-    is_whole = all(each is not None and each.cudagraph is not None for each in graphs)
-    return is_whole and addresses <= {address for each in graphs for address in each.input_addresses}
-
-
-class _TakenError(Exception):
-    """Leaves a layer whose K and V have been taken."""
-
-
-def take_fresh(
-    parts: Decoder,
-    layer: int,
-    positions: torch.Tensor,
-    rows: Rows,
-    take: Callable[[torch.Tensor, torch.Tensor | None], Any],
-) -> Any:
-    """Runs a layer up to its attention; returns what `take` makes of K and V of all rows, each [rows, kv_heads,
-    head_dim], V None where a row is both. The layer may write into `rows`. Raises LayoutError `model_call`."""
-    attention, found = parts.attention[layer], list[Any]()
-
-    def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
-        found.append(take(*fresh_rows(kv, parts.geometry)))
-        raise _TakenError
-
-    attention.forward = leave
-    try:
-        parts.calls.run(layer, positions, rows)
-    except _TakenError:
-        return found[0]
-    finally:
-        del attention.forward
-    raise LayoutError("model_call", f"layer {layer} has not called its attention")
-
-
 class VllmRows:
     """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`), within vLLM's forward context. While it is
     entered the context's metadata is its own. `sparse`: whether our kernel may attend."""
@@ -292,16 +145,14 @@ class VllmRows:
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
-        context = get_forward_context()
-        for name in ("attn_metadata", "slot_mapping", "cudagraph_runtime_mode", "is_padding"):
-            self._left.callback(setattr, context, name, getattr(context, name, None))
         # Graphs were captured of the engine's own batches.
-        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-        context.is_padding = None
-        # Whatever forward comes next within this context begins at the lowest layer with experts.
+        own = forward_context(
+            attn_metadata=None, slot_mapping=None, cudagraph_runtime_mode=CUDAGraphMode.NONE, is_padding=None
+        )
+        self._context = context = self._left.enter_context(own)
+        # Each forward within this context, ours and the next, begins at the lowest layer with experts.
         context.moe_layer_index = 0
         self._left.callback(setattr, context, "moe_layer_index", 0)
-        self._context = context
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -322,7 +173,8 @@ class VllmRows:
         chunks, size = self._parts.chunks, self._parts.geometry.block_size
         is_ours, metadata = self._stand_apart(), dict[int | None, Any]()
         if is_ours and not self._is_attending:
-            self._begin_to_attend()
+            self._left.enter_context(replaced_backend("forward", self._parts.attention, self._attend))
+            self._is_attending = True
         for chunk in set(chunks):
             seen = in_chunks(self._sequences, chunk, size) if chunk else self._sequences
             metadata[chunk] = seen if is_ours else self._metadata(seen, slots)
@@ -384,14 +236,6 @@ class VllmRows:
         rows = sum(each.count for each in self._sequences)
         gaps = [np.count_nonzero(np.diff(each.host_positions.numpy()) != 1) for each in self._sequences]
         return rows < ROWS_PER_GAP * sum(gaps)
-
-    def _begin_to_attend(self) -> None:
-        """Puts our kernel in the backend's place, where metadata is ours."""
-        self._is_attending = True
-        impls = [each.impl for each in self._parts.attention]
-        for layer, impl in enumerate(impls):
-            impl.forward = partial(self._attend, layer, impl.forward)
-        self._left.callback(lambda: [vars(impl).pop("forward") for impl in impls])
 
     def _attend(
         self,
@@ -456,19 +300,11 @@ class VllmRows:
         return _built(self._parts.builder, common)
 
 
-@contextmanager
-def own_rows_as_stored(parts: Decoder) -> Iterator[None]:
+def own_rows_as_stored(parts: Decoder) -> AbstractContextManager[None]:
     """Has a latent attention read the rows of a run as its cache holds them; it takes them as they are computed, and
     what lies before the run from the cache. Facts: vLLM, `model_executor/layers/attention/mla_attention.py`,
     `forward_mha`, 0.28 and 0.32."""
-    impls = [each.impl for each in parts.attention]
-    for layer, impl in enumerate(impls):
-        impl.forward_mha = partial(_attend_to_stored, parts, layer, impl.forward_mha)
-    try:
-        yield
-    finally:
-        for impl in impls:
-            del impl.forward_mha
+    return replaced_backend("forward_mha", parts.attention, partial(_attend_to_stored, parts))
 
 
 def _attend_to_stored(
@@ -485,31 +321,3 @@ def _attend_to_stored(
     read = (rows.float() * parts.attention[layer]._k_scale).to(latent.dtype)  # [rows, 1, channels]
     free, turned = (each.contiguous() for each in read.split([latent.shape[1], turning.shape[-1]], dim=2))
     stock(queries, free.squeeze(1), turned, *rest, **options)
-
-
-@contextmanager
-def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
-    """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
-    with ExitStack() as left:
-        left.callback(_set_methods, modules, [each._forward_method for each in modules])
-        _set_methods(modules, [each.forward_cuda for each in modules])
-        for op in _ir_ops() if modules else ():
-            left.enter_context(op.set_priority(["vllm_c", "native"]))
-        yield
-
-
-def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., Any]]) -> None:
-    """Has the modules run these methods; a module's own `__setattr__` would take twenty times as long."""
-    for each, method in zip(modules, methods, strict=True):
-        vars(each)["_forward_method"] = method
-
-
-@cache
-def _ir_ops() -> tuple[Any, ...]:
-    """vLLM's operators that have a kernel of its own; none in a version without such a list, where each import would be
-    tried again."""
-    try:
-        from vllm.ir.op import IrOp
-    except ImportError:
-        return ()
-    return tuple(each for each in IrOp.registry.values() if "vllm_c" in each.impls)

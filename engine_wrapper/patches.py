@@ -1,0 +1,69 @@
+"""Changes of one method of one object of an engine. Each is marked, refuses a second one, and is undone by a call."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    # Leaves the engine as it was found; a second call does nothing.
+    Undo = Callable[[], None]
+
+_MARK = "_is_semblend_patch"
+
+
+class AlreadyPatchedError(RuntimeError):
+    """A method that SemBlend has replaced is to be replaced once more."""
+
+
+def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
+    """Put `replacement` in the place of a method of `owner`.
+
+    Raises AttributeError if the owner has no such method, and AlreadyPatchedError if the method is a replacement.
+    """
+    if getattr(getattr(owner, name), _MARK, False):
+        raise AlreadyPatchedError(f"{type(owner).__name__}.{name} is replaced already")
+    own, held = partial(replacement), vars(owner)
+    had, before = name in held, held.get(name)
+    setattr(own, _MARK, True)
+    setattr(owner, name, own)
+
+    def undo() -> None:
+        if held.get(name) is not own:
+            return
+        del held[name]
+        if had:
+            setattr(owner, name, before)
+
+    return undo
+
+
+@contextmanager
+def replaced_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """`replace_method` for a while."""
+    undo = replace_method(owner, name, replacement)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def watch_method(owner: Any, name: str, after: Callable[..., None]) -> Undo:
+    """Have `after(result, *arguments)` called when a method of `owner` has ended.
+
+    The result is None if the method has raised: what it was to write may be written in part.
+    """
+    stock = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = None
+        try:
+            result = stock(*arguments, **options)
+        finally:
+            after(result, *arguments)
+        return result
+
+    return replace_method(owner, name, call)

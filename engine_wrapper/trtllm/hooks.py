@@ -1,0 +1,107 @@
+"""Every change of TensorRT-LLM's objects, and the one place that looks for its executor.
+
+`docs/attach.md` lists the changes. Each has a function here, which returns what undoes it. A method that is changed
+already is refused (`engine_wrapper.patches`).
+
+Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/py_executor.py`, `PyExecutor._maybe_init_kv_connector_manager` (1.1 to
+main); `llmapi/rlhf_utils.py` (`update_weights` ends in the model's `load_weights`); `resource_manager.py` and
+`kv_cache_manager_v2.py` (`reset_reuse_state`); `_torch/models/modeling_qwen.py`, `modeling_qwen3.py` and
+`modeling_llama.py`: a layer's `self_attn.attn`, which is no module, has `forward(q, k, v, metadata, ...)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine_wrapper.patches import replace_method, watch_method
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine_wrapper.patches import Undo
+    from semblend_trt.connector.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+# From the registration up: our own methods, the contract's default forms, and the executor.
+_MAX_FRAMES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    """The parts of a running PyExecutor that can be attached to. `manager` is its KV cache manager."""
+
+    executor: Any
+    manager: Any
+    model_engine: Any
+
+    @property
+    def decoder(self) -> Any:
+        """The model without its head; None where the engine or its model is laid out in another way."""
+        return getattr(getattr(self.model_engine, "model", None), "model", None)
+
+
+def find_executor(worker: object) -> ExecutorParts | None:
+    """The executor that is registering its caches with `worker`, found among the callers; None if no caller is it.
+
+    No supported way leads to it: the connector's contract hands a worker the arguments and the pool, and nothing else.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        # Only what an object itself holds is read: a property of a foreign class could do anything.
+        held = held_by(frame.f_locals.get("self"))
+        if held_by(held.get("kv_connector_manager")).get("worker") is worker:
+            return ExecutorParts(frame.f_locals["self"], held.get("kv_cache_manager"), held.get("model_engine"))
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def held_by(owner: Any) -> dict[str, Any]:
+    """The attributes of the object itself, without its class's."""
+    return getattr(owner, "__dict__", None) or {}
+
+
+def guard_publication(manager: Any, guard: Any, names: Sequence[str]) -> Undo:
+    """Have the cache manager's methods of these names run the guard's; on all of them, or on none."""
+    with ExitStack() as undo:
+        for name in names:
+            undo.callback(replace_method(manager, name, getattr(guard, name)))
+        logger.info("hook: %s publishes exact blocks only", type(manager).__name__)
+        return undo.pop_all().close
+
+
+def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
+    """Have `weights` suspected after the call that loads others, and told of the call that empties the reuse tree."""
+    with ExitStack() as undo:
+        if hasattr(model, "load_weights"):
+            undo.callback(watch_method(model, "load_weights", lambda *_: weights.suspect()))
+        if hasattr(manager, "reset_reuse_state"):
+            undo.callback(watch_method(manager, "reset_reuse_state", lambda *_: weights.prefix_cache_reset()))
+        logger.info("hook: calls that write weights or empty the reuse tree are noticed")
+        return undo.pop_all().close
+
+
+def hook_decoder(
+    decoder: Any, forward: Callable[..., Any], begin: Callable[..., Any], attend: Callable[..., Any]
+) -> Undo:
+    """Have `forward` called in the place of the decoder's, `begin` before each layer, and `attend` in the place of each
+    attention backend's `forward`; on all of them, or on none.
+
+    `begin` gets the layer's index first; `attend` the attention module, the index and the stock method.
+    """
+    with ExitStack() as undo:
+        for index, layer in enumerate(decoder.layers):
+            undo.callback(layer.register_forward_pre_hook(partial(begin, index), with_kwargs=True).remove)
+            attention = layer.self_attn
+            own = partial(attend, attention, index, attention.attn.forward)
+            undo.callback(replace_method(attention.attn, "forward", own))
+        undo.callback(replace_method(decoder, "forward", forward))
+        logger.info("hook: batches with a plan run our forward")
+        return undo.pop_all().close

@@ -1,0 +1,117 @@
+"""What vLLM does not hand over is found among the callers, and its model runners are left as they were found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from engine_wrapper.patches import AlreadyPatchedError
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.hooks import ModelRunner, find_runner, find_scheduler, watch_worker_calls
+
+
+class SecondRunner(GPUModelRunner):
+    """vLLM's V2 runner at the time when it registers its caches; without a card it makes no batches."""
+
+    def __init__(self, mode: CUDAGraphMode) -> None:
+        self.attn_groups = [["a group"]]
+        self.model = torch.nn.Linear(1, 1)
+        self.cudagraph_manager = SimpleNamespace(cudagraph_mode=mode)
+
+    def register(self) -> ModelRunner:
+        return find_runner()
+
+    def prepare_inputs(self, *arguments: Any, **options: Any) -> InputBatch:
+        batch = InputBatch.__new__(InputBatch)
+        batch.req_ids = list(arguments[0])
+        return batch
+
+
+class FirstRunner:
+    """vLLM's V1 runner, as far as a planned forward reads it."""
+
+    def __init__(self, mode: CUDAGraphMode) -> None:
+        self.attn_groups = [["a group"]]
+        self.input_batch = SimpleNamespace(req_ids=["a", "b"])
+        self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+        self.model = torch.nn.Linear(1, 1)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def register(self) -> ModelRunner:
+        return find_runner()
+
+
+def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was() -> None:
+    runner = SecondRunner(CUDAGraphMode.PIECEWISE)
+    found = runner.register()
+    assert (found.groups, found.model, found.order()) == (["a group"], runner.model, [])
+    for step in (["b", "a"], ["c"]):
+        batch = runner.prepare_inputs(step, batch_desc=None)
+        assert isinstance(batch, InputBatch)
+        assert found.order() == step
+    found.remove()
+    assert "prepare_inputs" not in vars(runner)
+    runner.prepare_inputs(["d"])
+    assert found.order() == ["c"]
+
+
+def test_the_first_runner_holds_its_batch() -> None:
+    runner = FirstRunner(CUDAGraphMode.NONE)
+    found = runner.register()
+    runner.input_batch.req_ids = ["b"]
+    assert (found.groups, found.model, found.order()) == (["a group"], runner.model, ["b"])
+    found.remove()
+
+
+@pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
+@pytest.mark.parametrize(
+    ("mode", "is_breakable", "is_refused"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, False, True),
+        (CUDAGraphMode.FULL_DECODE_ONLY, False, True),
+        (CUDAGraphMode.PIECEWISE, True, True),
+        (CUDAGraphMode.NONE, True, False),
+    ],
+)
+def test_steps_that_are_replayed_whole_are_refused(
+    kind: type[Any], mode: CUDAGraphMode, is_breakable: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(is_breakable)))
+    runner = kind(mode)
+    if not is_refused:
+        assert runner.register().model is runner.model
+        return
+    with pytest.raises(LayoutError) as refused:
+        runner.register()
+    assert refused.value.reason == "full_cuda_graphs"
+    assert "prepare_inputs" not in vars(runner)
+
+
+def test_another_runner_is_not_known() -> None:
+    with pytest.raises(LookupError, match="not known"):
+        find_runner()
+
+
+def test_objects_of_another_kind_are_not_taken() -> None:
+    weights: Any = None
+    with pytest.raises(LookupError, match="executor is of a kind that is not known"):
+        watch_worker_calls(weights)
+    with pytest.raises(LookupError, match="the scheduler is not among the callers"):
+        find_scheduler()
+
+
+def test_an_engine_has_one_connector_alone() -> None:
+    runner = SecondRunner(CUDAGraphMode.NONE)
+    found = runner.register()
+    with pytest.raises(AlreadyPatchedError, match=r"SecondRunner\.prepare_inputs is replaced already"):
+        runner.register()
+    found.remove()
+    runner.register().remove()
