@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from semblend_trt.discovery import export_embedder
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic import export_embedder
 from semblend_trt.semantic.embedder import EmbedderKind, embedder_for
 from semblend_trt.semantic.sentence_embedders import GRAPH_FILE, OnnxEmbedder, cache_folder
 from semblend_trt.semantic.sentence_model import sentence_model
