@@ -15,8 +15,7 @@ from semblend_trt.connector.contract import flashinfer_layout, version_of
 from semblend_trt.connector.layer_groups import halved
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.policy import ReusePolicy, allows_reuse
-from semblend_trt.reuse_terms import terms_of
+from semblend_trt.policy import ReusePolicy, allows_reuse, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
