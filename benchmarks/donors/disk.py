@@ -42,7 +42,7 @@ def _measure(tokens: int, repeats: int, results: Results, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(28, tokens, 2, 4, 128, generator=generator).to(torch.bfloat16)
     arrived = torch.zeros_like(source)
-    text = DonorText("benchmark", np.arange(tokens, dtype=np.int32), b"benchmark")
+    text = DonorText("benchmark", np.arange(tokens, dtype=np.int32))
     size, plain = source.numel() * source.element_size(), folder / "plain"
     raw, target = _bytes(source), _bytes(arrived)
     speeds: dict[str, list[float]] = {"plain_write": [], "write": [], "plain_read": [], "read": []}

@@ -23,7 +23,7 @@ from prometheus_client import REGISTRY
 
 from benchmarks.program import Count, run_counted
 from engine_wrapper.embedded.sampling import SamplingParams
-from semblend_trt.connector import donor_index
+from semblend_trt.connector import lookup
 from semblend_trt.discovery.planner import Deadline
 from semblend_trt.donors.disk_tier import FOLDER
 from validation.documents import stock_list
@@ -149,7 +149,7 @@ def provider_raises(trial: Trial) -> None:
     """The lookup raises."""
     with trial.bench.engine() as llm:
         trial.ask(llm, trial.donor)
-        broken = mock.patch.object(llm.connector_scheduler.donor_index, "plan", side_effect=RuntimeError("injected"))
+        broken = mock.patch.object(llm.connector_scheduler, "_look_up", side_effect=RuntimeError("injected"))
         with trial.counts("refusals", reason="internal_error"), broken:
             trial.ask(llm, trial.others[0])
         trial.ask(llm, trial.others[1])
@@ -161,7 +161,7 @@ def lookup_stalls(trial: Trial) -> None:
         trial.ask(llm, trial.donor)
         readings = iter([0.0])
         stalled = partial(Deadline, clock=lambda: next(readings, STALL_SECONDS))
-        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(donor_index, "Deadline", stalled):
+        with trial.counts("refusals", reason="lookup_timeout"), mock.patch.object(lookup, "Deadline", stalled):
             trial.ask(llm, trial.others[0])
         trial.ask(llm, trial.others[1])
 

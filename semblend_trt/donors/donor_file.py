@@ -36,7 +36,7 @@ PAGE = 4096
 _TOKEN_ID_BYTES = 4
 # A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
 _HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
-FORMAT = "semblend-donor-2"
+FORMAT = "semblend-donor-3"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _LENGTH_BYTES = 8
 # Far above the header of any model's file; what claims more is none.
@@ -46,12 +46,10 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DonorText:
-    """`tokens`: int32 [n]; `digest` names the prompt that it was made from, so that the same one is not kept twice;
-    `generation` is above 0 where the KV was built from approximate KV."""
+    """`tokens`: int32 [n]; `generation` is above 0 where the KV was built from approximate KV."""
 
     namespace_key: str
     tokens: npt.NDArray[np.int32]
-    digest: bytes
     generation: int = 0
 
 
@@ -111,7 +109,6 @@ class _Header:
 
     donor_id: str
     namespace_key: str
-    digest: str
     tokens: int
     digests: str
     generation: int
@@ -124,7 +121,6 @@ class _Header:
             "key": _key_name(key),
             "donor_id": self.donor_id,
             "namespace_key": self.namespace_key,
-            "digest": self.digest,
             "digests": self.digests,
         }
         if self.generation:  # a version that does not know of generations then refuses the file
@@ -152,9 +148,7 @@ def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, for
     token_bytes = _token_bytes(text.tokens)
     _write_all(descriptor, token_bytes, end)
     digests.append(hashlib.sha256(token_bytes).hexdigest())
-    named = _Header(
-        donor_id, text.namespace_key, text.digest.hex(), tokens, " ".join(digests), generation=text.generation
-    )
+    named = _Header(donor_id, text.namespace_key, tokens, " ".join(digests), text.generation)
     header, seal = named.sealed(form, key)
     if len(header) > form.header_bytes:
         raise OSError(
@@ -172,7 +166,7 @@ def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText
     token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
     if hashlib.sha256(_token_bytes(token_ids)).hexdigest() != header.digests.split()[-1]:
         raise DonorFileError("corrupt", "the file does not hold the tokens that were written")
-    text = DonorText(header.namespace_key, token_ids, bytes.fromhex(header.digest), header.generation)
+    text = DonorText(header.namespace_key, token_ids, header.generation)
     return header.donor_id, text, seal
 
 
@@ -262,7 +256,7 @@ def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
     if found != needed:
         raise DonorFileError("other_geometry", f"the file holds KV of {found!s:.140}; {needed!s:.140} is needed")
     generation = about.get("generation", 0)
-    return _Header(about["donor_id"], about["namespace_key"], about["digest"], tokens, about["digests"], generation)
+    return _Header(about["donor_id"], about["namespace_key"], tokens, about["digests"], generation)
 
 
 def _header_bytes(num_layers: int) -> int:

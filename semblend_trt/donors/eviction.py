@@ -130,12 +130,9 @@ def parse_eviction(value: object) -> object:
     return value
 
 
-_RANKS: dict[Eviction, Callable[[DonorHistory], Rank]] = {
-    Eviction.LRU: lambda history: (history.last_use,),
-    Eviction.LFU: lambda history: (history.uses, history.last_use),
-}
-
-
 def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
     """Makes the policy of one tier."""
-    return SizeAwareEviction() if name is Eviction.SIZE_AWARE else EvictionPolicy(_RANKS[name])
+    if name is Eviction.SIZE_AWARE:
+        return SizeAwareEviction()
+    is_lru = name is Eviction.LRU
+    return EvictionPolicy(lambda history: (history.last_use,) if is_lru else (history.uses, history.last_use))

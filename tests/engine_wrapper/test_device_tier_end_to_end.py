@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from semblend_trt import loader as loader_module
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.staging import HostReader, Staging
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text

@@ -167,7 +167,7 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     reference = ready(engine())
     serve(reference, FIRST)
     expected = serve(reference, SECOND)
-    token_bytes = reference.connector_scheduler.donor_index._bytes_per_token
+    token_bytes = reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
     reference.shutdown()
     for path in donor_files(reference.connector_worker._settings.disk_path):
         path.unlink()
@@ -206,7 +206,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
     (path,) = donor_files(tmp_path)
     tokens = llm.connector_worker.transfers._disk.tokens_of(path.name.partition(".")[0])
     disk = small_disk(path.stat().st_size * 5 // 2)
-    token_bytes = llm.connector_scheduler.donor_index._bytes_per_token
+    token_bytes = llm.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
     llm.shutdown()
     llm = ready(engine(DISK_PATH=disk, HOST_BYTES=tokens * 3 // 2 * token_bytes))
     counts, held = events(llm), []
