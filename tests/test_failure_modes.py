@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_wrapper.vllm import refusals
 from semblend_trt import audit
-from semblend_trt.donors.donor_file import FILE_REASONS
+from semblend_trt.donors.disk_tier import FILE_REASONS
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.fleet.router import counters, serving

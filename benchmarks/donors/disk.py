@@ -20,8 +20,7 @@ import torch
 
 from benchmarks.program import Count, run_counted, seconds
 from kernels.layout import ContiguousKv
-from semblend_trt.donors.disk_tier import DiskTier
-from semblend_trt.donors.donor_file import DonorText, KvForm
+from semblend_trt.donors.disk_tier import DiskTier, DonorText, KvForm
 from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from semblend_trt.connector.metadata import readable_metadata
 from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
 from semblend_trt.connector.saver import DonorSaver
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
-from semblend_trt.donors.disk_tier import DiskTier
-from semblend_trt.donors.donor_file import KvForm
+from semblend_trt.donors.disk_tier import DiskTier, KvForm
 from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore

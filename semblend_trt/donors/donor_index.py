@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, Tier
 from semblend_trt.donors.device_tier import arena_blocks
-from semblend_trt.donors.donor_file import DonorText, file_bytes
+from semblend_trt.donors.disk_tier import DonorText, file_bytes
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind, OffloadQueue, SaveIntent
 from semblend_trt.donors.texts import DonorTexts
 from semblend_trt.errors import CapacityError

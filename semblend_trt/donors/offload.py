@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.background import Background
 from semblend_trt.donors.catalog import Tier
-from semblend_trt.donors.donor_file import DonorFileError, DonorText
+from semblend_trt.donors.disk_tier import DonorFileError, DonorText
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:

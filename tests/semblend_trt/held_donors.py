@@ -11,7 +11,7 @@ import torch
 
 from kernels.layout import ContiguousKv
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, TierMoves
-from semblend_trt.donors.donor_file import DonorText, KvForm, file_bytes
+from semblend_trt.donors.disk_tier import DonorText, KvForm, file_bytes
 from semblend_trt.donors.eviction import Eviction
 from semblend_trt.donors.host_tier import HostKv
 

@@ -18,7 +18,7 @@ from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
 from semblend_trt.donors.catalog import FULL_SECONDS, Tier
-from semblend_trt.donors.donor_file import DonorText, file_bytes
+from semblend_trt.donors.disk_tier import DonorText, file_bytes
 from semblend_trt.donors.donor_index import DonorIndex, HeldDonors
 from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.donors.offload import (
