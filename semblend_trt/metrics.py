@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from semblend_trt.connector.donor_index import DonorIndex, HeldDonors
+    from semblend_trt.donors.donor_index import DonorIndex, HeldDonors
     from semblend_trt.outcome import Neighbour, ReuseReport
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
 from semblend_trt.files import open_input, write_bytes, writers_of
 from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
-from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_terms import ReuseTerms
+from semblend_trt.policy import ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from semblend_trt import audit
-from semblend_trt.donors.donor_file import FILE_REASONS
+from semblend_trt.donors.disk_tier import FILE_REASONS
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.fleet.router import counters, serving

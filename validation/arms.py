@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.reuse_terms import CACHEBLEND_LAYER
+from semblend_trt.policy import CACHEBLEND_LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

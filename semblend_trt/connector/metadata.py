@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from semblend_trt import __version__
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import are_counts

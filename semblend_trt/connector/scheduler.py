@@ -7,8 +7,7 @@ A failure becomes a counted refusal, and the request is served cold.
 from __future__ import annotations
 
 import logging
-import uuid
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import EmbedderKind, load_settings
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, never_raises
-from semblend_trt.connector.donor_index import DonorIndex
-from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible, facts_or_refusal
+from semblend_trt.connector.eligibility import facts_or_refusal
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.engine_spec import EngineSpec, from_llm_args
+from semblend_trt.connector.lookup import Lookup
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.requests import (
     Iteration,
@@ -31,12 +30,10 @@ from semblend_trt.connector.requests import (
     savable_tokens,
     tokens_of,
 )
-from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadCommands
-from semblend_trt.errors import NamespaceError
 from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
-from semblend_trt.namespace import unknown_value
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
 from semblend_trt.runtime import runtime_for
@@ -47,24 +44,9 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
-    from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.semantic.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """What look-ups need, built from the registered caches; `namespace` is bound to no request.
-
-    `first_revision` names the weights that the engine started with.
-    """
-
-    donor_index: DonorIndex
-    namespace: CacheNamespace
-    adapters: Adapters
-    pool: PoolFacts
-    first_revision: str
 
 
 class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -88,13 +70,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         announcer = announcer_for(self._settings)
         self._neighbours = self._open_neighbours(announcer)
         self._observers = [each for each in (announcer, self._neighbours) if each is not None]
-        self._generation = uuid.uuid4().hex[:12]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
         self._tells_parts = self._engine.tells_whole_prefix
-        # By donor, the requests whose blocks are held until it is saved.
-        self._saving: dict[str, int] = {}
-        self._serving: _Serving | None = None
+        self._lookup: Lookup | None = None
         self._weights_changes = 0
         self.outcomes = OutcomeLedger()
         self._audit.started(self._settings, self._refusal)
@@ -145,8 +124,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return
-        if self._serving is not None:
-            self._take_over(tracked, block_ids, self._serving)
+        if self._lookup is not None:
+            self._take_over(tracked, block_ids, self._lookup)
         if tracked.plan is not None:
             fit_to_blocks(tracked, request, block_ids)
             self._audit.allocated(tracked.request_id, len(block_ids))
@@ -201,19 +180,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def holds(self, request: Any) -> bool:
         """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
         self.take_events()
-        if self._standing_refusal() is not None:
-            return False
-        serving = self._serve()
-        try:
-            namespace = serving.namespace.for_request(cache_salt_of(request), serving.adapters.of(request))
-        except (IneligibleRequest, NamespaceError):
-            return False
-        return serving.donor_index.holds(namespace.key, tokens_of(request, int(request.prompt_len)))
+        return self._standing_refusal() is None and self._serve().holds(request)
 
     @property
     def donor_index(self) -> DonorIndex | None:
         """The donors, once the worker has registered the caches: block size and KV dtype are part of a namespace."""
-        return None if self._serving is None else self._serving.donor_index
+        return None if self._lookup is None else self._lookup.donors
 
     @property
     def namespace(self) -> CacheNamespace | None:
@@ -228,12 +200,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def forget_donors(self) -> None:
         """Nothing that was computed until now is reused any more. Requests that run keep what they were given."""
         self.take_events()
-        if (serving := self._serving) is None:
-            return
-        # What is leased, or still to be saved, stays under a name that no request has from now on.
-        namespace = replace(serving.namespace, extra={**serving.namespace.extra, "since": unknown_value()})
-        self._serving = replace(serving, namespace=namespace)
-        serving.donor_index.lost_all()
+        if self._lookup is not None:
+            self._lookup.forget_donors()
 
     def _follow_weights(self) -> None:
         """If the weights have changed, drop all donors and saves, and take a namespace that no profile was made for.
@@ -246,13 +214,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         for tracked in self._requests:
             self._cancel_intent(tracked)
             tracked.intent = None
-        if (serving := self._serving) is not None:
+        if self._lookup is not None:
             weights = self._runtime.weights
             is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
-            revision = serving.first_revision if is_first else unknown_value()
-            self._serving = replace(serving, namespace=replace(serving.namespace, model_revision=revision))
-            serving.donor_index.lost_all()
-            self._profiles.forget_matches()
+            self._lookup.change_weights(are_first=is_first)
             self._audit.event("weights_changed", changes=changes, are_first=is_first)
         self._metrics.weights_changed()
 
@@ -283,59 +248,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
         self._runtime.check_weights()
         self.take_events()
-        refusal = self._standing_refusal()
-        if request_id in self._saving.values() or request_id in self._runtime.ended_saves:
+        refusal, donors = self._standing_refusal(), self.donor_index
+        if request_id in self._runtime.ended_saves or (donors is not None and donors.is_saving(request_id)):
             refusal = "id_in_use"
+        elif refusal is None and getattr(request, "cold", False):
+            refusal = "cold_run"
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
-        if getattr(request, "cold", False):
-            return TrackedRequest.refused(request_id, num_computed_tokens, "cold_run")
-        serving = self._serve()
-        try:
-            check_eligible(request)
-            namespace = serving.namespace.for_request(salt := cache_salt_of(request), serving.adapters.of(request))
-        except IneligibleRequest as ineligible:
-            return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
-        except NamespaceError as error:
-            logger.warning("request %d is served cold: %s", request_id, error)
-            return TrackedRequest.refused(request_id, num_computed_tokens, "salt_invalid")
-        prompt = tokens_of(request, int(request.prompt_len))
-        max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
-        tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
-        match = self._profiles.match(namespace, serving.pool.geometry, self._runtime.mode)
-        tracked.profile = match.digest
-        planned, tracked.leases = serving.donor_index.plan(
-            LookupRequest(
-                request_id=request_id,
-                namespace_key=namespace.key,
-                tokens=prompt,
-                num_computed_tokens=num_computed_tokens,
-                block_size=serving.pool.geometry.block_size,
-                mode=self._runtime.mode,
-                publication_guard=self._runtime.publication_guard,
-                profile=match.profile,
-                profile_refusal=match.refusal,
-                exact_only=getattr(request, "exact_only", False),
-            )
-        )
-        tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
-        if num_computed_tokens and self._runtime.weights is not None and self._runtime.weights.prefix_is_stale:
-            return tracked  # the engine's own prefix holds KV of the weights before
-        donor_id = f"{self._generation}-{request_id}"
-        if serving.donor_index.catalog.tier(donor_id) is not None:  # of an earlier request with this id
-            donor_id = f"{uuid.uuid4().hex[:12]}-{request_id}"
-        try:
-            generations = 0 if match.profile is None else match.profile.generations
-            tracked.intent = serving.donor_index.intend(donor_id, tracked, max_new_tokens, generations)
-            if tracked.intent is not None:
-                for observer in self._observers:
-                    observer.intended(donor_id, namespace, salt)
-            if self._neighbours is not None:  # last, so that the thread that it wakes does not run beside this lookup
-                self._neighbours.look_up(request_id, namespace.key, prompt)
-        except Exception:
-            self._let_go(tracked)
-            raise
-        return tracked
+        return self._serve().look_up(request, request_id, num_computed_tokens)
 
     def _standing_refusal(self) -> str | None:
         """The reason for which this engine's requests are all served cold, None when reuse is possible."""
@@ -345,21 +265,31 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return self._refusal or self._runtime.refusal
         return None if self._runtime.pool is not None else "caches_not_registered"
 
-    def _serve(self) -> _Serving:
+    def _serve(self) -> Lookup:
         """What look-ups need, from the caches that are registered; it is built once."""
         pool = self._runtime.pool
         assert self._facts is not None
         assert pool is not None
-        if self._serving is None:
+        if self._lookup is None:
             settings, engine, block_size = self._settings, self._engine, pool.geometry.block_size
             adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
             namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
-            donor_index = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
-            self._serving = _Serving(donor_index, namespace, adapters, pool, namespace.model_revision)
-            self._metrics.watch(donor_index)
+            donors = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
+            self._lookup = Lookup(
+                settings,
+                self._runtime,
+                pool,
+                donors,
+                namespace,
+                adapters,
+                self._profiles,
+                self._observers,
+                self._neighbours,
+            )
+            self._metrics.watch(donors)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
             self._audit.profile(match, namespace, pool.geometry)
-        return self._serving
+        return self._lookup
 
     def _forget_replayed(self, request_id: int) -> None:
         """A paused request is asked about again; what was decided before its blocks were lost no longer holds."""
@@ -380,10 +310,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self.donor_index.take_events(self._runtime.offload_events)
         while self._runtime.saved:
             saved = self._runtime.saved.popleft()
-            self._saving.pop(saved.donor_id, None)
+            generation = 0
             if self.donor_index is not None:
                 self.donor_index.saved(saved)
-            self._audit.saved(saved, 0 if self.donor_index is None else self.donor_index.generation(saved.donor_id))
+                generation = self.donor_index.catalog.generations.get(saved.donor_id, 0)
+            self._audit.saved(saved, generation)
         while self._runtime.evidence:
             evidence = self._runtime.evidence.popleft()
             if (checked := self._requests.get(evidence.request_id)) is not None:
@@ -433,7 +364,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if tracked is not None:
                 tracked.is_followed = False
 
-    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], serving: _Serving) -> None:
+    def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
         """Notes whose blocks these are. Blocks behind the engine's own prefix are the request's alone: requests that
         had them have ended, even if the engine does not say so.
 
@@ -441,13 +372,13 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         engine that does not hold what is saved may take a block from which a save still reads. One that has told no
         part of a block yet may copy without a word.
         """
-        shared, copied = divmod(tracked.num_computed_tokens, serving.pool.geometry.block_size)
+        shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
         for ended in self._requests.displaced(block_ids[shared:], tracked):
             self._end(ended)
         may_copy = copied or not self._tells_parts
-        if may_copy and not serving.pool.holds_saved_blocks and shared < len(block_ids):
-            serving.donor_index.copied_into(block_ids[shared])
+        if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
+            lookup.donors.copied_into(block_ids[shared])
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
@@ -455,17 +386,15 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
         self._record_outcome(tracked)
         tracked.release_leases()
-        saving, serving = False, self._serving
-        if tracked.intent is not None and serving is not None and not tracked.forward_failed:
-            count = savable_tokens(tracked, block_ids, serving.pool.geometry.block_size)
+        saving, lookup = False, self._lookup
+        if tracked.intent is not None and lookup is not None and not tracked.forward_failed:
+            count = savable_tokens(tracked, block_ids, lookup.pool.geometry.block_size)
             tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-            saving = serving.donor_index.begin_save(
+            saving = lookup.donors.begin_save(
                 tracked.intent, tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
             )
         if not saving:
             self._let_go(tracked)
-        elif tracked.intent is not None:
-            self._saving[tracked.intent.donor_id] = tracked.request_id
         return saving
 
     def _end(self, tracked: TrackedRequest) -> None:

@@ -24,12 +24,15 @@ from semblend_trt.connector.worker_setup import (
     open_tiers,
     pool_refusal,
 )
+from semblend_trt.donors.offload import DiskTransfers
+from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.ranks import agree_on_loads
 from semblend_trt.runtime import runtime_for
 from semblend_trt.streams import Event, current_stream, on, record
+from semblend_trt.transfer.save import DonorSaver
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,7 @@ from semblend_trt import __version__
 from semblend_trt.connector.eligibility import cuts_kv
 from semblend_trt.connector.pool_geometry import described
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
-from semblend_trt.donors.disk_tier import DiskTier
-from semblend_trt.donors.donor_file import KvForm
+from semblend_trt.donors.disk_tier import DiskTier, KvForm
 from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore

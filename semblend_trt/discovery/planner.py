@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, allows_reuse
-from semblend_trt.reuse_terms import ReuseTerms, terms_of
+from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

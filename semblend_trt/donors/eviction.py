@@ -115,4 +115,7 @@ _RANKS: dict[Eviction, Callable[[DonorHistory], Rank]] = {
 
 def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
     """Makes the policy of one tier."""
-    return SizeAwareEviction() if name is Eviction.SIZE_AWARE else EvictionPolicy(_RANKS[name])
+    if name is Eviction.SIZE_AWARE:
+        return SizeAwareEviction()
+    is_lru = name is Eviction.LRU
+    return EvictionPolicy(lambda history: (history.last_use,) if is_lru else (history.uses, history.last_use))

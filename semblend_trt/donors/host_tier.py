@@ -77,17 +77,15 @@ class HostMemory:
             raise ConfigurationError(
                 f"SEMBLEND_HOST_BYTES is {size}; this machine has {physical} bytes of memory to lock, lower it"
             )
-        spare = _spare(size) if lock and size else None
         try:
-            self._bytes = torch.empty(size, dtype=torch.uint8) if spare is None else spare
+            self._bytes = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
             raise ConfigurationError(f"{size} bytes of host memory cannot be had; lower SEMBLEND_HOST_BYTES") from error
         self._holes = [Range(0, size)] if size else []
         if lock and size:
-            if spare is None:
-                _lock_pages(self._bytes)
+            _lock_pages(self._bytes)
             # The system takes the pages back when the process ends; before, they must not be freed locked.
-            weakref.finalize(self, _let_go, self._bytes).atexit = False
+            weakref.finalize(self, _unlock_pages, self._bytes).atexit = False
 
     def take(self, rows: int, row_bytes: int) -> list[Range]:
         """Ranges for `rows` rows in order, each a multiple of `row_bytes`: one where that is possible, else few.
@@ -130,43 +128,6 @@ class HostMemory:
         at = bisect_left(self._holes, (part.start, part.end))
         hole = self._holes[at]
         self._holes[at : at + 1] = [Range(part.end, hole.end)] if part.end < hole.end else []
-
-
-# Locked memory that no tier uses, for the next one; None where none is kept.
-_spares: list[torch.Tensor] | None = None
-
-
-@contextmanager
-def memory_kept() -> Iterator[None]:
-    """Within, locked memory of a tier that has ended serves the next one that needs no more of it.
-
-    For many engines one after the other: to lock a gigabyte takes some 0.3 s, and processes wait for each other.
-    """
-    global _spares
-    _spares = spares = list[torch.Tensor]()
-    try:
-        yield
-    finally:
-        _spares = None
-        for memory in spares:
-            _unlock_pages(memory)
-
-
-def _spare(size: int) -> torch.Tensor | None:
-    """Spare memory of at least `size` bytes; what is found too small goes back to the system."""
-    while _spares:
-        memory = _spares.pop()
-        if memory.numel() >= size:
-            return memory
-        _unlock_pages(memory)
-    return None
-
-
-def _let_go(memory: torch.Tensor) -> None:
-    if _spares is None:
-        _unlock_pages(memory)
-    else:
-        _spares.append(memory)
 
 
 def _lock_pages(memory: torch.Tensor) -> None:

@@ -12,13 +12,31 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from semblend_trt.background import Background
-from semblend_trt.donors.donor_file import DonorFileError, DonorText
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
+from semblend_trt.donors.disk_tier import DonorFileError, DonorText
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from semblend_trt.donors.catalog import DonorCatalog, TierMoves
     from semblend_trt.donors.disk_tier import DiskTier
     from semblend_trt.donors.host_tier import HostTier
+    from semblend_trt.donors.observer import DonorObserver
+
+logger = logging.getLogger(__name__)
+logger.addFilter(OnceAMinute(by_values=False))
+
+# Each fetch and each promotion holds room in two tiers until it has ended.
+MAX_FETCHES, MAX_PROMOTIONS = 4, 2
+# Fetches that no look-up has asked for begin only while fewer than this are under way.
+MAX_PREFETCHES = 2
+# A look-up indexes at most this many donors that were found on disk: it waits for them.
+_FOUND_AT_ONCE = 4
+# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
+MAX_WAITING = 8
+_CLOSING_SECONDS = 60.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +118,133 @@ class OffloadCommands:
     saves: list[SaveIntent] = field(default_factory=list)
 
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+class OffloadQueue:
+    """Collects commands for the tiers, keeps the catalog in step with the tiers' events, and tells the observers.
 
-# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
-MAX_WAITING = 8
-_CLOSING_SECONDS = 60.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+    A donor on disk alone is never promised: a look-up that would have used it has it fetched, and a later one finds it
+    in memory. A donor that is used from host memory is promoted to the device, if there is one.
+    """
+
+    def __init__(
+        self,
+        catalog: DonorCatalog,
+        observers: Sequence[DonorObserver],
+        link: DiskLink | None,
+        count: Callable[[OffloadEventKind], None],
+    ) -> None:
+        self._catalog, self._observers, self._link, self._count = catalog, observers, link, count
+        self._commands = OffloadCommands()
+        self._fetching: set[str] = set()
+        self._promoting: set[str] = set()
+
+    def take_commands(self) -> OffloadCommands:
+        """The commands since the last call; they must reach the workers before any later ones."""
+        taken, self._commands = self._commands, OffloadCommands()
+        return taken
+
+    def make_room(self, moves: TierMoves) -> None:
+        """Adds the commands that make room for a donor that the catalog has placed."""
+        self.drop(moves.dropped)
+        for donor_id in moves.released:
+            self._commands.releases.append(donor_id)
+            self._moved(donor_id, Tier.DISK)
+        for donor_id in moves.offloaded:
+            self._commands.offloads.append(donor_id)
+            self._moved(donor_id, Tier.HOST)
+        self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
+
+    def save(self, intent: SaveIntent, text: DonorText) -> None:
+        """Has an ended request's KV saved, for which the commands up to now make room; it may get a file later."""
+        self._commands.saves.append(intent)
+        if self._link is not None:
+            self._link.texts[intent.donor_id] = text
+
+    def drop(self, donor_ids: Iterable[str]) -> None:
+        """Has donors dropped that the catalog no longer holds."""
+        for donor_id in donor_ids:
+            self._commands.drops.append(donor_id)
+            self.forget(donor_id)
+
+    def forget(self, donor_id: str) -> None:
+        """The donor is not held any more, and gets no file."""
+        for observer in self._observers:
+            observer.gone(donor_id)
+        if self._link is not None:
+            self._link.texts.pop(donor_id, None)
+
+    def fetch(self, donor_ids: Iterable[str]) -> None:
+        """Reads donors back from disk, the first ones first, as far as there is room and few are on their way."""
+        for donor_id in donor_ids:
+            if len(self._fetching) < MAX_FETCHES:
+                self._begin_fetch(donor_id, self._catalog.fetch(donor_id))
+
+    def prefetch(self, donor_ids: Iterable[str]) -> None:
+        """Reads donors back that a later lookup may use: few at once, and only where no other donor is lost for it.
+
+        Equal tokens still decide what that lookup reuses.
+        """
+        for donor_id in donor_ids:
+            if len(self._fetching) < MAX_PREFETCHES:
+                self._begin_fetch(donor_id, self._catalog.fetch(donor_id, may_drop=False))
+
+    def promote(self, donor_ids: Iterable[str]) -> None:
+        """Copies donors of the host to the device, the first ones first, as far as there is room and few are on their
+        way."""
+        for donor_id in donor_ids:
+            if len(self._promoting) < MAX_PROMOTIONS and (moves := self._catalog.promote(donor_id)) is not None:
+                self.make_room(moves)
+                self._commands.promotions.append(donor_id)
+                self._promoting.add(donor_id)
+
+    def take_events(self, events: deque[OffloadEvent]) -> Iterator[tuple[str, DonorText]]:
+        """Takes all events, and of the donors that were found on disk a few. Yields those that the catalog has taken
+        in, each before anything else is taken."""
+        while events:
+            yield from self._take(events.popleft())
+        for _ in range(_FOUND_AT_ONCE):
+            if self._link is not None and self._link.found:
+                yield from self._take(self._link.found.popleft())
+
+    def _take(self, event: OffloadEvent) -> Iterator[tuple[str, DonorText]]:
+        self._count(event.kind)
+        kind, donor_id = event.kind, event.donor_id
+        if kind is OffloadEventKind.FILE_FOUND and event.text is not None:
+            dropped = self._catalog.adopt(donor_id, len(event.text.tokens), event.text.generation)
+            if dropped is None:
+                self._commands.drops.append(donor_id)
+            else:
+                self.drop(dropped)
+                yield donor_id, event.text
+        elif kind is OffloadEventKind.FILES_READ:
+            # Before, the disk may hold files that the catalog has not counted yet.
+            self._catalog.begin_writing()
+        elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
+            dropped = self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, event.free)
+            if dropped is not None and event.text is not None and self._link is not None:
+                self.drop(dropped)
+                self._link.texts[donor_id] = event.text
+                self._commands.writes.append(donor_id)
+        elif kind in (OffloadEventKind.PROMOTED, OffloadEventKind.PROMOTE_FAILED):
+            self._promoting.discard(donor_id)
+            self._catalog.promoted(donor_id, kind is OffloadEventKind.PROMOTED)
+            self._moved(donor_id, self._catalog.tier(donor_id) or Tier.HOST)
+        elif kind in (OffloadEventKind.FETCHED, OffloadEventKind.FETCH_FAILED):
+            self._fetching.discard(donor_id)
+            is_here = kind is OffloadEventKind.FETCHED
+            if self._catalog.fetched(donor_id, is_here) and not is_here:
+                self.drop([donor_id])
+            elif is_here:
+                self._moved(donor_id, Tier.HOST)
+
+    def _begin_fetch(self, donor_id: str, moves: TierMoves | None) -> None:
+        if moves is not None:
+            self.make_room(moves)
+            self._commands.fetches.append(donor_id)
+            self._fetching.add(donor_id)
+
+    def _moved(self, donor_id: str, tier: Tier) -> None:
+        for observer in self._observers:
+            observer.moved(donor_id, tier.value)
 
 
 class DiskTransfers:

@@ -15,7 +15,7 @@ import torch
 
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import CapacityError
 from semblend_trt.once_a_minute import OnceAMinute

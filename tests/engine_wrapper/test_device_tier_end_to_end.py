@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import BLOCK, GREEDY, PREFILL, QUESTION, text
 from tests.semblend_trt.held_donors import held_in

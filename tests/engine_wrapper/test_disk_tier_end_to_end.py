@@ -11,7 +11,7 @@ import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.donors import donor_file
+from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
@@ -167,7 +167,7 @@ def test_memory_lets_donors_go_that_come_back_from_disk(engine):
     reference = ready(engine())
     serve(reference, FIRST)
     expected = serve(reference, SECOND)
-    token_bytes = reference.connector_scheduler.donor_index._bytes_per_token
+    token_bytes = reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
     reference.shutdown()
     for path in donor_files(reference.connector_worker._settings.disk_path):
         path.unlink()
@@ -206,7 +206,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
     (path,) = donor_files(tmp_path)
     tokens = llm.connector_worker.transfers._disk.tokens_of(path.name.partition(".")[0])
     disk = small_disk(path.stat().st_size * 5 // 2)
-    token_bytes = llm.connector_scheduler.donor_index._bytes_per_token
+    token_bytes = llm.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
     llm.shutdown()
     llm = ready(engine(DISK_PATH=disk, HOST_BYTES=tokens * 3 // 2 * token_bytes))
     counts, held = events(llm), []
@@ -228,7 +228,7 @@ def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     for name in ("open", "fsync", "posix_fallocate"):
         real = getattr(os, name)
         monkeypatch.setattr(
-            donor_file.os,
+            disk_tier.os,
             name,
             lambda *a, _real=real, **k: touched.add(threading.current_thread().name) or _real(*a, **k),
         )

@@ -328,7 +328,7 @@ def test_donors_that_change_tiers_through_staging_memory_answer_as_before(
     engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = engine(POLICY="position_fix", DEVICE_BYTES=0)
-    one = -(-len(DONOR) // BLOCK) * BLOCK * reference.connector_scheduler.donor_index._bytes_per_token
+    one = -(-len(DONOR) // BLOCK) * BLOCK * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
     llm = through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
     for each in (reference, llm):
         teach(each, DONOR, text(7, len(DONOR)))
@@ -351,7 +351,7 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine: Engines) -> None:
     assert serve(llm, SHIFTED).reused_tokens == len(DOCUMENT)
     llm = engine(DEVICE_BYTES=budget)
     blocks = len(llm.connector_worker.store.device._arena)
-    assert blocks == llm.connector_scheduler.donor_index.catalog._table.capacities.device_blocks == 300 // BLOCK
+    assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // BLOCK
 
 
 def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine: Engines, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def serve(llm: LLM, prompt: str, **options: Any) -> RequestOutput:
 
 
 def generations_of(llm: LLM) -> list[int]:
-    return sorted(llm.connector_scheduler.donor_index._generations.values())
+    return sorted(llm.connector_scheduler.donor_index.catalog.generations.values())
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,8 @@ def test_an_error_of_the_scheduler_reaches_no_engine_and_leaks_no_lease(taught, 
     def broken(*_arguments, **_options):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(taught.connector_scheduler.donor_index, step, broken)
+    lookup = taught.connector_scheduler._lookup
+    monkeypatch.setattr(lookup.donors if step == "begin_save" else lookup.planner, step, broken)
     output = serve(taught, SHIFTED)
     assert leases(taught) == 0
     if step == "plan":

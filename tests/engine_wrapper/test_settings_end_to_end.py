@@ -100,9 +100,9 @@ def test_of_many_salts_no_more_is_kept_than_donors_are(engine):
     for number in range(24):
         serve(llm, DOCUMENT, cache_salt=f"tenant-{number}")
         index = scheduler.donor_index
-        owners = scheduler, scheduler._profiles, index, index._index, index.offload
+        owners = scheduler, scheduler._profiles, index, index.catalog, index.texts, index.texts.spans, index.offload
         kept.append([sizes(each) for each in owners])
-    assert len(index._index) == len(index._index._namespaces) == 4
+    assert len(index.texts.spans) == len(index.texts.spans._namespaces) == 4
     # From the fifth on every salt leaves the engine as it found it.
     assert kept[-1] == kept[5]
 

@@ -220,13 +220,13 @@ def test_the_model_is_given_the_requests_own_tokens(engine, serve, monkeypatch, 
 def test_a_miss_costs_a_lookup_and_nothing_else(engine, serve, copied, text, tmp_path, monkeypatch):
     """Prompts that no donor shares are looked up once; nothing is copied in, fetched or promised for them."""
     llm = engine(DISK_BYTES=1 << 24, DISK_PATH=tmp_path)
-    index = llm.connector_scheduler.donor_index
-    lookups, fetched, plan = [], [], index.plan
-    monkeypatch.setattr(index, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
+    lookup = llm.connector_scheduler._lookup
+    lookups, fetched, plan = [], [], lookup.planner.plan
+    monkeypatch.setattr(lookup.planner, "plan", lambda lookup: lookups.append(lookup.request_id) or plan(lookup))
     monkeypatch.setattr(llm.connector_worker.transfers, "fetch", fetched.append)
     for seed in range(8):
         output = serve(llm, text(100 + seed, 120))
         assert (output.reused_tokens, output.computed_tokens) == (0, 120)
     assert len(lookups) == 8
     assert (copied, fetched) == ([], [])
-    assert index.catalog.stats().leases == 0
+    assert lookup.donors.catalog.stats().leases == 0

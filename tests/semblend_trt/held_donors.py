@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +11,8 @@ import torch
 
 from kernels.layout import ContiguousKv
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import DonorCatalog
-from semblend_trt.donors.donor_file import DonorText, KvForm
-from semblend_trt.donors.donor_table import Capacities, TierMoves
+from semblend_trt.donors.catalog import Capacities, DonorCatalog, TierMoves
+from semblend_trt.donors.disk_tier import DonorText, KvForm, file_bytes
 from semblend_trt.donors.host_tier import HostKv
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ def catalog_of(
     host_tokens: int = 100, max_donors: int = 10, eviction: Eviction = Eviction.LRU, **limits: int
 ) -> DonorCatalog:
     """A catalog of donors with BYTES_PER_TOKEN a token; `limits` are the other `Capacities`."""
-    return DonorCatalog(Capacities(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, **limits), eviction)
+    sizes = partial(file_bytes, 1, BYTES_PER_TOKEN)
+    limited = Capacities(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, file_bytes=sizes, **limits)
+    return DonorCatalog(limited, eviction)
 
 
 def keep(catalog: DonorCatalog, donor_id: str, tokens: int) -> TierMoves:
@@ -82,7 +84,7 @@ def host_kv(*sizes: int, form: KvForm = FORM, fill: float | None = None) -> Host
 
 
 def text_of(tokens: int) -> DonorText:
-    return DonorText("key", np.arange(7, 7 + tokens, dtype=np.int32), bytes(range(16)))
+    return DonorText("key", np.arange(7, 7 + tokens, dtype=np.int32))
 
 
 def at_once(call: Callable[[], Any]) -> Any:

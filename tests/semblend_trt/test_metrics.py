@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 
 from semblend_trt.audit import DROP_REASONS, AuditLog
-from semblend_trt.connector.donor_index import HeldDonors
+from semblend_trt.donors.donor_index import HeldDonors
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, metrics_for
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.reasons import FAULTS, OTHER_REASON

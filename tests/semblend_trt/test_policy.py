@@ -1,11 +1,15 @@
-"""Names of the policies, and which of them look for donors."""
+"""Names of the policies, which of them look for donors, their terms, and what is refused of them."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from semblend_trt.config import Settings
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.policy import ReusePolicy, allows_reuse, parse_policy
+from semblend_trt.plan import SpanCheck
+from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, parse_policy, terms_of
 
 
 def test_the_policies_in_the_order_in_which_they_are_told() -> None:
@@ -24,3 +28,69 @@ def test_unknown_policies_name_the_known_ones(text: str) -> None:
     with pytest.raises(ConfigurationError, match="off, exact, verified, boundary, position_fix, epic, cacheblend") as e:
         parse_policy(text)
     assert len(str(e.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("policy", "terms"),
+    [
+        (ReusePolicy.OFF, None),
+        (ReusePolicy.EXACT, None),
+        (ReusePolicy.VERIFIED, None),
+        (ReusePolicy.POSITION_FIX, ReuseTerms()),
+        (ReusePolicy.BOUNDARY, ReuseTerms(boundary=3)),
+        (ReusePolicy.EPIC, ReuseTerms(head_tokens=24)),
+        (ReusePolicy.CACHEBLEND, ReuseTerms(check=SpanCheck(layer=1, largest_share=0.3))),
+    ],
+)
+def test_the_terms_of_a_policy(policy: ReusePolicy, terms: ReuseTerms | None) -> None:
+    settings = Settings(recompute_boundary_layer=3, epic_tokens=24, cacheblend_share=0.3)
+    assert terms_of(policy, settings, 24) == terms
+
+
+@pytest.mark.parametrize("boundary", [0, 25])
+def test_boundary_outside_the_model_is_refused(boundary: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1\.\.24"):
+        terms_of(ReusePolicy.BOUNDARY, Settings(recompute_boundary_layer=boundary), 24)
+
+
+def test_cacheblend_needs_the_layer_it_chooses_by() -> None:
+    assert terms_of(ReusePolicy.CACHEBLEND, Settings(), 2) is not None
+    with pytest.raises(ConfigurationError, match="layer 1, and this model has 1 layer"):
+        terms_of(ReusePolicy.CACHEBLEND, Settings(), 1)
+    with pytest.raises(ConfigurationError, match="model's layers below 2 see no further than a window"):
+        terms_of(ReusePolicy.CACHEBLEND, Settings(), 24, lowest_check_layer=2)
+
+
+@pytest.mark.parametrize(
+    ("terms", "reason"),
+    [
+        (ReuseTerms(), None),
+        (ReuseTerms(boundary=2), "boundary_needs_wrapper"),
+        (ReuseTerms(head_tokens=1), "head_needs_wrapper"),
+        (ReuseTerms(boundary=2, check=SpanCheck(1, threshold=0.1)), "check_needs_wrapper"),
+    ],
+)
+def test_what_a_stock_engine_cannot_keep(terms: ReuseTerms, reason: str | None) -> None:
+    assert terms.wrapper_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (ReuseTerms(), 100),
+        (ReuseTerms(boundary=5), 100),
+        (ReuseTerms(head_tokens=16), 84),
+        (ReuseTerms(head_tokens=200), 0),
+        (ReuseTerms(check=SpanCheck(1, largest_share=0.15)), 85),
+        (ReuseTerms(check=SpanCheck(1, largest_share=1.0)), 0),
+        (ReuseTerms(check=SpanCheck(1, threshold=0.0)), 100),
+    ],
+)
+def test_reuse_that_can_be_counted_on(terms: ReuseTerms, expected: int) -> None:
+    assert terms.expected_reuse(100) == expected
+
+
+@given(head=st.integers(0, 50), share=st.floats(0, 1), length=st.integers(1, 500))
+def test_expected_reuse_is_never_more_than_the_run(head: int, share: float, length: int) -> None:
+    terms = ReuseTerms(head_tokens=head, check=SpanCheck(1, largest_share=share))
+    assert 0 <= terms.expected_reuse(length) <= length

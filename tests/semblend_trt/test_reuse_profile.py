@@ -21,7 +21,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, ProfileError
 from semblend_trt.namespace import CacheNamespace, content_value, unknown_value
 from semblend_trt.plan import EngineMode, SpanCheck
-from semblend_trt.policy import ReusePolicy
+from semblend_trt.policy import ReusePolicy, ReuseTerms
 from semblend_trt.reuse_profile import (
     EVIDENCE_FAMILIES,
     MAX_BYTES,
@@ -30,7 +30,6 @@ from semblend_trt.reuse_profile import (
     ProfileMatcher,
     ReuseProfile,
 )
-from semblend_trt.reuse_terms import ReuseTerms
 
 GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
 FIELDS: dict[str, Any] = {

@@ -15,7 +15,6 @@ import torch
 from engine_wrapper.deviation_check import sample_of
 from engine_wrapper.embedded.sampling import SamplingParams
 from kernels.layout import KvGeometry
-from semblend_trt.donors.host_tier import memory_kept
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable
 from semblend_trt.namespace import CacheNamespace
@@ -245,7 +244,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             command=command,
         )
 
-    with tempfile.TemporaryDirectory(prefix="calibration-") as folder, memory_kept():
+    with tempfile.TemporaryDirectory(prefix="calibration-") as folder:
         path = Path(folder) / models.PROFILE_NAME
 
         def written(candidate: Candidate) -> Path:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
-from semblend_trt.connector.donor_index import DonorIndex
+from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.plan import EngineMode, PlanKind
 
 if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.discovery.fingerprint import TokenArray
-    from semblend_trt.donors.donor_table import CatalogStats
+    from semblend_trt.donors.catalog import CatalogStats
     from semblend_trt.plan import PlanSpan, SemanticKvPlan
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
@@ -80,6 +81,7 @@ class Serving:
         self._pool, self._profile = pool, profile
         self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
         self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
+        self._planner = DonorPlanner(settings, pool, self._donors)
         self._served = 0
 
     def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
@@ -105,7 +107,7 @@ class Serving:
         return self._donors.catalog.stats()
 
     def _look_up(self, tracked: TrackedRequest) -> tuple[SemanticKvPlan | None, str | None]:
-        planned, tracked.leases = self._donors.plan(
+        planned, tracked.leases = self._planner.plan(
             LookupRequest(
                 request_id=tracked.request_id,
                 namespace_key=tracked.namespace_key,
@@ -123,7 +125,7 @@ class Serving:
     def _save(self, donor_id: str, tracked: TrackedRequest) -> None:
         """What the connector does between a request's look-up and its end, where every save succeeds."""
         generations = 0 if self._profile is None else self._profile.generations
-        intent = self._donors.intend(donor_id, tracked, 0, generations)
+        intent = self._planner.intend(donor_id, tracked, 0, generations)
         if intent is None:
             return
         tokens = tracked.prompt[: intent.max_tokens]

@@ -333,7 +333,7 @@ def test_an_id_that_is_used_again_during_its_save_disturbs_nothing(llm, is_hande
             engine.poll([])
     engine.end_all()
     stats = engine.scheduler.donor_index.catalog.stats()
-    assert (stats.ready, stats.saving, engine.saving, engine.scheduler._saving) == (2, 0, set(), {})
+    assert (stats.ready, stats.saving, engine.saving, engine.scheduler.donor_index._saving) == (2, 0, set(), {})
     # Behind the save the id is any request's, and becomes a donor beside the one that is held.
     engine.ask(1001, prompt(100, 5), 0, 4, None)
     assert engine.scheduler.reuse_of(1001).reason == "no_donor_match"

@@ -123,7 +123,8 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(
     served = engine(policy, settings)
     served.ask(DONOR, max_tokens=1)
     written(served)
-    size, token_bytes = donor_files(tmp_path)[0].stat().st_size, served.scheduler.donor_index._bytes_per_token
+    token_bytes = served.scheduler.donor_index.catalog.capacities.bytes_per_token
+    size = donor_files(tmp_path)[0].stat().st_size
     small = small_disk(size * 5 // 2)
     # Of donors in memory alone one is held: the others are on disk.
     settings |= {**disk(small), "disk_key_path": str(tmp_path / "key"), "host_bytes": 800 * token_bytes}

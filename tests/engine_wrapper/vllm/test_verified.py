@@ -201,7 +201,7 @@ def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
         served.settle()
         assert served.llm.get_tokenizer().decode(found[-1].tokens).startswith(question.answer)
     assert [answered.cached > 100 for answered in found] == [False, True, generations > 0]
-    assert sorted(served.scheduler.donor_index._generations.values()) == [1] * generations
+    assert sorted(served.scheduler.donor_index.catalog.generations.values()) == [1] * generations
     assert not served.runtime.faults
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata, readable_metadata
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import PlanSpan, SpanCheck

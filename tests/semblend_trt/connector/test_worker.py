@@ -14,7 +14,7 @@ from engine_wrapper.embedded.llm_args import LlmArgs
 from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.donors.donor_table import Tier
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SavedDonor, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import (

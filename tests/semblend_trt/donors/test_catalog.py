@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.config import Eviction
-from semblend_trt.donors.donor_table import CatalogStats, Tier, TierMoves
+from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from semblend_trt.donors.disk_tier import FOLDER, KEY_BYTES, DiskTier, key_path, make_key, read_key
-from semblend_trt.donors.donor_file import DonorFileError
+from semblend_trt.donors.disk_tier import FOLDER, KEY_BYTES, DiskTier, DonorFileError, key_path, make_key, read_key
 from semblend_trt.errors import DonorUnavailableError
 from tests.semblend_trt.held_donors import FORM, at_once, host_kv, text_of
 
@@ -63,8 +62,7 @@ def test_the_second_engine_of_a_folder_is_refused(tmp_path, tier):
 def test_a_killed_engines_folder_can_be_had_and_a_living_ones_cannot(tmp_path):
     holds = (
         "import sys, pathlib, torch\n"
-        "from semblend_trt.donors.disk_tier import DiskTier\n"
-        "from semblend_trt.donors.donor_file import KvForm\n"
+        "from semblend_trt.donors.disk_tier import DiskTier, KvForm\n"
         "tier = DiskTier(pathlib.Path(sys.argv[1]), KvForm(3, 2, 2, 8, torch.float32))\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"

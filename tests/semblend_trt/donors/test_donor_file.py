@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from semblend_trt.donors import donor_file
-from semblend_trt.donors.donor_file import PAGE, DonorFileError, file_bytes, read_kv, read_text, write_donor
+from semblend_trt.donors import disk_tier
+from semblend_trt.donors.disk_tier import PAGE, DonorFileError, file_bytes, read_kv, read_text, write_donor
 from tests.semblend_trt.held_donors import FORM, host_kv, text_of
 
 TOKENS = 21
@@ -60,7 +60,7 @@ def test_kv_and_text_come_back_bit_for_bit(tmp_path, dtype):
     seal = write(path, kv, form=form)
     donor_id, read, found = text_in(path, form)
     assert found == seal
-    assert (donor_id, read.namespace_key, read.digest) == ("donor", text.namespace_key, text.digest)
+    assert (donor_id, read.namespace_key) == ("donor", text.namespace_key)
     assert np.array_equal(read.tokens, text.tokens)
     held = host_kv(TOKENS, form=form, fill=math.nan)
     kv_in(path, seal, held, form)
@@ -171,10 +171,10 @@ def test_a_file_that_was_sealed_with_another_key_is_refused(tmp_path):
 def test_altered_kv_under_right_digests_is_refused(written, tmp_path, forgery, monkeypatch):
     """A process that writes the folder may know the format and read all files there; the key lies elsewhere."""
     *_, seal = written
-    name = donor_file._key_name(KEY)
+    name = disk_tier._key_name(KEY)
     forged = tmp_path / "forged"
     with monkeypatch.context() as patch:
-        patch.setattr(donor_file, "_key_name", lambda key: name)
+        patch.setattr(disk_tier, "_key_name", lambda key: name)
         forged_seal = write(forged, host_kv(TOKENS, fill=1.0), key=OTHER_KEY)
     data = forged.read_bytes()
     if forgery == "our seal":
@@ -193,7 +193,7 @@ def test_altered_kv_under_right_digests_is_refused(written, tmp_path, forgery, m
 @pytest.mark.parametrize("version", [b"semblend-donor-1", b"semblend-donor-9"])
 def test_another_format_is_another_version(written, version):
     path, *_ = written
-    path.write_bytes(path.read_bytes().replace(donor_file.FORMAT.encode(), version))
+    path.write_bytes(path.read_bytes().replace(disk_tier.FORMAT.encode(), version))
     assert_refused("other_version", text_in, path)
 
 
@@ -238,7 +238,6 @@ def claim(header, **changes):
         lambda header: claim(header, kv__data_offsets=[-8, 1 << 62]),
         lambda header: claim(header, tokens__dtype="I64"),
         lambda header: claim(header, about__donor_id=7),
-        lambda header: claim(header, about__digest="q"),
         lambda header: claim(header, about__digests="1 2"),
         lambda header: claim(header, about__digests=[1, 2, 3]),
         lambda header: claim(header, about__seal=None),
@@ -265,21 +264,21 @@ def test_a_header_of_any_length_that_is_claimed_is_not_read(written):
 def test_a_file_that_shrinks_while_it_is_read_is_refused(written, monkeypatch):
     """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
     path, _, seal = written
-    checked = donor_file._header_of
+    checked = disk_tier._header_of
 
     def cut(*arguments):
         header = checked(*arguments)
         os.truncate(path, FORM.header_bytes)
         return header
 
-    monkeypatch.setattr(donor_file, "_header_of", cut)
+    monkeypatch.setattr(disk_tier, "_header_of", cut)
     assert_refused("corrupt", kv_in, path, seal)
 
 
 def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
     """It is another donor's by then."""
     path, _, seal = written
-    read, over, ended = donor_file._read_all, threading.Event(), []
+    read, over, ended = disk_tier._read_all, threading.Event(), []
 
     def fails_at_once_or_takes_long(descriptor, view, start):
         if len(view) * FORM.num_layers == TOKENS * FORM.token_bytes:  # a layer's KV
@@ -289,7 +288,7 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
             ended.append(start)
         read(descriptor, view, start)
 
-    monkeypatch.setattr(donor_file, "_read_all", fails_at_once_or_takes_long)
+    monkeypatch.setattr(disk_tier, "_read_all", fails_at_once_or_takes_long)
     with pytest.raises(OSError, match="a bad sector"):
         kv_in(path, seal)
     assert len(ended) == FORM.num_layers - 1
@@ -298,13 +297,13 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
 
 def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeypatch):
     path, _, seal = written
-    readers, read = [], donor_file._moved
+    readers, read = [], disk_tier._moved
 
     def note(*arguments):
         readers.append(threading.current_thread())
         return read(*arguments)
 
-    monkeypatch.setattr(donor_file, "_moved", note)
+    monkeypatch.setattr(disk_tier, "_moved", note)
     kv_in(path, seal)
     assert len(readers) == FORM.num_layers
     assert all(reader.daemon for reader in readers)

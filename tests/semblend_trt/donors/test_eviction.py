@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from semblend_trt.config import Eviction, load_settings
-from semblend_trt.donors.donor_table import Tier, TierMoves
+from semblend_trt.donors.catalog import Tier, TierMoves
 from semblend_trt.donors.eviction import DonorHistory, policy_of
 from semblend_trt.errors import CapacityError, ConfigurationError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
@@ -99,7 +99,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.number = 0
         self.catalog = catalog_of(
             60, 8, self.name,
-            device_blocks=4, block_size=10, disk_bytes=20 * 4096, num_layers=1,
+            device_blocks=4, block_size=10, disk_bytes=20 * 4096,
         )  # fmt: skip
         self.catalog.begin_writing()
         self.saving: list[str] = []
@@ -198,7 +198,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def every_donor_is_where_the_catalog_says(self):
         for donor_id in self.ready:
             fetching = self.moving.get(donor_id) == "fetch"
-            assert self.catalog._table.entries[donor_id].state.value == ("fetching" if fetching else "ready")
+            assert self.catalog._entries[donor_id].state.value == ("fetching" if fetching else "ready")
         for lease in self.leases:
             assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.layout import ContiguousKv
 from semblend_trt.donors import host_tier
-from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier, memory_kept
+from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
 from tests.semblend_trt.held_donors import fill, held_kv, save
 
@@ -196,27 +196,6 @@ def test_locked_memory_goes_back_with_its_tier(locked):
     memory = HostMemory(3 * ROW, lock=True)
     assert locked == [3 * ROW]
     del memory
-    assert locked == []
-
-
-def test_kept_memory_serves_the_next_tier_that_needs_no_more(locked):
-    with memory_kept():
-        first = HostMemory(3 * ROW, lock=True)
-        address = first._bytes.data_ptr()
-        del first
-        HostMemory(0, lock=True)  # takes none of it
-        second = HostMemory(2 * ROW, lock=True)
-        assert (second._bytes.data_ptr(), locked) == (address, [3 * ROW])
-        assert second.take(2, ROW) == [(0, 2 * ROW)]
-        with pytest.raises(CapacityError):
-            second.take(1, ROW)
-        beside = HostMemory(ROW, lock=True)
-        assert sorted(locked) == [ROW, 3 * ROW]
-        del second, beside
-        larger = HostMemory(4 * ROW, lock=True)
-        assert locked == [4 * ROW]
-        del larger
-        assert locked == [4 * ROW]
     assert locked == []
 
 

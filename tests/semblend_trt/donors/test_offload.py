@@ -100,7 +100,7 @@ def fill_disk(kept, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("semblend_trt.donors.donor_file.os.posix_fallocate", full)
+    monkeypatch.setattr("semblend_trt.donors.disk_tier.os.posix_fallocate", full)
 
 
 def replace_folder(kept, monkeypatch):

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kernels.layout import KvGeometry, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import DonorCatalog, DonorState, Lease
+from semblend_trt.donors.catalog import Capacities, DonorCatalog, Lease, Tier
 from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
-from semblend_trt.donors.donor_table import Capacities, Tier
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore
@@ -349,7 +348,7 @@ class TwoTiers(RuleBasedStateMachine):
     @invariant()
     def every_ready_donor_is_readable_and_right(self):
         for donor_id, tokens in self.tokens.items():
-            assert self.catalog._table.entries[donor_id].state is DonorState.READY
+            assert self.catalog._entries[donor_id].is_readable
             assert torch.equal(self.rank.read(donor_id, tokens), pattern(int(donor_id), tokens))
         assert all(lease.donor_id in self.tokens for lease, _ in self.leases)
 

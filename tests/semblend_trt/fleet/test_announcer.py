@@ -19,8 +19,9 @@ from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConf
 from kernels.layout import KvGeometry
 from semblend_trt.audit import AuditEvents
 from semblend_trt.config import load_settings
-from semblend_trt.connector.donor_index import DonorIndex
+from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
+from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
@@ -59,10 +60,12 @@ class Recorded(DonorObserver):
 def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone() -> None:
     recorded = Recorded()
     settings = load_settings(policy="position_fix", host_bytes=500 * TOKEN_BYTES)
-    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), (recorded,), None, lambda kind: None)
+    pool = PoolFacts(GEOMETRY, 64, torch.float32)
+    index = DonorIndex(settings, pool, (recorded,), None, lambda kind: None)
+    planner = DonorPlanner(settings, pool, index)
     for seed, donor_id in enumerate("abcd"):
         tokens, is_saved = text(seed, 200), donor_id != "d"
-        intent = index.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
+        intent = planner.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
         assert intent is not None
         assert index.begin_save(intent, "namespace", tokens)
         index.saved(SavedDonor(donor_id, 200 if is_saved else 0, None if is_saved else "disk on fire"))
@@ -81,10 +84,11 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
 def test_a_donor_built_from_approximate_kv_is_not_announced() -> None:
     recorded = Recorded()
     settings = load_settings(policy="verified", host_bytes=500 * TOKEN_BYTES)
-    index = DonorIndex(settings, PoolFacts(GEOMETRY, 64, torch.float32), (recorded,), None, lambda kind: None)
+    pool = PoolFacts(GEOMETRY, 64, torch.float32)
+    index = DonorIndex(settings, pool, (recorded,), None, lambda kind: None)
     request = TrackedRequest(1, "namespace", text(1, 200), 0)
     request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
-    intent = index.intend("approximate", request, 0, 1)
+    intent = DonorPlanner(settings, pool, index).intend("approximate", request, 0, 1)
     assert intent is not None
     assert index.begin_save(intent, "namespace", request.prompt, (), intent.generation)
     index.saved(SavedDonor("approximate", 200))

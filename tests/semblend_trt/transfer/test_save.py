@@ -10,8 +10,8 @@ import torch
 
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore

@@ -12,8 +12,8 @@ import triton
 from kernels.kv_move import Move, kv_move, warm_up
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
+from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.donor_table import Tier
 from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore

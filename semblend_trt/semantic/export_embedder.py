@@ -1,4 +1,4 @@
-"""Exports the sentence model of the embedders onnx and onnx_gpu: `python -m semblend_trt.discovery.export_embedder`."""
+"""Exports the sentence model of the embedders onnx and onnx_gpu: `python -m semblend_trt.semantic.export_embedder`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.semantic.sentence_model import GRAPH_FILE, WEIGHTS_FILE, export, sentence_model
 
-PROGRAM = "python -m semblend_trt.discovery.export_embedder"
+PROGRAM = "python -m semblend_trt.semantic.export_embedder"
 
 
 def main(arguments: list[str] | None = None) -> int:

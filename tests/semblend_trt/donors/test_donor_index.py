@@ -14,21 +14,24 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
-from semblend_trt.connector.donor_index import (
-    LITTLE_SHARE,
-    MAX_ANSWER_TOKENS,
+from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
+from semblend_trt.connector.requests import TrackedRequest
+from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.catalog import FULL_SECONDS, Tier
+from semblend_trt.donors.disk_tier import DonorText, file_bytes
+from semblend_trt.donors.donor_index import DonorIndex, HeldDonors
+from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.offload import (
     MAX_FETCHES,
     MAX_PREFETCHES,
     MAX_PROMOTIONS,
-    DonorIndex,
-    HeldDonors,
+    DiskLink,
+    OffloadCommands,
+    OffloadEvent,
+    OffloadEventKind,
+    SavedDonor,
 )
-from semblend_trt.connector.requests import TrackedRequest
-from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.donor_file import DonorText, file_bytes
-from semblend_trt.donors.donor_table import FULL_SECONDS, Tier
-from semblend_trt.donors.observer import DonorObserver
-from semblend_trt.donors.offload import DiskLink, OffloadCommands, OffloadEvent, OffloadEventKind, SavedDonor
+from semblend_trt.donors.texts import LITTLE_SHARE
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
@@ -57,10 +60,22 @@ class Observer(DonorObserver):
         self.told.append(("gone", donor_id))
 
 
+class Donors(DonorIndex):
+    """The index, and the planner that asks it."""
+
+    def __init__(self, settings, pool, *others):
+        super().__init__(settings, pool, *others)
+        planner = DonorPlanner(settings, pool, self)
+        self.plan, self.intend = planner.plan, planner.intend
+
+    def generation(self, donor_id):
+        return self.catalog.generations.get(donor_id, 0)
+
+
 def index_of(host_tokens=1000, observer=None, link=None, count=lambda kind: None, **overrides):
     chosen = {"policy": "position_fix", "min_reuse_ratio": 0, "host_bytes": host_tokens * TOKEN_BYTES} | overrides
     pool = PoolFacts(GEOMETRY, 64, torch.float32)
-    return DonorIndex(load_settings(**chosen), pool, () if observer is None else (observer,), link, count)
+    return Donors(load_settings(**chosen), pool, () if observer is None else (observer,), link, count)
 
 
 def text(seed, length=TEXT):
@@ -221,9 +236,9 @@ def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     keep_approximate(index, "first", tokens, 1)
     assert moves(index).drops == ["second"]
     keep_approximate(index, "elsewhere", tokens, 1, "other")
-    assert not index.holds("namespace", tokens)
+    assert not index.texts.holds("namespace", tokens)
     keep(index, "exact", tokens)
-    assert index.holds("namespace", tokens)
+    assert index.texts.holds("namespace", tokens)
     assert moves(index).drops == ["first"]
     assert [index.catalog.tier(each) for each in ("second", "first", "exact")] == [None, None, Tier.HOST]
     assert index.catalog.tier("elsewhere") is Tier.HOST
@@ -300,7 +315,7 @@ def test_a_conversation_takes_its_own_room_and_evicts_nothing():
     stats = index.catalog.stats()
     assert (stats.ready, stats.used_bytes, stats.evicted) == (5, (4 * 120 + 1200) * TOKEN_BYTES, 0)
     assert [reused(index, each) for each in (said, text(0, 120), text(3, 120))] == [1200, 120, 120]
-    assert index.holds("namespace", said[:700])
+    assert index.texts.holds("namespace", said[:700])
 
 
 def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
@@ -433,7 +448,7 @@ class Tiers:
 
     def find_no_room(self, donor_id, free=0):
         """The disk is full when the donor is to be written; returns the commands."""
-        left = DonorText("namespace", self.text(donor_id), donor_id.encode())
+        left = DonorText("namespace", self.text(donor_id))
         self.index.take_events(deque([OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, "full", left, free)]))
         return moves(self.index)
 
@@ -446,7 +461,7 @@ class Tiers:
     def find(self, *donor_ids, length=TEXT):
         """Donors whose files lay on the disk."""
         for donor_id in donor_ids:
-            held = DonorText("namespace", self.text(donor_id, length), donor_id.encode())
+            held = DonorText("namespace", self.text(donor_id, length))
             self.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, held))
         self.index.take_events(deque())
 
@@ -465,7 +480,7 @@ class Tiers:
 def test_of_two_files_of_one_text_the_lowest_generation_stays(order):
     tiers = Tiers()
     for generation in order:
-        held = DonorText("namespace", text(1), b"text", generation)
+        held = DonorText("namespace", text(1), generation)
         tiers.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, f"of-{generation}", None, held))
     tiers.index.take_events(deque())
     low, high = (f"of-{generation}" for generation in sorted(order))
@@ -505,7 +520,7 @@ def test_without_a_file_a_donor_that_leaves_memory_is_gone(event):
 def seconds(monkeypatch):
     """seconds[0]: the clock of the catalog."""
     told = [1000.0]
-    monkeypatch.setattr("semblend_trt.donors.donor_table.time.monotonic", lambda: told[0])
+    monkeypatch.setattr("semblend_trt.donors.catalog.time.monotonic", lambda: told[0])
     return told
 
 
@@ -588,7 +603,7 @@ def test_where_room_is_short_a_continued_donor_leaves_memory_and_keeps_its_file(
 def test_of_files_of_one_conversation_the_longest_stays():
     tiers, said = Tiers(), text(1, 4 * TEXT)
     for donor_id, length in (("turn-2", 2 * TEXT), ("turn-1", TEXT), ("turn-3", 4 * TEXT)):
-        held = DonorText("namespace", said[:length], donor_id.encode())
+        held = DonorText("namespace", said[:length])
         tiers.link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, held))
     tiers.index.take_events(deque())
     assert tiers.tiers("turn-1", "turn-2", "turn-3") == [None, None, Tier.DISK]
@@ -808,9 +823,9 @@ class DonorIndexMachine(RuleBasedStateMachine):
         texts = [*self.kept.values(), *(tokens for _, tokens in self.open)]
         assert stats.used_bytes == sum(map(len, texts)) * TOKEN_BYTES <= self.ROOM * TOKEN_BYTES
         assert (stats.leases, stats.saving) == (len(self.leases), len(self.open))
-        assert set(self.index) == set(self.kept) | {donor_id for donor_id, _ in self.open}
-        assert set(self.index._index._donors) == set(self.kept)
-        assert set(self.index._generations) | set(self.index._continued) <= set(self.index)
+        assert set(self.index.texts) == set(self.kept) | {donor_id for donor_id, _ in self.open}
+        assert set(self.index.texts.spans._donors) == set(self.kept)
+        assert set(self.index.catalog.generations) | set(self.index.texts.continued) <= set(self.index.texts)
 
     @invariant()
     def no_text_is_kept_twice(self):

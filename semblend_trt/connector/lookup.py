@@ -1,0 +1,238 @@
+"""The look-up of a request: its namespace, its plan with leased donors, and what it may leave as a donor."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from semblend_trt.connector.eligibility import IneligibleRequest, cache_salt_of, check_eligible
+from semblend_trt.connector.requests import TrackedRequest, tokens_of
+from semblend_trt.discovery.planner import Deadline, LookupRequest, Planned, Planner
+from semblend_trt.donors.catalog import Lease, Tier
+from semblend_trt.donors.offload import SaveIntent
+from semblend_trt.errors import DonorUnavailableError, NamespaceError
+from semblend_trt.namespace import unknown_value
+from semblend_trt.plan import gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from semblend_trt.config import Settings
+    from semblend_trt.connector.engine_namespace import Adapters
+    from semblend_trt.donors.donor_index import DonorIndex
+    from semblend_trt.donors.observer import DonorObserver
+    from semblend_trt.namespace import CacheNamespace
+    from semblend_trt.plan import SemanticKvPlan
+    from semblend_trt.pool_facts import PoolFacts
+    from semblend_trt.reuse_profile import ProfileMatcher
+    from semblend_trt.runtime import Runtime
+    from semblend_trt.semantic.neighbours import Neighbours
+
+logger = logging.getLogger(__name__)
+
+# Most tokens of a request's answer that its donor holds.
+MAX_ANSWER_TOKENS = 1024
+
+
+class DonorPlanner:
+    """Plans look-ups with donors that can be read at once, and says what their requests may leave as donors."""
+
+    def __init__(self, settings: Settings, pool: PoolFacts, donors: DonorIndex) -> None:
+        self._settings, self._donors, self._catalog = settings, donors, donors.catalog
+        self._planner = Planner(
+            donors.texts.spans,
+            settings,
+            settings.policy,
+            pool.geometry.num_layers,
+            lambda donor_id: self._catalog.tier(donor_id) is Tier.DEVICE,
+            self._catalog.generations,
+            pool.chunk,
+        )
+
+    def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
+        """Plans a lookup and leases every donor of the plan. A donor that cannot be leased is planned around, as often
+        as the deadline allows.
+
+        Where a plan with donors on disk would reuse more, they are fetched: a later lookup finds them in memory.
+        """
+        deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens))
+        excluded, on_disk, reused_with_disk = frozenset[str](), list[str](), 0
+        planned, leases = Planned(plan=None, outcome_reason="donor_unavailable", runs_found=0), list[Lease]()
+        while True:
+            found = self._planner.plan(replace(lookup, exclude=lookup.exclude | excluded), deadline, planned.scan)
+            if found.plan is None or not found.plan.matched_tokens:
+                planned = found
+                break
+            donors = _most_used_first(found.plan)
+            leases, missing = self._lease(donors)
+            if not missing:
+                planned = found
+                self._donors.offload.promote(donors)
+                break
+            planned = replace(planned, runs_found=found.runs_found, scan=found.scan)
+            resting = self._catalog.resting()
+            if not on_disk and missing & resting:
+                on_disk = [each for each in donors if each in missing & resting]
+                reused_with_disk = found.plan.reused_tokens
+                excluded |= resting
+            excluded |= missing
+            if deadline.is_over():
+                break
+        if on_disk and reused_with_disk > (planned.plan.reused_tokens if planned.plan is not None else 0):
+            self._donors.offload.fetch(on_disk)
+            if planned.plan is None:
+                planned = replace(planned, outcome_reason="donor_on_disk")
+        return planned, leases
+
+    def intend(
+        self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int, generations: int = 0
+    ) -> SaveIntent | None:
+        """What the request may leave as a donor; it takes no room before it ends.
+
+        That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
+        holds; else its exact part; of the answer MAX_ANSWER_TOKENS at most. Returns no intent when that is too short,
+        or held already.
+        """
+        plan, generation = tracked.plan, 0
+        limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
+        if plan is not None and plan.matched_tokens and not plan.is_exact:
+            end, generation = plan.donor_part(generations)
+            taken = ((span.target_start, span.target_end) for span in plan.spans)
+            longest = max(map(len, gaps(taken, plan.num_computed_tokens, end)), default=0)
+            if longest < self._settings.min_donor_tokens:
+                end, generation = plan.donor_part(0)
+            limit = limit if end == plan.prompt_length else end
+        prompt = tracked.prompt[:limit]
+        intent = SaveIntent(tracked.request_id, donor_id, limit, generation=generation, prompt_tokens=len(prompt))
+        if limit < self._settings.min_donor_tokens:
+            return None
+        near = self._donors.texts.near(tracked.namespace_key, prompt)
+        return None if self._donors.is_kept(intent, near, limit) else intent
+
+    def _lease(self, donor_ids: Iterable[str]) -> tuple[list[Lease], frozenset[str]]:
+        """Leases all of the donors, or none; returns those that cannot be leased as well."""
+        leases, missing = list[Lease](), set[str]()
+        for donor_id in sorted(donor_ids):
+            try:
+                leases.append(self._catalog.lease(donor_id))
+            except DonorUnavailableError:
+                missing.add(donor_id)
+        for lease in leases if missing else ():
+            lease.release()
+        return [] if missing else leases, frozenset(missing)
+
+
+class Lookup:
+    """Binds requests to this engine's namespace and plans their reuse from its donors.
+
+    `namespace` is bound to no request. It is built once the caches are registered: block size and KV dtype are part of
+    a namespace.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        pool: PoolFacts,
+        donors: DonorIndex,
+        namespace: CacheNamespace,
+        adapters: Adapters,
+        profiles: ProfileMatcher,
+        observers: Sequence[DonorObserver],
+        neighbours: Neighbours | None,
+    ) -> None:
+        """`observers` hear what a request may leave as a donor; `neighbours` look for texts near its prompt."""
+        self.pool, self.donors, self.namespace = pool, donors, namespace
+        self._runtime, self._adapters, self._profiles = runtime, adapters, profiles
+        self._observers, self._neighbours = observers, neighbours
+        self.planner = DonorPlanner(settings, pool, donors)
+        self._first_revision = namespace.model_revision  # of the weights that the engine started with
+        self._generation = uuid.uuid4().hex[:12]
+
+    def look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
+        """The request with its plan and intent, and the leases of both; without them and with a reason, if it takes no
+        part."""
+        try:
+            check_eligible(request)
+            namespace = self._bound(request)
+        except IneligibleRequest as ineligible:
+            return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
+        except NamespaceError as error:
+            logger.warning("request %d is served cold: %s", request_id, error)
+            return TrackedRequest.refused(request_id, num_computed_tokens, "salt_invalid")
+        prompt = tokens_of(request, int(request.prompt_len))
+        tracked = TrackedRequest(request_id, namespace.key, prompt, num_computed_tokens)
+        match = self._profiles.match(namespace, self.pool.geometry, self._runtime.mode)
+        tracked.profile = match.digest
+        planned, tracked.leases = self.planner.plan(
+            LookupRequest(
+                request_id=request_id,
+                namespace_key=namespace.key,
+                tokens=prompt,
+                num_computed_tokens=num_computed_tokens,
+                block_size=self.pool.geometry.block_size,
+                mode=self._runtime.mode,
+                publication_guard=self._runtime.publication_guard,
+                profile=match.profile,
+                profile_refusal=match.refusal,
+                exact_only=getattr(request, "exact_only", False),
+            )
+        )
+        tracked.plan, tracked.reason, tracked.runs_found = planned.plan, planned.outcome_reason, planned.runs_found
+        if num_computed_tokens and self._runtime.weights is not None and self._runtime.weights.prefix_is_stale:
+            return tracked  # the engine's own prefix holds KV of the weights before
+        try:
+            self._intend(tracked, request, namespace, 0 if match.profile is None else match.profile.generations)
+        except Exception:
+            tracked.release_leases()
+            if tracked.intent is not None:
+                self.donors.cancel(tracked.intent)
+            raise
+        return tracked
+
+    def holds(self, request: Any) -> bool:
+        """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
+        try:
+            namespace = self._bound(request)
+        except (IneligibleRequest, NamespaceError):
+            return False
+        return self.donors.texts.holds(namespace.key, tokens_of(request, int(request.prompt_len)))
+
+    def forget_donors(self) -> None:
+        """Nothing that was computed until now is reused any more. Requests that run keep what they were given."""
+        # What is leased, or still to be saved, stays under a name that no request has from now on.
+        self.namespace = replace(self.namespace, extra={**self.namespace.extra, "since": unknown_value()})
+        self.donors.lost_all()
+
+    def change_weights(self, *, are_first: bool) -> None:
+        """Drops all donors, and takes a namespace that no profile was made for; the engine's first weights bring its
+        first namespace back."""
+        revision = self._first_revision if are_first else unknown_value()
+        self.namespace = replace(self.namespace, model_revision=revision)
+        self.donors.lost_all()
+        self._profiles.forget_matches()
+
+    def _bound(self, request: Any) -> CacheNamespace:
+        return self.namespace.for_request(cache_salt_of(request), self._adapters.of(request))
+
+    def _intend(self, tracked: TrackedRequest, request: Any, namespace: CacheNamespace, generations: int) -> None:
+        donor_id = f"{self._generation}-{tracked.request_id}"
+        if self.donors.catalog.tier(donor_id) is not None:  # of an earlier request with this id
+            donor_id = f"{uuid.uuid4().hex[:12]}-{tracked.request_id}"
+        max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
+        tracked.intent = self.planner.intend(donor_id, tracked, max_new_tokens, generations)
+        if tracked.intent is not None:
+            for observer in self._observers:
+                observer.intended(donor_id, namespace, cache_salt_of(request))
+        if self._neighbours is not None:  # last, so that the thread that it wakes does not run beside this lookup
+            self._neighbours.look_up(tracked.request_id, namespace.key, tracked.prompt)
+
+
+def _most_used_first(plan: SemanticKvPlan) -> list[str]:
+    tokens = Counter[str]()
+    for span in plan.spans:
+        tokens[span.donor_id] += span.length
+    return sorted(tokens, key=lambda donor_id: (-tokens[donor_id], donor_id))
