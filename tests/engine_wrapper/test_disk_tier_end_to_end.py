@@ -11,7 +11,7 @@ import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from semblend_trt.donors import donor_file
+from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper import serving
 from tests.engine_wrapper.serving import GREEDY, assert_same, token_ids
@@ -228,7 +228,7 @@ def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     for name in ("open", "fsync", "posix_fallocate"):
         real = getattr(os, name)
         monkeypatch.setattr(
-            donor_file.os,
+            disk_tier.os,
             name,
             lambda *a, _real=real, **k: touched.add(threading.current_thread().name) or _real(*a, **k),
         )

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.evidence import faults
 from benchmarks.evidence.faults import FAULTS, FaultBench, inject
-from semblend_trt.donors import donor_file
+from semblend_trt.donors import disk_tier
 from tests.benchmarks.dry_runs import dry_rows
 
 SEED = 1  # of which the worker is killed once the donor is saved
@@ -29,8 +29,8 @@ def test_every_request_finishes_as_cold_and_the_fault_is_counted(bench, name):
 
 
 def test_kv_that_is_not_checked_is_found_out(bench, monkeypatch):
-    real = donor_file._moved
-    monkeypatch.setattr(donor_file, "_moved", lambda *about: real(*about) and "unchecked")
+    real = disk_tier._moved
+    monkeypatch.setattr(disk_tier, "_moved", lambda *about: real(*about) and "unchecked")
     injection = inject(bench, "corrupt_kv", SEED)
     assert injection.wrong_tokens > 0
     assert not injection.survived
