@@ -472,9 +472,8 @@ class DonorCatalog:
             self._move(donor_id, Tier.DISK, evicted=donor_id != continues)
         for donor_id in moves.offloaded:
             self._move(donor_id, Tier.HOST, evicted=True)
-        self._counts["evicted"] += len(moves.dropped) - (continues in moves.dropped)
-        self._counts["released"] += len(moves.released)
-        self._counts["offloaded"] += len(moves.offloaded)
+        evicted = len(moves.dropped) - (continues in moves.dropped)
+        self._counts.update(evicted=evicted, released=len(moves.released), offloaded=len(moves.offloaded))
         return self._with_files(moves, moves.offloaded)
 
     def _with_files(self, moves: TierMoves, donor_ids: tuple[str, ...]) -> TierMoves:
