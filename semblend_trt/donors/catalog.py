@@ -307,9 +307,8 @@ class DonorCatalog:
         """
         with self._lock:
             entry = self._entries.get(donor_id)
-            if entry is None or not entry.is_readable or entry.tier is not Tier.HOST:
-                return None
-            if entry.is_promoting or entry.file is _File.WRITING:
+            is_on_host = entry is not None and entry.is_readable and entry.tier is Tier.HOST
+            if entry is None or not is_on_host or entry.is_promoting or entry.file is _File.WRITING:
                 return None
             entry.is_promoting = True  # so that it does not make room for itself
             moves = _RoomSearch(self, entry.tokens, is_held=True).on_device()
@@ -336,15 +335,13 @@ class DonorCatalog:
 
     def tier(self, donor_id: str) -> Tier | None:
         """The tier in which the donor counts; None when it is not held."""
-        with self._lock:
-            entry = self._entries.get(donor_id)
-            return None if entry is None else entry.tier
+        entry = self._entries.get(donor_id)
+        return None if entry is None else entry.tier
 
     def is_writing(self, donor_id: str) -> bool:
         """Whether the donor's file is still to be written."""
-        with self._lock:
-            entry = self._entries.get(donor_id)
-            return entry is not None and entry.file is _File.WRITING
+        entry = self._entries.get(donor_id)
+        return entry is not None and entry.file is _File.WRITING
 
     def resting(self) -> frozenset[str]:
         """Donors that can be found but not leased, because they are on disk alone or still being read back."""
@@ -475,9 +472,8 @@ class DonorCatalog:
             self._move(donor_id, Tier.DISK, evicted=donor_id != continues)
         for donor_id in moves.offloaded:
             self._move(donor_id, Tier.HOST, evicted=True)
-        self._counts["evicted"] += len(moves.dropped) - (continues in moves.dropped)
-        self._counts["released"] += len(moves.released)
-        self._counts["offloaded"] += len(moves.offloaded)
+        evicted = len(moves.dropped) - (continues in moves.dropped)
+        self._counts.update(evicted=evicted, released=len(moves.released), offloaded=len(moves.offloaded))
         return self._with_files(moves, moves.offloaded)
 
     def _with_files(self, moves: TierMoves, donor_ids: tuple[str, ...]) -> TierMoves:

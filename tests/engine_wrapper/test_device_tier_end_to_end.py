@@ -65,7 +65,7 @@ def held(llm):
     """Donors on the device and on the host; catalog and worker must agree on each."""
     store, donors = llm.connector_worker.store, llm.connector_scheduler.donor_index
     on_device = on_host = 0
-    for donor_id in donors._texts:
+    for donor_id in donors.texts:
         is_on_device = donors.catalog.tier(donor_id) is Tier.DEVICE
         assert donor_id in (store.device if is_on_device else store.host)
         on_device, on_host = on_device + is_on_device, on_host + (not is_on_device)
@@ -134,7 +134,7 @@ def test_a_donor_that_is_used_on_the_host_goes_up_and_answers_as_before(engine):
     for each in (llm, reference):
         keep(each, 0, 1)
     donors = llm.connector_scheduler.donor_index
-    donor_id = next(iter(donors._texts))
+    donor_id = next(iter(donors.texts))
     assert donors.catalog.tier(donor_id) is Tier.HOST
     for _ in range(2):
         assert_same(serve(llm, question_about(0)), serve(reference, question_about(0)))
