@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +11,19 @@ if TYPE_CHECKING:
     # Leaves the engine as it was found; a second call does nothing.
     Undo = Callable[[], None]
 
-_MARK = "_is_semblend_patch"
+
+class _Replacement:
+    """What is called in the place of a method.
+
+    It stands there as a bound method of its own. Of any other callable vLLM keeps the object for good, with its engine
+    (`utils/func_utils.py`, `supports_kw`).
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def call(self, *arguments: Any, **options: Any) -> Any:
+        return self._run(*arguments, **options)
 
 
 class AlreadyPatchedError(RuntimeError):
@@ -24,11 +35,10 @@ def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Un
 
     Raises AttributeError if the owner has no such method, and AlreadyPatchedError if the method is a replacement.
     """
-    if getattr(getattr(owner, name), _MARK, False):
+    if isinstance(getattr(getattr(owner, name), "__self__", None), _Replacement):
         raise AlreadyPatchedError(f"{type(owner).__name__}.{name} is replaced already")
-    own, held = partial(replacement), vars(owner)
+    own, held = _Replacement(replacement).call, vars(owner)
     had, before = name in held, held.get(name)
-    setattr(own, _MARK, True)
     setattr(owner, name, own)
 
     def undo() -> None:

@@ -19,6 +19,7 @@ from torch.distributed import DistNetworkError
 
 from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
+from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER, settle
@@ -278,6 +279,61 @@ def blocks_for_windows() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cold() -> Cold:
     return cold_answers(DONOR, MOVED, NEW, LONG)
+
+
+Tiny = Callable[..., "Path"]
+# Of the tiny models, in layers and in tokens: a window is several blocks long, the document four chunks.
+TINY_LAYERS, WINDOW, CHUNK = 3, 64, 128
+# Those that vLLM runs by the layers of Transformers.
+_BY_TRANSFORMERS = ("granite", "olmo2", "smollm3", "qwen3")
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"sliding_window": WINDOW, "layer_types": None},
+    "gemma3_text": {"sliding_window": WINDOW, "layer_types": None},
+    "llama4_text": {"attention_chunk_size": CHUNK, "no_rope_layers": [1, 0, 1]},
+    "smollm3": {"no_rope_layers": [0, 1, 0]},  # its lowest layer has no RoPE
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Makes a random model of a family and a number of layers, once; `own` are fields of its configuration."""
+    made: dict[str, Path] = {}
+
+    def model(family: str, layers: int = TINY_LAYERS, **own: Any) -> Path:
+        key = repr((family, layers, own))
+        if key not in made:
+            # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
+            sizes = {"vocab_size": 2000, "max_position_embeddings": 2048, "num_hidden_layers": layers}
+            sizes |= {"hidden_size": 128} if family in _BY_TRANSFORMERS else {"head_dim": 32}
+            sizes |= {"head_dim": 32} if family == "qwen3" else {}
+            fields = {**_OWN.get(family, {}), **own}
+            if "no_rope_layers" in fields:
+                fields["no_rope_layers"] = fields["no_rope_layers"][:layers]
+            if layers == 1:  # vLLM wants experts in a GLM, and one layer of a gpt-oss would have a window
+                fields |= {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
+                fields |= {"sliding_window": None} if family == "gpt_oss" else {}
+            made[key] = save_tiny_model(family, tmp_path_factory.mktemp(family), **sizes, **fields)
+        return made[key]
+
+    # Before an engine runs them: vLLM changes the classes of Transformers that it uses.
+    for family in _BY_TRANSFORMERS:
+        for layers in (1, TINY_LAYERS):
+            model(family, layers)
+    return model
+
+
+@pytest.fixture(scope="session")
+def cold_of() -> Callable[..., Answered]:
+    """Asks vLLM without a connector for its 16 tokens, once; to be called before an engine runs."""
+    found: dict[str, Answered] = {}
+
+    def answer(model: Path, prompt: Sequence[int], **options: Any) -> Answered:
+        key = repr((model, prompt, options, PLACE))
+        if key not in found:
+            found[key] = cold_answers(prompt, model=model, **options)(prompt)
+        return found[key]
+
+    return answer
 
 
 @pytest.fixture(scope="session")

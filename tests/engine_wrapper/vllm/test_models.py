@@ -1,0 +1,203 @@
+"""Models of many kinds inside vLLM: mixtures, windows, chunks, layers that it calls otherwise, and their KV in e4m3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.cuda import is_available
+from transformers import AutoModelForCausalLM
+from vllm.forward_context import get_forward_context
+
+from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.vllm.decoder import layer_calls_of
+from tests.conftest import MIXTURES, save_with_images
+from tests.engine_wrapper.vllm.conftest import (
+    DOCUMENT,
+    MOVED,
+    TINY_LAYERS,
+    WINDOW,
+    near,
+    needs_torchvision,
+    some,
+    taught,
+)
+from tests.engine_wrapper.vllm.place import exact
+from validation.arms import COLD, ArmChoices, arms_of
+from validation.engines import EngineSettings
+from validation.vllm_engine import VllmEngines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.engine_wrapper.vllm.conftest import Answered, Served, Tiny
+
+pytestmark = pytest.mark.usefixtures("blocks_for_windows")
+
+# All layers of every reused token are computed again, so that answers are those of cold runs.
+AGAIN = ("boundary", {"recompute_boundary_layer": TINY_LAYERS})
+MOVE = ("position_fix", {})
+FP8 = {"kv_cache_dtype": "fp8"}
+COMPILED = {"enforce_eager": False}
+# The document where the donor has it, after other tokens: its K and V are not turned, and so not rounded again.
+IN_PLACE = [*some(20), *DOCUMENT, *some(40)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine over a tiny model, and whether it answers `prompt` as a cold run."""
+
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    policy: tuple[str, dict[str, int]] = AGAIN
+    layers: int = TINY_LAYERS
+    prompt: list[int] = field(default_factory=lambda: MOVED, repr=False)
+    is_cold: bool = True
+
+    def __str__(self) -> str:
+        policy, settings = self.policy
+        return f"{self.family}-{self.layers}-{policy}{settings or ''}{self.options or ''}"
+
+
+def epic(family: str, heads: int, is_cold: bool, **options: Any) -> Case:
+    """Above one layer with a window K and V depend on the tokens within it."""
+    return Case(family, options, ("epic", {"epic_tokens": heads}), 2, IN_PLACE if options else MOVED, is_cold)
+
+
+# vLLM 0.28 runs OLMo-2 by the layers of Transformers, older versions by their own; SmolLM3 has none of vLLM's.
+OTHER_CALLS = [("granite", {}), ("olmo2", {}), ("smollm3", {}), ("qwen3", {"model_impl": "transformers"})]
+CASES = [
+    *(Case(family) for family in (*MIXTURES, "gemma3_text")),
+    *(Case(*each) for each in OTHER_CALLS),
+    Case("granite", COMPILED),
+    Case("glm4_moe", COMPILED),
+    Case("gpt_oss", COMPILED),
+    Case("llama4_text", COMPILED),
+    Case("qwen3_moe", {"max_num_batched_tokens": 64}),
+    Case("gpt_oss", {"max_num_batched_tokens": 128}),
+    Case("llama4_text", {"max_num_batched_tokens": 64}),
+    *(Case(family, FP8) for family in ("mixtral", "gpt_oss", "gemma3_text", "llama4_text")),
+    # K and V of the lowest layer depend on token and position only.
+    *(Case(family, {}, MOVE, 1) for family in MIXTURES),
+    *(Case(*each, MOVE, 1) for each in OTHER_CALLS),
+    *(Case(family, FP8, MOVE, 1, IN_PLACE) for family in ("qwen3_moe", "glm4_moe")),
+    epic("gemma3_text", WINDOW - 1, True),
+    epic("gpt_oss", WINDOW - 1, True, **FP8),
+    epic("gemma3_text", WINDOW - 1, True, **FP8),
+    pytest.param(epic("gpt_oss", WINDOW - 2, False, **FP8), marks=exact),
+]
+
+
+def assert_cold(served: Served, case: Case, wanted: Answered) -> None:
+    """A prompt, most of whose document vLLM does not compute, is answered as by a cold run, or otherwise."""
+    answer = served.ask(case.prompt, max_tokens=16)
+    assert served.offered >= len(DOCUMENT) - (served.runtime.pool.chunk or WINDOW)
+    rounding = 5e-2 if is_available() and case.family == "gpt_oss" else 0.0
+    is_cold = answer.tokens == wanted.tokens and near(answer.logprobs, wanted.logprobs, rounding)
+    assert is_cold == case.is_cold
+    assert not served.runtime.faults
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_answers_after_a_reused_run_are_cold_ones(
+    engine: Callable[..., Served], tiny: Tiny, cold_of: Callable[..., Answered], case: Case
+) -> None:
+    """The self-check has run checks of both kinds, without a sample where the cache is in e4m3."""
+    model = tiny(case.family, case.layers)
+    by_stock = {} if "max_num_batched_tokens" in case.options else case.options
+    wanted = cold_of(model, case.prompt, **by_stock)
+    served = taught(engine(*case.policy, model=model, **case.options))
+    if not is_available():
+        assert served.worker._forward._sparse == (case.options != FP8)
+    assert_cold(served, case, wanted)
+
+
+@needs_torchvision
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
+def test_a_model_that_takes_images_is_served_for_text_alone(
+    engine: Callable[..., Served], tiny: Tiny, cold_of: Callable[..., Answered], tmp_path: Path, family: str
+) -> None:
+    """As Gemma 3 and Llama 4 are published."""
+    wanted = cold_of(tiny(family), MOVED)
+    model = save_with_images(tiny(family), tmp_path)
+    assert_cold(taught(engine(*AGAIN, model=model, language_model_only=True)), Case(family), wanted)
+
+
+@pytest.mark.parametrize("part", ["text", pytest.param("whole", marks=needs_torchvision)])
+def test_validation_serves_gemma_without_a_connector_too(tiny: Tiny, part: str, tmp_path: Path) -> None:
+    path = tiny("gemma3_text") if part == "text" else save_with_images(tiny("gemma3_text"), tmp_path / "whole")
+    engines = VllmEngines(str(path), "float32")
+    settings = EngineSettings(str(path), 4096, 1 << 24, 64, 4)
+    (arm,) = arms_of([COLD], ArmChoices(engines.facts.num_layers, boundary=1))
+    engine = engines.open(arm, settings, tmp_path / "cold.jsonl")
+    try:
+        (answer,) = engine.generate([DOCUMENT], SamplingParams(max_tokens=2, return_generation_logits=True))
+    finally:
+        engine.shutdown()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.tensor([DOCUMENT])).logits
+    first = answer.outputs[0].generation_logits[0]
+    rounding = 1e-2 if is_available() else 1e-3  # the plain forward runs on the CPU
+    torch.testing.assert_close(first[: plain.shape[-1]], plain[0, -1].float(), rtol=rounding, atol=rounding)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def test_experts_are_found_where_the_engine_counts_their_layers(
+    engine: Callable[..., Served], tiny: Tiny, cold_of: Callable[..., Answered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does before torch 2.11."""
+    wanted = cold_of(tiny("mixtral"), MOVED)
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.runner.moe_runner._USE_LAYERNAME", False)
+    served = engine(*AGAIN, model=tiny("mixtral"))
+    served.core.vllm_config.compilation_config.fast_moe_cold_start = True
+    assert_cold(taught(served), Case("mixtral"), wanted)
+
+
+def test_no_row_of_a_plan_counts_as_padding(engine: Callable[..., Served], tiny: Tiny) -> None:
+    served = taught(engine(*AGAIN, model=tiny("mixtral")))
+    model = served.core.model_executor.driver_worker.worker.model_runner.get_model()
+    found: list[tuple[int, torch.Tensor | None]] = []
+
+    def mark(module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        get_forward_context().is_padding = options["positions"] < 0
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        found.append((len(arguments[0]), get_forward_context().is_padding))
+
+    model.register_forward_pre_hook(mark, with_kwargs=True)
+    model.model.layers[1].block_sparse_moe.register_forward_pre_hook(note)
+    served.ask(MOVED, max_tokens=2)
+    (rows, in_plan), (row, in_decode) = found
+    assert (rows > len(DOCUMENT), in_plan) == (True, None)
+    assert (row, in_decode.tolist() if in_decode is not None else None) == (1, [False])
+
+
+# -- how layers are called ---------------------------------------------------------------------------------------------
+
+
+def other(hidden_states: Any, positions: Any, cache: Any) -> None: ...
+
+
+@pytest.mark.parametrize("forward", [other, lambda hidden_states, position_embeddings: None, lambda *rows: None])
+def test_layers_that_take_something_else_are_refused_by_name(forward: Any) -> None:
+    model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(forward=forward)]))
+    with pytest.raises(LayoutError, match="not known here") as refusal:
+        layer_calls_of(model)
+    assert refusal.value.reason == "layer_call"
+
+
+def test_layers_are_called_by_the_names_that_they_give() -> None:
+    class Layer:
+        def forward(self, hidden_states: int, positions: int, residual: int, scale: int = 7) -> tuple[int, int]:
+            return 100 * positions + 10 * hidden_states + residual, scale
+
+        __call__ = forward
+
+    calls = layer_calls_of(SimpleNamespace(model=SimpleNamespace(layers=[Layer()])))
+    assert calls.run(0, 1, (2, 3)) == (123, 7)  # type: ignore[arg-type]
