@@ -78,13 +78,11 @@ class _AppendFile:
     """Lines on their way to one file, which stays open from the first append to `close`."""
 
     def __init__(self, path: Path, max_waiting_bytes: int, dropped: Counter[str]) -> None:
-        self._path, self._max_waiting_bytes = path, max_waiting_bytes
+        self._path, self._max_waiting_bytes, self._dropped = path, max_waiting_bytes, dropped
+        # The lock guards these; what follows is the writing thread's alone.
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
-        self._waiting_bytes = 0
-        self._closed = False
-        self._dropped = dropped
-        # From here on the writing thread's alone; the lock guards what stands above.
+        self._waiting_bytes, self._closed = 0, False
         self._descriptor: int | None = None
         self._torn = self._warned = False
         self._background = Background("semblend-audit")
@@ -94,17 +92,15 @@ class _AppendFile:
             if line is None or self._closed or self._waiting_bytes + len(line) > self._max_waiting_bytes:
                 self._dropped["not_json" if line is None else "closed" if self._closed else "slow_disk"] += 1
                 return
-            is_first = not self._lines
             self._lines.append(line)
             self._waiting_bytes += len(line)
+            is_first = len(self._lines) == 1
         if is_first:
             self._background.submit(self._write)
 
     def flush(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-        self._background.drain()
+        if not self._closed:
+            self._background.drain()
 
     def close(self) -> None:
         with self._lock:
@@ -120,21 +116,14 @@ class _AppendFile:
 
     def _end(self) -> None:
         self._write()
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            try:
-                os.close(descriptor)
-            except OSError as error:
-                self._warn(error)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
     def _write(self) -> None:
         with self._lock:
             lines, self._lines, self._waiting_bytes = self._lines, [], 0
-        if not lines:
-            return
         # A line torn by a full disk is ended first, so that only that line is lost to a reader.
-        batch = (b"\n" if self._torn else b"") + b"".join(lines)
-        written = 0
+        batch, written = (b"\n" if self._torn and lines else b"") + b"".join(lines), 0
         try:
             while written < len(batch):
                 written += os.write(self._opened(), batch[written:])
@@ -142,10 +131,11 @@ class _AppendFile:
             kept = batch[:written].count(b"\n") - (self._torn and written > 0)
             with self._lock:
                 self._dropped["not_written"] += len(lines) - kept
-            self._torn = not batch[:written].endswith(b"\n") if written else self._torn
-            self._warn(error)
-        else:
-            self._torn = False
+            if not self._warned:
+                self._warned = True
+                logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
+        if written:
+            self._torn = not batch[:written].endswith(b"\n")
 
     def _opened(self) -> int:
         if self._descriptor is None:
@@ -155,11 +145,6 @@ class _AppendFile:
             self._descriptor = os.open(self._path, flags, 0o644)
             os.set_blocking(self._descriptor, True)
         return self._descriptor
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
 
 
 def _line(fields: Mapping[str, Any]) -> bytes | None:

@@ -155,40 +155,35 @@ class Series:
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Histogram
 
-        self._requests = Counter(
-            "semblend_requests", "Requests by how reuse ended for them.", ["outcome"], registry=registry
+        def counter(name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Counter:
+            made = Counter(f"semblend_{name}", documentation, labels, registry=registry)
+            for each in known:  # series that exist from the start can be told from an engine that counts nothing
+                made.labels(each)
+            return made
+
+        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"semblend_{name}", documentation, buckets=buckets, registry=registry)
+
+        outcomes, events = [each.value for each in Outcome], [each.value for each in OffloadEventKind]
+        self._requests = counter("requests", "Requests by how reuse ended for them.", "outcome", known=outcomes)
+        self._refusals = counter(
+            "refusals", "Requests of which nothing, or not all that was found, was reused, by the reason.", "reason"
         )
-        self._refusals = Counter(
-            "semblend_refusals",
-            "Requests of which nothing, or not all that was found, was reused, by the reason.",
-            ["reason"],
-            registry=registry,
-        )
-        self._tokens = Counter("semblend_tokens", "Prompt tokens by what became of them.", ["kind"], registry=registry)
-        self.lookup_seconds = Histogram(
-            "semblend_lookup_seconds", "Time that look-ups took.", buckets=_LOOKUP_BUCKETS, registry=registry
-        )
-        self._kept_deviation = Histogram(
-            "semblend_kept_deviation",
+        self._tokens = counter("tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS)
+        self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", _LOOKUP_BUCKETS)
+        self._kept_deviation = histogram(
+            "kept_deviation",
             "Largest deviation of a reused token, of each request with sampled or checked tokens.",
-            buckets=_DEVIATION_BUCKETS,
-            registry=registry,
+            _DEVIATION_BUCKETS,
         )
-        self.texts = Counter(
-            "semblend_neighbour_texts", "Texts embedded beside serving, or not.", ["event"], registry=registry
-        )
-        self.similarity = Histogram(
-            "semblend_neighbour_similarity",
+        self.texts = counter("neighbour_texts", "Texts embedded beside serving, or not.", "event", known=TEXT_EVENTS)
+        self.similarity = histogram(
+            "neighbour_similarity",
             "Similarity of the nearest donor, of each request that has one near.",
-            buckets=_SIMILARITY_BUCKETS,
-            registry=registry,
+            _SIMILARITY_BUCKETS,
         )
-        self.tier_events = Counter(
-            "semblend_tier_events", "Donors' files and ways up, by what happened.", ["event"], registry=registry
-        )
-        self.weights_changes = Counter(
-            "semblend_weights_changes", "Times that a running engine's weights have changed.", registry=registry
-        )
+        self.tier_events = counter("tier_events", "Donors' files and ways up, by what happened.", "event", known=events)
+        self.weights_changes = counter("weights_changes", "Times that a running engine's weights have changed.")
         self.donors = DonorGauges()
         registry.register(self.donors)
         self.faults = EngineCounts(
@@ -197,15 +192,6 @@ class Series:
         self.audit_dropped = EngineCounts("semblend_audit_dropped", "Events that the audit log lost.", "reason")
         registry.register(self.faults)
         registry.register(self.audit_dropped)
-        # Series that exist from the start can be told from an engine that counts nothing.
-        for outcome in Outcome:
-            self._requests.labels(outcome.value)
-        for kind in TOKEN_KINDS:
-            self._tokens.labels(kind)
-        for tier_event in OffloadEventKind:
-            self.tier_events.labels(tier_event.value)
-        for event in TEXT_EVENTS:
-            self.texts.labels(event)
 
     def request_ended(self, report: ReuseReport) -> None:
         self._requests.labels(report.outcome).inc()
@@ -247,16 +233,15 @@ class DonorGauges:
 def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
-    yield GaugeMetricFamily("semblend_donors", "Donors held.", value=sum(each.donors for each in held))
-    yield GaugeMetricFamily(
-        "semblend_approximate_donors",
-        "Donors built from approximate KV, held or being saved.",
-        value=sum(each.approximate for each in held),
-    )
+    def total(name: str) -> int:
+        return sum(getattr(each, name) for each in held)
+
+    yield GaugeMetricFamily("semblend_donors", "Donors held.", value=total("donors"))
+    text = "Donors built from approximate KV, held or being saved."
+    yield GaugeMetricFamily("semblend_approximate_donors", text, value=total("approximate"))
     tiers = GaugeMetricFamily("semblend_donor_bytes", "Memory that donors take.", labels=["tier"])
-    tiers.add_metric(["host"], sum(each.host_bytes for each in held))
-    tiers.add_metric(["device"], sum(each.device_bytes for each in held))
-    tiers.add_metric(["disk"], sum(each.disk_bytes for each in held))
+    for tier in ("host", "device", "disk"):
+        tiers.add_metric([tier], total(f"{tier}_bytes"))
     yield tiers
 
 

@@ -101,7 +101,7 @@ def attach_to_executor(
         logger.warning(
             "not attached to the engine (%s); only identical text from position 0 is reused. %s",
             reason,
-            advice(reason, Scope.ATTACHMENT, Scope.DECODER),
+            advice(reason or "", Scope.ATTACHMENT, Scope.DECODER),
         )
         return Attachment(None, None, reason, reason, unwatch)
     runtime.publication_guard = True

@@ -148,10 +148,9 @@ def _users(settings: Settings | None) -> dict[str, str]:
 
 def _is_of(need: Requirement, extra: str) -> bool:
     """Whether the extra brings the package, or without one we ourselves do."""
-    if need.marker is None:
+    if need.marker is None or need.marker.evaluate({"extra": ""}):
         return not extra
-    is_ours = need.marker.evaluate({"extra": ""})
-    return is_ours if not extra else not is_ours and need.marker.evaluate({"extra": extra})
+    return need.marker.evaluate({"extra": extra})
 
 
 def _missing(need: Requirement) -> str | None:
