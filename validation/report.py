@@ -18,7 +18,7 @@ from validation.results import Better, Measured, Results, Row
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from validation.audit_log import AuditCounts
+    from validation.engines import AuditCounts
     from validation.exactness import Exactness
     from validation.samples import Sample
 

@@ -10,7 +10,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation.arms import DEFAULT_NAMES
-from validation.audit_log import AuditCounts
+from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.output import write_json
 from validation.report import (
