@@ -76,7 +76,7 @@ newest: ## run the tests with the newest of every package within its bounds, in 
 validate: $(VENV)/.installed-validation-$(KIND) ## run the validation on the shipped model
 	$(RUN) -m validation $(ARGS)
 
-quality: $(VENV)/.installed-validation-$(KIND) ## compare answers at scale: JSON, a page and a plot under results/
+quality: $(VENV)/.installed-validation-$(KIND) ## compare answers at scale: JSON under results/
 	$(RUN) -m validation quality $(ARGS)
 
 calibrate: $(VENV)/.installed-validation-$(KIND) ## find what a model may reuse, and write its reuse profile

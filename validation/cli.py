@@ -173,7 +173,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype")
     arguments.add(what, "--max-tokens", default=64)
     arguments.add(what, "--seed", help="seed of the built-in prompts")
-    told = "all built-in prompts and the arm boundary too, and every table; so does --record"
+    told = "all built-in prompts and the arm boundary too; so does --record"
     what.add_argument("--full", action="store_true", help=told)
     repeat = "measure everything N times, each with fresh engines"
     what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
@@ -286,8 +286,6 @@ def _write(options: argparse.Namespace, report: Report, measured: Measured) -> N
 
 
 def _show(report: Report, options: argparse.Namespace, page_path: Path | None) -> bool:
-    if options.full:
-        show(report.tables())
     for line in report.screen():
         say(line)
     failures = [sample.judge_error for sample in report.samples if sample.judge_error is not None]

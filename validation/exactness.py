@@ -15,8 +15,7 @@ from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, ArmChoices, arms_of, is_reusing
-from validation.audit_log import ended_requests
-from validation.engines import EngineSettings, opened
+from validation.engines import EngineSettings, ended_requests, opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
-from validation.audit_log import AuditCounts, concerns
 from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, groups
-from validation.engines import EngineSettings, opened
+from validation.engines import AuditCounts, EngineSettings, concerns, opened
 from validation.samples import Sample, sample_of
 from validation.serving import Answer, ArmServer
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import rich.progress as bars
-from matplotlib import rc_context
 from rich.console import Console
 from rich.table import Table
 
@@ -99,14 +98,6 @@ def progress(title: str, steps: int) -> Iterator[Advance]:
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
         yield lambda last, steps=1: bar.update(task, advance=steps, last=printable(last))
-
-
-def svg(figure: Figure) -> bytes:
-    """The figure as SVG, equal for equal figures; its text is text, in the reader's font."""
-    image = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "semblend"}):
-        figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})
-    return image.getvalue()
 
 
 def png(figure: Figure, title: str) -> bytes:

@@ -1,24 +1,19 @@
-"""The page of a timed run: headline, figures, plots, answers side by side, gates and settings, in one HTML file."""
+"""The page of a timed run: headline, figures, answers side by side, gates and settings, in one HTML file."""
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
-from matplotlib.figure import Figure
 
 from validation.arms import COLD, POSITION_FIX, VERIFIED
-from validation.cases import Expectation
 from validation.families.catalog import FAMILIES, Kind
-from validation.metrics import mean, median
-from validation.output import svg
-from validation.report import ARM_NAMES, HEADER_TRAP
+from validation.report import ARM_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from validation.cases import Case
     from validation.report import Report
@@ -31,109 +26,7 @@ _TOLD = {
     Kind.NONE: "Shares no text with a request before.",
     Kind.EXACT: "The request before once more: the engine's own prefix cache serves it.",
 }
-# As Okabe and Ito chose them: people with any colour vision tell them apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73")
 _MAX_EXAMPLES = 12
-# As wide as a telephone, so that its text stays legible there.
-_WIDTH, _ROW_HEIGHT, _MARGIN = 4.0, 0.5, 1.1
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Horizontal bars: for each of `labels` a value of every one of `series`, None where it was not measured."""
-
-    title: str
-    unit: str
-    labels: tuple[str, ...]
-    series: Mapping[str, Sequence[float | None]]
-    is_stacked: bool = False
-
-    @property
-    def told(self) -> str:
-        """The same in words."""
-        bars = []
-        for index, label in enumerate(self.labels):
-            values = ((name, each[index]) for name, each in self.series.items())
-            known = [f"{name} {_number(value)}" for name, value in values if value is not None]
-            bars.append(f"{label}: {', '.join(known) or 'not measured'}")
-        return f"{self.title}, {self.unit}. {'; '.join(bars)}."
-
-    @property
-    def image(self) -> str:
-        """The drawing, as a data URI of an SVG."""
-        figure = Figure(figsize=(_WIDTH, _MARGIN + _ROW_HEIGHT * len(self.labels)), layout="constrained")
-        axes = figure.subplots()
-        rows, left = range(len(self.labels)), [0.0] * len(self.labels)
-        height = 0.8 if self.is_stacked else 0.8 / len(self.series)
-        for number, (name, values) in enumerate(self.series.items()):
-            known = [0.0 if value is None else value for value in values]
-            shift = 0.0 if self.is_stacked else (number - (len(self.series) - 1) / 2) * height
-            places = [row + shift for row in rows]
-            colour = _COLOURS[number % len(_COLOURS)]
-            bars = axes.barh(places, known, height, left=left if self.is_stacked else None, color=colour, label=name)
-            if self.is_stacked:
-                left = [before + value for before, value in zip(left, known, strict=True)]
-            else:
-                axes.bar_label(bars, ["" if value is None else _number(value) for value in values], padding=2)
-        axes.set_yticks(rows, self.labels)
-        axes.invert_yaxis()
-        axes.margins(x=0.0 if self.is_stacked else 0.15)
-        axes.set_xlabel(self.unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper left", ncols=len(self.series), frameon=False, fontsize="small")
-        return "data:image/svg+xml;base64," + base64.b64encode(svg(figure)).decode("ascii")
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def charts_of(samples: Sequence[Sample]) -> list[Chart]:
-    """Times, where the tokens came from, and right answers, by arm; without those that nothing was measured for."""
-    arms = tuple(dict.fromkeys(sample.arm for sample in samples))
-    labels = tuple(_name(arm) for arm in arms)
-    reusable = [sample for sample in samples if Expectation(sample.expects).may_reuse]
-    moved = [sample for sample in reusable if sample.workload != HEADER_TRAP]
-    timed = [sample for sample in moved if sample.timed]
-    trap = [sample for sample in reusable if sample.workload == HEADER_TRAP]
-
-    def by_arm(chosen: Sequence[Sample], figure: Any) -> list[float | None]:
-        return [figure([sample for sample in chosen if sample.arm == arm]) for arm in arms]
-
-    times = {
-        _size(size): by_arm(
-            [each for each in timed if each.size == size],
-            lambda found: median(None if each.ttft_s is None else each.ttft_s * 1e3 for each in found),
-        )
-        for size in dict.fromkeys(sample.size for sample in timed)
-    }
-    sources = {
-        name: by_arm(timed, lambda found, field=field: mean(100 * getattr(s, field) / s.prompt_tokens for s in found))
-        for name, field in (
-            ("exact prefix", "exact_prefix_tokens"),
-            ("reused", "reused_tokens"),
-            ("computed", "computed_tokens"),
-        )
-    }
-    right = {
-        name: by_arm(chosen, lambda found: mean(None if s.exact_match is None else 100 * s.exact_match for s in found))
-        for name, chosen in (("moved documents", moved), ("trap", trap))
-        if any(sample.exact_match is not None for sample in chosen)
-    }
-    charts = [
-        Chart("Time to the first token", "ms, median", labels, times),
-        Chart("Where the tokens of moved documents came from", "% of the prompt", labels, sources, is_stacked=True),
-        Chart("Right answers", "% of those that are known", labels, right),
-    ]
-    return [chart for chart in charts if chart.series and labels]
-
-
-def _name(arm: str) -> str:
-    return ARM_NAMES.get(arm, arm)
-
-
-def _size(size: str) -> str:
-    return f"up to {int(size):,} tokens" if size.isdecimal() else "all prompts"
 
 
 def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
@@ -177,7 +70,7 @@ class Shown:
             if count := getattr(sample, f"{name}_tokens"):
                 tokens.append(f"{count:,} {name.replace('_', ' ')}")
         prompt = marked(tokenizer, case.prompt, sample)
-        return cls(_name(sample.arm), sample.answer, "; ".join(words), ", ".join(tokens), prompt)
+        return cls(ARM_NAMES.get(sample.arm, sample.arm), sample.answer, "; ".join(words), ", ".join(tokens), prompt)
 
 
 def examples(report: Report, cases: Sequence[Case], tokenizer: Any) -> list[dict[str, Any]]:
@@ -208,6 +101,4 @@ def page(report: Report, cases: Sequence[Case], tokenizer: Any) -> str:
     """The page as HTML that loads nothing; all text of prompts, answers and settings is escaped."""
     template = (files("validation") / "assets" / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(
-        report=report, charts=charts_of(report.samples), examples=examples(report, cases, tokenizer)
-    )
+    return environment.from_string(template).render(report=report, examples=examples(report, cases, tokenizer))

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from semblend_trt.files import check_writable, write_bytes
+from semblend_trt.files import check_writable
 from validation import arguments, models
 from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
-from validation.output import beside, complain, markdown_table, progress, say, write_json, write_text
-from validation.quality_plot import FILE_STEM, Point, draw
+from validation.output import complain, progress, say, write_json
+from validation.quality_plot import FILE_STEM
 from validation.report import HEADER_TRAP
 from validation.results import Measured, Results, Row, write_rows
-from validation.samples import MIN_COLD_SCORE, Line, Sample, is_known, line_of, lines_of
+from validation.samples import Line, Sample, is_known, line_of, lines_of
 
 if TYPE_CHECKING:
     import argparse
@@ -37,10 +37,6 @@ Serves many prompts of every family in batches, cold, cold again (the noise floo
 their answers with cold's by a paired bootstrap. Measures no times. Exit status: 0 the run is complete, 1 the arm
 verified is inferior to cold somewhere, 2 bad usage or an error, 130 interrupted.
 """
-_HEADINGS = (
-    "family | kind | arm | prompts | groups | EM | EM - cold | bound | donor's | PPL ratio | bound | agreement | "
-    "KL nats | fires | offered | checked | reused | recomputed | computed | largest kept | non-inferior"
-)
 
 
 def parse_quality(given: Sequence[str]) -> argparse.Namespace:
@@ -52,8 +48,6 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     )
     arguments.add(parser, "--boundary", *arguments.FAMILIES)
     arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON with every sample")
-    parser.add_argument("--page", type=Path, help="Markdown page (default: beside the JSON)")
-    parser.add_argument("--plot", type=Path, help="PNG plot (default: beside the page)")
     arguments.add(parser, "--record", "--machine")
     parser.add_argument("--name", help="what is served, in the names of result rows and of their file")
     return parser.parse_args(given)
@@ -64,12 +58,9 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
 
     Raises SemBlendError and OSError.
     """
-    page = options.page or beside(options.output, ".md")
-    plot = options.plot or (page and beside(page, ".png"))
-    paths = [options.output, *filter(None, (page, plot))]
     suffix = "" if options.name is None else f"_{options.name}"
     file_name = f"{FILE_STEM}{suffix}.json"
-    for path in (*paths, *filter(None, [options.record and options.record / file_name])):
+    for path in filter(None, (options.output, options.record and options.record / file_name)):
         check_writable(path)
     settings, asked = arguments.serving_settings(options), arguments.family_request(options)
     profile = models.profile_of(options.model, options.profile)
@@ -92,14 +83,9 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
         seed=options.seed,
     )
     write_json(options.output, report.to_dict())
-    if plot is not None:
-        title = f"{report.model}, {report.measured.machine['name']}, {report.measured.date}"
-        write_bytes(plot, draw(panels_of(report.kind_lines), title))
-    if page is not None:
-        write_text(page, report.page(None if plot is None else plot.name))
     if options.record is not None:
         write_rows(options.record / report.measured.machine["name"] / file_name, quality_rows(report, suffix))
-    return _show(report, paths)
+    return _show(report, options.output)
 
 
 def _serve(server: BatchServer, prompts: int, arms: Sequence[Arm]) -> tuple[list[Sample], dict[str, float]]:
@@ -114,7 +100,7 @@ def _serve(server: BatchServer, prompts: int, arms: Sequence[Arm]) -> tuple[list
     return samples, seconds
 
 
-def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
+def _show(report: QualityReport, output: Path) -> bool:
     lines = report.lines
     for line in lines:
         say(f"{line.family} {line.arm}: {'; '.join(bound.sentence() for bound in line.bounds)}")
@@ -123,8 +109,7 @@ def _show(report: QualityReport, paths: Sequence[Path]) -> bool:
         for arm, took in report.seconds.items()
     )
     say(f"prompts a second: {rates}")
-    for path in paths:
-        say(path)
+    say(output)
     unknown = report.unknown()
     if unknown:
         say(f"shows nothing, as the model does not know it cold: {', '.join(unknown)}")
@@ -187,65 +172,12 @@ class QualityReport:
             "samples": [asdict(sample) for sample in self.samples],
         }
 
-    def page(self, plot_name: str | None) -> str:
-        """The Markdown page, with the plot of that file name beside it, if there is one."""
-        versions = ", ".join(f"{name} {version}" for name, version in self.measured.versions.items())
-        rows = [
-            f"# Quality of reuse: {self.model}",
-            "",
-            f"{self.measured.sentence()}, {versions}.",
-            "",
-            f"An arm is non-inferior where the one-sided {CONFIDENCE:.0%} lower bound of its score minus cold's is at "
-            f"least -{MARGIN:g}: exact match (EM) where one answer is right, log-likelihood of the reference where a "
-            "text was scored (PPL ratio; its bound is the largest ratio not excluded). Bounds are from a paired "
-            f"bootstrap of {RESAMPLES:,} resamples over groups of questions on the same documents. `{COLD_AGAIN}` is "
-            "the noise floor. Donor's: share of the answers that are the wrong one of the donor's text. Computed: "
-            "share of tokens times layers. Tokens are sums over the prompts. A family whose cold EM is below "
-            f"{MIN_COLD_SCORE:g}, or whose texts the model predicts no better than a blind guess, shows nothing and is "
-            "in no sum.",
-            "",
-            *((f"![exact match against computed share]({plot_name})", "") if plot_name is not None else ()),
-            markdown_table(_HEADINGS, (_cells(line, self.kinds[line.family]) for line in self.lines)),
-            *("", "Over all families of a kind:", ""),
-            markdown_table(_HEADINGS, (_cells(line, line.family) for line in self.kind_lines)),
-        ]
-        return "\n".join(rows) + "\n"
-
     def _cold(self) -> dict[str, Sample]:
         return {sample.case_id: sample for sample in self.samples if sample.arm == COLD}
 
 
 def _fields_of(line: Line) -> dict[str, Any]:
     return {**asdict(line), "non_inferior": line.holds}
-
-
-def _cells(line: Line, kind: str) -> tuple[str, ...]:
-    exact, loss = line.exact_match_bound, line.loss_bound
-    return (
-        *(line.family, kind, line.arm, str(line.samples), str(line.groups)),
-        _number(line.exact_match, 3),
-        *(("-", "-") if exact is None else (f"{exact.difference:+.4f}", f"{exact.lower:+.4f}")),
-        _number(line.follows_donor, 3),
-        *(("-", "-") if loss is None else (_number(line.ppl_ratio, 4), _number(loss.largest_ratio, 4))),
-        *(f"{line.agreement:.3f}", f"{line.first_token_kl:.5f}", str(line.fires)),
-        *(f"{number:,}" for number in (line.offered, line.checked, line.reused, line.recomputed)),
-        *(f"{line.computed_share:.1%}", f"{line.largest_kept:.3f}"),
-        "-" if not line.bounds else "yes" if line.holds else "**no**",
-    )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def panels_of(kind_lines: Sequence[Line]) -> dict[str, list[Point]]:
-    """The plot's panels: one for each kind of family that has right answers."""
-    panels: dict[str, list[Point]] = {}
-    for line in kind_lines:
-        if line.exact_match is not None:
-            title = f"{line.family}, {line.samples} prompts an arm"
-            panels.setdefault(title, []).append(Point(line.arm, line.exact_match, line.computed_share))
-    return panels
 
 
 def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:

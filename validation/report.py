@@ -1,4 +1,4 @@
-"""The report of a timed run: gates, which decide the exit status, tables, a JSON document, and result rows."""
+"""The report of a timed run: gates, which decide the exit status, tables in words, a JSON document, and result rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, VERIFI
 from validation.cases import Expectation
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
-from validation.output import table_of
 from validation.results import Better, Measured, Results, Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.table import Table
-
-    from validation.audit_log import AuditCounts
+    from validation.engines import AuditCounts
     from validation.exactness import Exactness
     from validation.samples import Sample
 
@@ -418,10 +415,6 @@ class Report:
             "samples": [asdict(sample) for sample in self.samples],
         }
 
-    def tables(self) -> list[Table]:
-        """Speed, closeness and gates, for a terminal of about 110 columns."""
-        return [*map(_table, self.grids()), _gate_table(self.gates)]
-
     def grids(self) -> list[Grid]:
         """Speed and closeness of every arm, workload and size."""
         lines, floor = summaries(self.samples), self._noise_floor()
@@ -463,23 +456,6 @@ def _grid(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Seq
         cells = ("-" if value is None else f"{value * factor:,.{digits}f}" for value, digits, factor in known)
         rows.append((*(line[key] for key in _KEYS), *cells))
     return Grid(title, (*_KEYS, *(heading for heading, *_ in columns)), tuple(rows))
-
-
-def _table(grid: Grid) -> Table:
-    """With a rule between workloads and sizes."""
-    table = table_of(grid.title, grid.headings, grid.headings[len(_KEYS) :], grid.headings)
-    for row, following in zip(grid.rows, [*grid.rows[1:], ()], strict=True):
-        table.add_row(*row, end_section=row[:2] != following[:2])
-    return table
-
-
-def _gate_table(gates: Sequence[Gate]) -> Table:
-    table = table_of("Gates", ("gate", "value", "bound", "holds", "reads"), ("value", "bound"))
-    for gate in gates:
-        bound = f"{'>=' if gate.better == 'higher' else '<='} {gate.bound:g}"
-        verdict = "no sample" if gate.value is None else "yes" if gate.holds else "[bold red]no[/]"
-        table.add_row(gate.name, "-" if gate.value is None else f"{gate.value:.4g}", bound, verdict, gate.reads)
-    return table
 
 
 def end_to_end_rows(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
-from validation.audit_log import ended_requests
+from validation.engines import ended_requests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from validation.arms import Arm
-    from validation.audit_log import AuditFile
     from validation.cases import Tokeniser
-    from validation.engines import ArmEngine
+    from validation.engines import ArmEngine, AuditFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import check_writable
 from semblend_trt.reuse_profile import ReuseProfile
-from validation.audit_log import ended_requests, read_events
 from validation.documents import Document, Question, stock_list
+from validation.engines import ended_requests, read_events
 from validation.prompts import PLAIN
 from validation.trtllm_engine import STOCK_CONNECTOR, WRAPPER, open_llm, trtllm_api, wait_for_quiet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from validation.audit_log import AuditCounts, AuditFile, concerns
+from validation.engines import AuditCounts, AuditFile, concerns
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -92,10 +92,10 @@ def test_a_run_measures_every_case_in_every_arm(
     assert {json.loads(line)["arm"] for line in events} == {"position_fix", "boundary"}
     [[row]] = scoreboard.read_rows(tmp_path / "rows").values()
     assert (row.name, row.holds) == ("wrapper_exactness_max_logit_diff", True)
-    assert "position_fix" in capsys.readouterr().out
+    assert "unchecked" in capsys.readouterr().out
 
 
-def test_a_first_look_is_one_screen_and_a_page_and_a_full_run_has_every_table(
+def test_a_run_is_one_screen_and_a_page_and_a_full_one_has_every_arm(
     run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, report = run()
@@ -110,9 +110,7 @@ def test_a_first_look_is_one_screen_and_a_page_and_a_full_run_has_every_table(
     assert '<mark class="reused">' in html
     assert "<h3>prompts: known</h3>" in html
     assert {sample["arm"] for sample in run("--full")[1]["samples"]} == set(ARMS)
-    full = capsys.readouterr().out
-    assert "position_fix" in full
-    assert "a document that moved: " in full
+    assert capsys.readouterr().out.startswith("a document that moved: ")
 
 
 def test_a_gate_that_fails_is_named(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from semblend_trt.fleet.router.config import load_config
 from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
-from validation.audit_log import read_events
 from validation.cases import content_of
+from validation.engines import read_events
 from validation.estimate.latency import recorded_observations
 from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of

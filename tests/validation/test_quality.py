@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from validation import metrics, scoreboard
 from validation.cli import main
-from validation.quality import QualityReport, _show, panels_of, quality_rows
-from validation.quality_plot import Point, draw, points_of
+from validation.quality import QualityReport, _show, quality_rows
+from validation.quality_plot import Point, points_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from validation.results import Measured
     from validation.samples import Sample
 
     Maker = Callable[..., Sample]
 
+OUTPUT = Path("quality.json")
 SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
 
 
-def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
+def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
@@ -45,8 +46,6 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
     for family in ("reordered", "prose", "header_trap", "unrelated"):
         assert lines[family, "wrapper_without_plan"]["first_token_kl"] < 1e-6
         assert lines[family, "cold_again"]["first_token_kl"] < 1e-6
-    assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
-    assert "(quality.png)" in (tmp_path / "out" / "quality.md").read_text()
     [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
     assert place == "m/quality_shipped"
     arms = ("cold", "cold_again", "wrapper_without_plan", "position_fix")
@@ -61,8 +60,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_all_files(
         Point(arm, line["exact_match"], line["computed_share"])
         for arm, line in ((arm, lines["header_trap", arm]) for arm in arms)
     ]
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.rpartition("/")[2] for line in shown[-3:]] == ["quality.json", "quality.md", "quality.png"]
+    assert capsys.readouterr().out.endswith("/quality.json\n")
 
 
 def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path: Path) -> None:
@@ -74,18 +72,6 @@ def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path: Path) -> None:
     assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
     assert lines["header_trap", "cold"]["exact_match"] == 1.0
     assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
-
-
-def test_a_device_has_no_page_and_no_plot_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    link = tmp_path / "out.json"
-    link.symlink_to("/dev/null")
-    few = ["quality", "--groups", "1", "--questions", "1", "--tokens", "640", "--families", "prose", "--arms", "cold"]
-    assert main([*few, "--output", str(link)]) == 0
-    assert list(tmp_path.iterdir()) == [link]
-    assert capsys.readouterr().out.splitlines()[-1] == str(link)
-    assert main([*few, "--output", str(tmp_path / "\x1b[2J.json"), "--page", str(link)]) == 0
-    assert [each.name for each in sorted(tmp_path.iterdir())] == ["\x1b[2J.json", "out.json"]
-    assert capsys.readouterr().out.splitlines()[-2:] == [f"{tmp_path}/\\x1b[2J.json", str(link)]
 
 
 @pytest.mark.parametrize(
@@ -199,11 +185,11 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(
         ]
         return replace(report, samples=samples)
 
-    assert not _show(lost("header_trap", {"verified"}), [])
+    assert not _show(lost("header_trap", {"verified"}), OUTPUT)
     unknown = lost("header_trap", {"cold", "position_fix"})
     assert unknown.unknown() == ["header_trap"]
     assert {line.family for line in unknown.kind_lines} == {"harmless", "none"}
-    assert _show(lost("header_trap", {"cold", "verified"}), [])
+    assert _show(lost("header_trap", {"cold", "verified"}), OUTPUT)
     assert "shows nothing, as the model does not know it cold: header_trap" in capsys.readouterr().out
     assert {line.family for line in lost("reordered", {"cold"}).kind_lines} == {"harmless", "trap", "none"}
 
@@ -216,29 +202,10 @@ def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothi
         return replace(report, samples=samples)
 
     assert worse(0.0).unknown() == []
-    assert not _show(worse(0.0), [])
+    assert not _show(worse(0.0), OUTPUT)
     assert worse(0.1).unknown() == ["prose"]
-    assert _show(worse(0.1), [])
+    assert _show(worse(0.1), OUTPUT)
     assert "verified_ppl_ratio" not in {row.name for row in quality_rows(worse(0.1))}
-
-
-def test_a_page_has_a_row_for_each_family_and_arm_and_names_the_plot(report: QualityReport) -> None:
-    page = report.page("quality.png")
-    assert "(quality.png)" in page
-    for family in KINDS:
-        for arm in ARMS:
-            assert page.count(f"| {family} | {KINDS[family]} | {arm} |") == 1
-    widths = {line.count("|") for line in page.splitlines() if line.startswith("|")}
-    assert len(widths) == 1
-    assert "| header_trap | trap | position_fix | 8 | 8 | 0.000 | -1.0000 |" in page
-    assert page.count("**no**") == 2  # the family, and all traps together
-
-
-def test_the_plot_has_a_panel_for_each_kind_with_right_answers(report: QualityReport) -> None:
-    panels = panels_of(report.kind_lines)
-    assert list(panels) == ["harmless, 16 prompts an arm", "trap, 8 prompts an arm", "none, 8 prompts an arm"]
-    assert [point.exact_match for point in panels["trap, 8 prompts an arm"]] == [1.0, 1.0, 0.0, 1.0]
-    assert draw(panels, "title").startswith(b"\x89PNG")
 
 
 def test_the_document_holds_every_sample_and_the_kinds_together(report: QualityReport) -> None:
@@ -252,8 +219,6 @@ def test_every_bound_is_taken_once(report: QualityReport, monkeypatch: pytest.Mo
     taken, bootstrap = [], metrics.bootstrap
     monkeypatch.setattr(metrics, "bootstrap", lambda *given, **how: taken.append(given) or bootstrap(*given, **how))
     report.to_dict()
-    report.page(None)
-    panels_of(report.kind_lines)
     quality_rows(report)
-    _show(report, [])
+    _show(report, OUTPUT)
     assert len(taken) == sum(len(line.bounds) for line in (*report.lines, *report.kind_lines)) > 0

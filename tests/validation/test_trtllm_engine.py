@@ -11,7 +11,7 @@ import torch
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from validation import audit_log
+from validation import engines as audit
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import BatchServer, ServingSettings
@@ -53,7 +53,7 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(
 ) -> None:
     cases = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
-    ended = audit_log.ended_requests
+    ended = audit.ended_requests
     monkeypatch.setattr("validation.serving.ended_requests", lambda events, asked: ended(events[:-8], asked))
     with pytest.raises(SemBlendError, match="audit log tells the end of"):
         BatchServer(shipped, cases, SETTINGS).answers(arm)
