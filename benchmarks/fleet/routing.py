@@ -119,15 +119,15 @@ class Outcome:
         return float(max(self.busy_seconds) / np.mean(self.busy_seconds))
 
 
-def arrivals_of(requests: int, load: float) -> list[Arrival]:
-    """Requests at random times, of which the workers could serve 1 / `load` if they reused nothing."""
+def arrivals_of(requests: int) -> list[Arrival]:
+    """Requests at random times, all of which the workers could just serve if they reused nothing."""
     rng = np.random.default_rng(0)
     documents = [_text(rng, int(length)) for length in rng.integers(SHORTEST, LONGEST, DOCUMENTS)]
     popularity = 1 / np.arange(1, DOCUMENTS + 1)
     chosen = rng.choice(DOCUMENTS, requests, p=popularity / popularity.sum())
     prompts = [np.concatenate([_text(rng, OWN_BEFORE), documents[each], _text(rng, OWN_BEHIND)]) for each in chosen]
     mean = float(np.mean([len(prompt) for prompt in prompts]))
-    gaps = rng.exponential(mean / (load * WORKERS * TOKENS_PER_S), requests)
+    gaps = rng.exponential(mean / (WORKERS * TOKENS_PER_S), requests)
     return [
         Arrival(float(at), int(document), prompt)
         for at, document, prompt in zip(np.cumsum(gaps), chosen, prompts, strict=True)
@@ -174,12 +174,12 @@ def simulate(policy: RoutingPolicy, arrivals: list[Arrival]) -> Outcome:
     return outcome
 
 
-def run(requests: int, results: Results, load: float) -> None:
+def run(requests: int, results: Results) -> None:
     """Adds three rows for each policy."""
-    arrivals = arrivals_of(requests, load)
+    arrivals = arrivals_of(requests)
     baseline = (
         f"{requests} Zipf requests for {DOCUMENTS} documents, half of which fit each of {WORKERS} workers, "
-        f"at {load:g} times what these could serve without reuse"
+        f"as many as these could just serve without reuse"
     )
     for name, policy in POLICIES.items():
         outcome = simulate(policy(), arrivals)
@@ -194,8 +194,7 @@ def _text(rng: np.random.Generator, length: int) -> _Tokens:
     return rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
 
-_LOAD = {"type": float, "default": 1.0, "help": "load; 1 is all that could be served without reuse"}
-main = partial(run_counted, "fleet_routing", __doc__, [Count("requests", 5000, "requests")], run, load=_LOAD)
+main = partial(run_counted, "fleet_routing", __doc__, [Count("requests", 5000, "requests")], run)
 
 if __name__ == "__main__":
     main()

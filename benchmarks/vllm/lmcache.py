@@ -184,25 +184,18 @@ class LmcacheEngine:
         if missing := self.segments.missing(prompt):
             self.ask(self.segments.join(*missing))
 
-    def place_rotation(self) -> None:
-        """Puts LMCache's table of angles on the card: it copies it from host memory for every layer."""
-        name = import_module("lmcache.integration.vllm.utils").ENGINE_NAME
-        blender = import_module("lmcache.v1.compute.blend").LMCBlenderBuilder.get(name)
-        rope = blender.layerwise_model.fused_rotary_emb
-        rope.cos_sin_cache = rope.cos_sin_cache.to("cuda")
 
-
-def measure_ttft(size: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of prompts of `size` tokens over random weights: cold, and with a document that stood elsewhere."""
+def measure_ttft() -> dict[str, Any]:
+    """Milliseconds of long prompts over random weights: cold, and with a document that was elsewhere before."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, size + _ROOM)})
+        config = write_config(folder, {"max_position_embeddings": max(_POSITIONS, _SIZE + _ROOM)})
         write_tokenizer(folder)
-        return _ttft(folder, int(config.vocab_size), size, repeats)
+        return _ttft(folder, int(config.vocab_size))
 
 
-def _ttft(folder: Path, vocabulary: int, size: int, repeats: int) -> dict[str, Any]:
-    facts = model_facts(str(folder))
+def _ttft(folder: Path, vocabulary: int) -> dict[str, Any]:
+    size, facts = _SIZE, model_facts(str(folder))
     kept = _KEPT_PROMPTS * size * 2 * facts.num_layers * facts.kv_heads * facts.head_dim * _BYTES
     engine = LmcacheEngine(folder, _MARKS, size + _ROOM, kept + _KEPT_BESIDE, load_format="dummy")
     prompts, segments = Prompts(vocabulary), engine.segments
@@ -213,16 +206,12 @@ def _ttft(folder: Path, vocabulary: int, size: int, repeats: int) -> dict[str, A
         engine.prepare(prompt)
         return prompt
 
-    cold, _ = _times(engine, lambda: prompts.fresh(size), repeats, keeps=False)
+    cold, _ = _times(engine, lambda: prompts.fresh(size), keeps=False)
     donor = segments.join(prompts.fresh(DONOR_INSTRUCTION), document, prompts.fresh(NEW_TOKENS - DONOR_INSTRUCTION))
     engine.ask(donor)
-    blended, cached = _times(engine, shifted, repeats)
+    blended, cached = _times(engine, shifted)
     found = {"engine": engine.facts, "tokens": size, "cold_ms": cold, "blended_ms": blended, "cached_tokens": cached}
-    found["problem"] = _unserved(sum(cached), len(document) * len(cached))
-    if found["problem"] is None:
-        engine.place_rotation()
-        found["table_on_card_ms"], _ = _times(engine, shifted, repeats)
-    return found
+    return found | {"problem": _unserved(sum(cached), len(document) * len(cached))}
 
 
 def measure_answers(folder: Path) -> dict[str, Any]:
@@ -301,12 +290,12 @@ def _register_models() -> None:
 
 
 def _times(
-    engine: LmcacheEngine, prompt: Callable[[], list[int]], repeats: int, *, keeps: bool = True
+    engine: LmcacheEngine, prompt: Callable[[], list[int]], *, keeps: bool = True
 ) -> tuple[list[float], list[int]]:
     """Milliseconds of `generate` with one new token, and prompt tokens that were not computed by vLLM."""
     gc.collect()
     times, cached = list[float](), list[int]()
-    for _ in range(_WARM_UPS + repeats):
+    for _ in range(_WARM_UPS + _REPEATS):
         asked = prompt()
         begin = time.perf_counter()
         output = engine.ask(asked, keeps=keeps)
@@ -365,15 +354,16 @@ def add_rows(parts: dict[str, dict[str, Any]], rows: Results) -> None:
 
 
 def _ttft_rows(found: dict[str, Any], rows: Results) -> None:
-    size, cold, blended = label(found["tokens"]), _median(found["cold_ms"]), _median(found["blended_ms"])
+    size, cold, blended = (
+        label(found["tokens"]),
+        statistics.median(found["cold_ms"]),
+        statistics.median(found["blended_ms"]),
+    )
     engine = _engine(found)
     rows.add(f"vllm_lmcache_cold_ttft_{size}_ms", cold, "ms", f"{engine}; nothing kept or taken")
     counts = f"{min(found['cached_tokens']):,} of {found['tokens']:,} tokens from LMCache in host memory"
     rows.add(f"vllm_lmcache_blended_ttft_{size}_ms", blended, "ms", f"cold {cold:,.1f} ms; {counts}; {engine}")
     rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold", blended / cold, "x", f"{blended:,.1f} over {cold:,.1f} ms")
-    placed = _median(found["table_on_card_ms"])
-    baseline = f"{placed:,.1f} over {cold:,.1f} ms; its table of angles put on the card, which LMCache does not do"
-    rows.add(f"vllm_lmcache_blended_ttft_{size}_over_cold_table_on_card", placed / cold, "x", baseline)
 
 
 def _answer_rows(name: str, found: dict[str, Any], rows: Results) -> None:
@@ -395,14 +385,10 @@ def _engine(found: dict[str, Any]) -> str:
     )
 
 
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
 def measure(part: str, path: Path) -> None:
     """The process of one part: writes what it measured, or what went wrong, and ends."""
     try:
-        found = measure_ttft(_SIZE, _REPEATS) if part == TTFT else measure_answers(Path(part))
+        found = measure_ttft() if part == TTFT else measure_answers(Path(part))
         found["measured"] = asdict(Measured.now("", "cuda"))
         found["measured"]["versions"] |= {name: found["engine"][name] for name in ("vllm", "lmcache")}
     except Exception as error:

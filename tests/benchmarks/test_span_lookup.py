@@ -5,21 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lookup.span_corpus import RUN_TOKENS, Corpus, read_corpus, reusable_tokens
-from benchmarks.lookup.span_lookup import Sizes, measure
+from benchmarks.span_lookup import RUN_TOKENS, Corpus, Sizes, measure, random_corpus, read_corpus, reusable_tokens
 from validation.results import Results
 
-TINY = Sizes(
-    donors=1_020,
-    prompts=4,
-    prompt_tokens=8_192,
-    rounds=2,
-    checked=4,
-    documents=4,
-    changes=3,
-    long_lookups=1,
-    made_tokens=200_000,
-)
+TINY = Sizes(donors=1_020, prompts=4, prompt_tokens=8_192, rounds=2, checked=4, documents=4, changes=3, long_lookups=1)
 ROWS = {
     "span_lookup_p50_ms",
     "span_lookup_p99_ms",
@@ -35,7 +24,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    return read_corpus(None, TINY.documents, TINY.made_tokens)
+    return random_corpus(TINY.documents)
 
 
 def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus: Corpus) -> None:
@@ -49,9 +38,8 @@ def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus: Corpus) -> 
 
 
 def test_half_of_the_prompts_hold_a_document_that_a_donor_holds(corpus: Corpus) -> None:
-    prompts = corpus.prompts(4, 8_192, seed=1)
-    donors = [donor for _, donor in corpus.donors(6, seed=2)]
-    reusable = [int(mask.sum()) for mask in reusable_tokens(prompts, donors)]
+    donors = [*corpus.donors(6)]
+    reusable = [int(mask.sum()) for mask in reusable_tokens(corpus.prompts(4, 8_192), donors)]
     assert min(reusable[0], reusable[2]) >= 6_000
     assert max(reusable[1], reusable[3]) < 6_000
     assert [len(donor) for donor in donors] == [8_000] * 4 + [2_000] * 2
@@ -77,4 +65,4 @@ def test_a_short_text_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("A few words.", "utf-8")
     with pytest.raises(ValueError, match=r"short\.txt, \d+ tokens: 4 documents need more text"):
-        read_corpus(short, 4, 0)
+        read_corpus(short, 4)

@@ -1,0 +1,298 @@
+"""The span index on real text: look-ups of 32k-token prompts among 100,000 donors, adding and removing a donor.
+
+`python -m benchmarks.span_lookup --text FILE --json benchmarks/results/<machine>`; without a text it is a dry run on
+random tokens. A text has fewer tokens than 100,000 donors need, so donors are cut from it at random offsets: a passage
+is then in many donors. Documents, and the prompts' own text, come from parts that no other donor is cut from.
+
+One thread. A look-up's time is that from int32 tokens to runs of 64 tokens and more, fingerprint included. Of every
+prompt the fastest of several rounds counts, since a machine may have other work.
+"""
+
+from __future__ import annotations
+
+import gzip
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from benchmarks.program import parser_of, seconds
+from semblend_trt.config import load_settings
+from semblend_trt.discovery.planner import DEADLINE_TOKENS, LookupRequest, Planner
+from semblend_trt.discovery.span_index import SpanIndex
+from semblend_trt.plan import EngineMode
+from semblend_trt.policy import ReusePolicy
+from validation.models import shipped_model
+from validation.results import Results, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from semblend_trt.discovery.fingerprint import TokenArray
+
+SPACE = "benchmark"
+# Donors of the index that the full one is compared with; tokens of a prompt that many runs cover.
+SMALL, LONG_PROMPT = 1_000, 1 << 18
+DONOR_TOKENS, SLICE_TOKENS = 2_000, 500
+DOCUMENT_TOKENS, DOCUMENT_DONOR_TOKENS = 6_000, 8_000
+RUN_TOKENS = 64
+_CHARACTERS_A_CALL = 1 << 16
+_BASE = 0xD6E8FEB86659FD93
+_INVERSE = pow(_BASE, -1, 1 << 64)
+Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What one run measures: donors, prompts, tokens of a prompt, rounds, prompts whose recall is checked, documents,
+    changes, and look-ups of a long prompt in each set of donors."""
+
+    donors: int = 100_000
+    prompts: int = 200
+    prompt_tokens: int = 32_768
+    rounds: int = 7
+    checked: int = 40
+    documents: int = 256
+    changes: int = 50
+    long_lookups: int = 40
+
+
+QUICK = Sizes(donors=2_000, prompts=20, rounds=3, checked=10, documents=16, changes=10, long_lookups=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """`common` int32 tokens that donors are cut from, `documents` int32 [n, DOCUMENT_TOKENS], `own` int32 tokens of the
+    prompts around them; `source` says in words what text they are."""
+
+    source: str
+    common: TokenArray
+    documents: TokenArray
+    own: TokenArray
+
+    @classmethod
+    def of(cls, source: str, tokens: TokenArray, num_documents: int) -> Corpus:
+        """Divides a text's tokens. Raises ValueError when there are too few."""
+        documents = num_documents * DOCUMENT_TOKENS
+        common = (len(tokens) - documents) * 4 // 5
+        if common < 4 * DOCUMENT_DONOR_TOKENS:
+            raise ValueError(f"{source}: {num_documents} documents need more text beside them")
+        held = tokens[common : common + documents].reshape(num_documents, DOCUMENT_TOKENS)
+        return cls(source, tokens[:common], held, tokens[common + documents :])
+
+    def donors(self, count: int) -> Iterator[TokenArray]:
+        """`count` donors. The first hold a document each among other text; the others are four slices of text each."""
+        rng = np.random.default_rng(2)
+        for number in range(count):
+            if number < len(self.documents):
+                around = DOCUMENT_DONOR_TOKENS - DOCUMENT_TOKENS
+                before = int(rng.integers(0, around + 1))
+                parts = [self.cut(rng, before), self.documents[number], self.cut(rng, around - before)]
+            else:
+                parts = [self.cut(rng, SLICE_TOKENS) for _ in range(DONOR_TOKENS // SLICE_TOKENS)]
+            yield np.concatenate(parts)
+
+    def prompts(self, count: int, length: int) -> list[TokenArray]:
+        """`count` prompts of `length` tokens of own text; every other one holds a document at a random place."""
+        rng = np.random.default_rng(1)
+        prompts = []
+        for number in range(count):
+            begin = int(rng.integers(0, len(self.own) - length + 1))
+            prompt = self.own[begin : begin + length].copy()
+            if number % 2 == 0:
+                shift = int(rng.integers(0, length - DOCUMENT_TOKENS + 1))
+                prompt[shift : shift + DOCUMENT_TOKENS] = self.documents[rng.integers(0, len(self.documents))]
+            prompts.append(prompt)
+        return prompts
+
+    def cut(self, rng: np.random.Generator, length: int) -> TokenArray:
+        """Text that is in many donors."""
+        begin = int(rng.integers(0, len(self.common) - length + 1))
+        cut: TokenArray = self.common[begin : begin + length].copy()
+        return cut
+
+
+def read_corpus(path: Path, num_documents: int) -> Corpus:
+    """Reads and tokenises a text (UTF-8, gzipped when its name ends in .gz) with the shipped model's tokenizer.
+
+    Raises ValueError when the text is too short.
+    """
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", errors="replace")
+    tokenizer = Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
+    parts = [text[at : at + _CHARACTERS_A_CALL] for at in range(0, len(text), _CHARACTERS_A_CALL)]
+    encoded = (
+        np.asarray(each.ids, dtype=np.int32)
+        for at in range(0, len(parts), 64)
+        for each in tokenizer.encode_batch_fast(parts[at : at + 64], add_special_tokens=False)
+    )
+    tokens = np.concatenate([*encoded])
+    return Corpus.of(f"{path.name}, {len(tokens)} tokens", tokens, num_documents)
+
+
+def random_corpus(num_documents: int) -> Corpus:
+    """Random tokens, for a dry run."""
+    count = num_documents * DOCUMENT_TOKENS + 5 * LONG_PROMPT + 5
+    tokens = np.random.default_rng(0).integers(0, 2_048, count, dtype=np.int32)
+    return Corpus.of("random tokens", tokens, num_documents)
+
+
+def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
+    """Donors of a prompt that hold it in many runs, and how many of its tokens: three quarters of each of 256, 655 and
+    1,300 pieces in another order; all but one token of 500, and of 200; or 655 pieces in two donors each, which hold a
+    little of the one before as well."""
+    rng = np.random.default_rng(7)
+    for count in (256, 655, 1_300):
+        size = len(prompt) // count
+        pieces = [prompt[at * size : at * size + size * 3 // 4] for at in rng.permutation(count)]
+        yield [np.concatenate(pieces[each::8]) for each in range(8)], sum(map(len, pieces))
+    for every in (500, 200):
+        donor = prompt.copy()
+        donor[every - 1 :: every] ^= 1
+        yield [donor], int((donor == prompt).sum())
+    size = len(prompt) // 655
+    parts = [prompt[max(0, at - 20) : at + size] for at in range(0, len(prompt), size)]
+    yield [np.concatenate([*parts[each::8], *parts[(each + 1) % 8 :: 8]]) for each in range(8)], len(prompt)
+
+
+def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> list[npt.NDArray[np.bool_]]:
+    """For every prompt, which of its tokens lie in a window of RUN_TOKENS tokens that is in some donor."""
+    hashes = [_window_hashes(prompt) for prompt in prompts]
+    known = np.unique(np.concatenate(hashes))
+    is_held = np.zeros(len(known), dtype=np.bool_)
+    for donor in donors:
+        of_donor = _window_hashes(donor)
+        places = np.searchsorted(known, of_donor).clip(max=len(known) - 1)
+        is_held[places[known[places] == of_donor]] = True
+    masks = []
+    for prompt, each in zip(prompts, hashes, strict=True):
+        edges = np.zeros(len(prompt) + 1, dtype=np.int64)
+        starts = np.flatnonzero(is_held[np.searchsorted(known, each)])
+        np.add.at(edges, starts, 1)
+        np.add.at(edges, starts + RUN_TOKENS, -1)
+        masks.append(np.cumsum(edges[:-1]) > 0)
+    return masks
+
+
+def _window_hashes(tokens: TokenArray) -> Hashes:
+    """Hashes of all windows of RUN_TOKENS tokens, uint64 [n - RUN_TOKENS + 1], modulo 2 ** 64."""
+
+    def powers(base: int, length: int) -> Hashes:
+        return np.cumprod(np.full(length, base, dtype=np.uint64), dtype=np.uint64)
+
+    count = max(0, len(tokens) - RUN_TOKENS + 1)
+    sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
+    np.cumsum(tokens.astype(np.uint64) * powers(_INVERSE, len(tokens)), out=sums[1:])
+    return (sums[RUN_TOKENS:] - sums[:count]) * powers(_BASE, count)
+
+
+def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
+    """Adds all rows."""
+    index, tokens, small = SpanIndex(), 0, np.empty((0, 0))
+    prompts = corpus.prompts(sizes.prompts, sizes.prompt_tokens)
+    for number, donor in enumerate(corpus.donors(sizes.donors)):
+        if number == SMALL:
+            small = lookup_times(index, prompts, sizes.rounds)
+        changed(index, index.add, SPACE, f"donor-{number}", donor)
+        tokens += len(donor)
+    say(f"{len(index):,} donors, {tokens:,} tokens; {corpus.source}; {sizes.prompts} prompts")
+    large = lookup_times(index, prompts, sizes.rounds)
+    where = f"{sizes.prompt_tokens}-token prompts, {sizes.donors} donors, {tokens} tokens of {corpus.source}"
+    where += f"; fastest of {sizes.rounds} each"
+    p50, p99 = np.percentile(large, [50, 99])
+    rows.add("span_lookup_p50_ms", p50, "ms", where, goal=0.3)
+    rows.add("span_lookup_p99_ms", p99, "ms", where, goal=0.5)
+    few = float(np.median(small))
+    rows.add("span_lookup_growth", p50 / few, "x", f"median with {SMALL} donors {few:.3f} ms", goal=2.0)
+    add_recall(rows, index, prompts[: sizes.checked], corpus.donors(sizes.donors))
+    add_changes(rows, index, corpus, sizes.changes)
+    against = "tokens, table and records; 4 B are the tokens"
+    rows.add("span_index_bytes_per_token", index.used_bytes() / tokens, "B", against, goal=8.0)
+    add_many_runs(rows, corpus.own[:LONG_PROMPT], sizes.long_lookups)
+
+
+def lookup_times(index: SpanIndex, prompts: Sequence[TokenArray], rounds: int) -> npt.NDArray[np.float64]:
+    """Milliseconds of every prompt's fastest look-up, [prompts]. A round goes through all prompts, so that none finds
+    its own part of the table in the cache."""
+    times = [[seconds(index.find, SPACE, prompt, RUN_TOKENS) for prompt in prompts] for _ in range(rounds)]
+    fastest: npt.NDArray[np.float64] = np.min(times, axis=0) * 1e3
+    return fastest
+
+
+def add_recall(rows: Results, index: SpanIndex, prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> None:
+    """Tokens in runs that the index finds, over all tokens of the prompts that are in a run of some donor."""
+    found = total = 0
+    for prompt, possible in zip(prompts, reusable_tokens(prompts, donors), strict=True):
+        mask = np.zeros(len(prompt), dtype=np.bool_)
+        for run in index.find(SPACE, prompt, RUN_TOKENS):
+            mask[run.target_start : run.target_end] = True
+        found += int((mask & possible).sum())
+        total += int(possible.sum())
+    against = f"{total} tokens of {len(prompts)} prompts in runs >= {RUN_TOKENS}, by comparison with every donor"
+    rows.add("span_recall", found / total, "ratio", against, goal=0.99, better="higher")
+
+
+def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, count: int) -> None:
+    """Adding and removing donors of 8k tokens when the index is full."""
+    rng = np.random.default_rng(4)
+    donors = {f"change-{number}": corpus.cut(rng, DOCUMENT_DONOR_TOKENS) for number in range(count)}
+    added = [seconds(changed, index, index.add, SPACE, name, donor) for name, donor in donors.items()]
+    removed = [seconds(changed, index, index.remove, name) for name in donors]
+    for name, times in (("donor_add_ms", added), ("donor_remove_ms", removed)):
+        against = f"median of {count} donors of {DOCUMENT_DONOR_TOKENS} tokens; slowest {max(times) * 1e3:.3f} ms"
+        rows.add(name, statistics.median(times) * 1e3, "ms", against, goal=1.0)
+
+
+def changed(index: SpanIndex, change: Callable[..., object], *arguments: object) -> None:
+    """Makes a change and waits until the index has done it."""
+    change(*arguments)
+    index.wait()
+
+
+def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
+    """Plans of a long prompt that donors hold in hundreds of runs, at the default settings but for the policy."""
+    times, shares = list[float](), list[float]()
+    settings = load_settings(policy=ReusePolicy.POSITION_FIX)
+    request = LookupRequest(7, SPACE, prompt, 0, 32, EngineMode.WRAPPER, True)
+    for donors, held in many_runs(prompt):
+        index = SpanIndex()
+        for number, donor in enumerate(donors):
+            index.add(SPACE, f"donor-{number}", donor)
+        index.wait()
+        planner = Planner(index, settings, settings.policy, 28)
+        for _ in range(lookups):
+            begun = time.thread_time()
+            plan = planner.plan(request).plan
+            times.append(time.thread_time() - begun)
+            shares.append(0.0 if plan is None else plan.reused_tokens / held)
+    against = (
+        f"of the tokens that donors hold of a prompt of {len(prompt)}; {len(times)} look-ups of 256 to 1311 runs, "
+    )
+    against += f"the worst {min(shares):.3f}"
+    name = "lookup_262k_many_runs_reused_share"
+    rows.add(name, statistics.mean(shares), "ratio", against, goal=0.95, better="higher")
+    p50, p99 = np.percentile(times, [50, 99]) * 1e3
+    limit = settings.lookup_deadline_ms * len(prompt) / DEADLINE_TOKENS
+    against = f"processor time of the same look-ups; median {p50:.1f} ms, the deadline is {limit:.0f} ms"
+    rows.add("lookup_262k_many_runs_p99_ms", p99, "ms", against)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Builds the index, then measures look-ups, recall, changes and memory."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="English text, UTF-8, may be gzipped")
+    given = parser.parse_args(arguments)
+    sizes = Sizes() if given.text else QUICK
+    rows = Results(arguments, dry=given.text is None)
+    corpus = read_corpus(given.text, sizes.documents) if given.text else random_corpus(sizes.documents)
+    measure(rows, corpus, sizes)
+    rows.write(given.json, "span_lookup")
+
+
+if __name__ == "__main__":
+    main()
