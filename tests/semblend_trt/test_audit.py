@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +66,6 @@ def test_line_carries_schema_time_rank_and_event(path: Path) -> None:
     (line,) = read(path)
     assert line.pop("time") == pytest.approx(before, abs=60)
     assert line == {"schema": SCHEMA, "rank": 3, "event": "lookup", "request_id": 7, "found": True}
-
-
-def test_without_a_path_nothing_happens() -> None:
-    log = AuditLog(None)
-    log.event("lookup", value=object())
-    log.flush()
-    log.close()
-    assert lost(log) == {}
 
 
 def test_lines_are_written_without_being_asked_for(path: Path, writes: Writes) -> None:
@@ -176,14 +167,6 @@ def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
     lines = read(path)
     for rank in range(2):
         assert [line["number"] for line in lines if line["rank"] == rank] == list(range(2000))
-
-
-def test_threads_share_a_log(path: Path) -> None:
-    log = AuditLog(path)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: log.event("step", number=number), range(1000)))
-    log.close()
-    assert sorted(line["number"] for line in read(path)) == list(range(1000))
 
 
 def test_values_of_every_kind_become_json(path: Path) -> None:

@@ -142,11 +142,6 @@ def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
     assert "runs what is not known." in sentence
 
 
-def test_a_compute_dtype_that_is_not_told_differs() -> None:
-    (sentence,) = profile().differences(namespace(extra={"configuration": "c0ff"}), GEOMETRY)
-    assert sentence == "The profile was made for compute dtype bfloat16; this engine runs what is not known."
-
-
 @pytest.mark.parametrize("name", ["model", "tokenizer"])
 def test_a_name_binds_only_where_no_digest_tells_the_content(name: str) -> None:
     digested = {f"{name}_revision": content_value("0f")}
@@ -266,15 +261,6 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
 def test_what_cannot_be_is_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         profile(**fields)
-
-
-def test_none_is_made_of_an_engine_that_is_not_known() -> None:
-    with pytest.raises(ConfigurationError, match="weights, RoPE of this engine cannot be determined"):
-        ReuseProfile.made_for(
-            namespace(model_revision=unknown_value(), rope_config={"rope_type": unknown_value()}),
-            GEOMETRY,
-            policy="position_fix",
-        )
 
 
 # -- the file -----------------------------------------------------------------------------------------------------
@@ -471,12 +457,6 @@ def match(asked: ProfileMatcher, space: CacheNamespace, mode: EngineMode = Engin
     return asked.match(space, GEOMETRY, mode)
 
 
-def test_it_holds_for_its_namespace_with_any_salt(path: Path) -> None:
-    asked = matcher(path)
-    for salt in (None, "a", "b"):
-        assert match(asked, namespace().for_request(salt, None)).profile == ReuseProfile.read(path)
-
-
 def test_no_profile(caplog: pytest.LogCaptureFixture) -> None:
     asked = matcher(None)
     with caplog.at_level(logging.WARNING):
@@ -562,15 +542,6 @@ def test_what_is_said_follows_the_engine_from_before_the_self_check_on(
     assert f"reuse profile {path} holds" in wrapper
     assert again == still == ""
     assert "needs the wrapper" in back
-
-
-def test_the_file_is_read_once(path: Path) -> None:
-    asked = matcher(path)
-    before = match(asked, namespace().for_request(None, "legal")), match(asked, namespace())
-    profile(generations=3).write(path)
-    assert (match(asked, namespace().for_request(None, "legal")), match(asked, namespace())) == before
-    path.unlink()
-    assert match(asked, namespace()).digest == before[1].digest is not None
 
 
 # -- what leaves text unchecked -----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,20 +207,6 @@ def test_what_cannot_be_moved_is_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "window"),
-    [
-        (QWEN2, {"use_sliding_window": False, "sliding_window": 512}),
-        (QWEN2, {"sliding_window": None}),
-        (MISTRAL, {"sliding_window": 4096}),  # as long as the context
-    ],
-)
-def test_a_sliding_window_that_hides_nothing_is_no_obstacle(
-    tmp_path: Path, config: PretrainedConfig, window: dict[str, Any]
-) -> None:
-    assert model_facts(write_config(tmp_path, config, **window)).num_layers == 3
-
-
 def test_quantised_weights_are_told_apart(tmp_path: Path) -> None:
     found = set()
     for method, bits in (("awq", 4), ("awq", 8), ("gptq", 4)):
@@ -343,17 +328,6 @@ def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float, model
     parameters = rope_parameters(old, SimpleNamespace(**old))
     assert parameters == facts.rope_parameters
     assert ("partial_rotary_factor" in parameters) == (factor != 1)
-
-
-@pytest.mark.parametrize("written", [{"rope_theta": 1e4}, {"rope_parameters": rope("default", 1e4)}, {}], ids=str)
-def test_half_of_a_head_rotates_where_glm_names_no_share(tmp_path: Path, written: dict[str, Any]) -> None:
-    facts = facts_of(tmp_path, written, "glm4_moe")
-    assert (facts.rotation.rotary_dim, facts.head_dim) == (32, 64)
-
-
-def test_a_file_with_both_forms_that_agree(tmp_path: Path) -> None:
-    both = facts_of(tmp_path / "both", {**OLD["yarn"], **new_form(OLD["yarn"])})
-    assert replace(both, configuration="") == replace(facts_of(tmp_path / "old", OLD["yarn"]), configuration="")
 
 
 OLD_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
