@@ -48,7 +48,6 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "qwen3_yarn": of_type("qwen3", head_dim=32, rope_parameters=rope("yarn", **YARN)),
     "llama": of_type("llama", rope_parameters=rope("default", 1e4)),
     "llama3": of_type("llama", rope_parameters=rope("llama3", 5e5, **LLAMA3)),
-    "llama_linear": of_type("llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
     "mistral": of_type("mistral", sliding_window=None, rope_parameters=rope("default")),
     "mixtral": of_type("mixtral", rope_parameters=rope("default")),
     "qwen3_moe": of_type("qwen3_moe", head_dim=128, rope_parameters=rope("yarn", **YARN)),
@@ -57,7 +56,6 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "smollm3_rope_in_all": of_type("smollm3", no_rope_layers=[1, 1, 1]),
     "granite": of_type("granite", rope_parameters=rope("default", 5e6)),
     "olmo2": of_type("olmo2", rope_parameters=rope("default", 5e5)),
-    "olmo2_yarn": of_type("olmo2", rope_parameters=rope("yarn", **YARN)),
     "gpt_oss": of_type("gpt_oss", head_dim=64),
     "phi3_partial": of_type("phi3", pad_token_id=0, rope_parameters=rope("default", 1e4, partial_rotary_factor=0.5)),
 }
@@ -159,7 +157,6 @@ FP8_KV = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 
 OWN_CODE = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
 REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("unknown_model_type", LLAMA, {"model_type": "gemma"}),
-    ("unknown_model_type", LLAMA, {"model_type": "no_such_model"}),
     ("unknown_model_type", LLAMA, {"model_type": None}),
     ("unknown_architecture", LLAMA, {"architectures": ["OtherForCausalLM"]}),
     ("unknown_architecture", LLAMA, {"auto_map": OWN_CODE}),
@@ -173,7 +170,6 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("sliding_window", QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}),
     ("sliding_window", GPT_OSS, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
     ("attention_layout", GPT_OSS, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-    ("attention_layout", GPT_OSS, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
     ("rope_unknown", GPT_OSS, {"rope_parameters": rope("default", 1e4)}),
     ("sliding_window", SMOLLM3, {"use_sliding_window": True, "sliding_window": 64, "layer_types": None} | NOPE),
     ("rope_per_layer", SMOLLM3, {"no_rope_layers": [1, 1]}),
@@ -190,7 +186,6 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("rope_partial", LLAMA, {"rope_parameters": rope("default", partial_rotary_factor=0.5)}),
     ("rope_partial", LLAMA, {"partial_rotary_factor": 0.5}),
     ("geometry", LLAMA, {"num_key_value_heads": 3}),
-    ("geometry", LLAMA, {"num_hidden_layers": 0}),
     ("geometry", QWEN2, {"num_attention_heads": 0}),
     ("kv_quantized", LLAMA, {"quantization_config": FP8_KV}),
 ]
@@ -276,7 +271,6 @@ OLD_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_facto
 # The fields of a configuration as Transformers 4 writes them.
 OLD: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 1e6, "rope_scaling": None},
-    "default_named": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}},
     "linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama3": {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3},
     "yarn": {"rope_theta": 1e6, "rope_scaling": OLD_YARN},

@@ -716,19 +716,10 @@ def test_a_chain_has_no_hole(runs: list[Run], bounds: tuple[int, int, int]) -> N
     assert max(reach, default=0) < min_span
 
 
-def test_a_chain_stays_with_its_donor_when_others_reach_as_far() -> None:
+def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_own() -> None:
     runs = [Run("z", 0, 0, 100), Run("a", 0, 50, 150), Run("z", 500, 50, 150)]
     assert chain(runs, 0, 1000, 64) == [Run("z", 0, 0, 100), Run("z", 550, 100, 100)]
     assert chain(runs, 60, 1000, 64) == [Run("a", 10, 60, 140)]
-
-
-def test_a_chain_goes_on_with_the_lowest_generation_when_others_reach_as_far() -> None:
-    runs = [Run("a", 0, 0, 100), Run("b", 0, 0, 100)]
-    later_a = Preference({"a"}.__contains__, generations={"a": 1})
-    assert chain(runs, 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
-
-
-def test_a_chain_goes_on_with_a_near_donor_when_others_reach_as_far() -> None:
-    runs = [Run("z", 0, 0, 100), Run("a", 0, 50, 150), Run("z", 500, 50, 150)]
-    near_a = Preference({"a"}.__contains__)
+    near_a, later_a = Preference({"a"}.__contains__), Preference({"a"}.__contains__, generations={"a": 1})
     assert chain(runs, 0, 1000, 64, near_a) == [Run("z", 0, 0, 100), Run("a", 50, 100, 100)]
+    assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]

@@ -375,8 +375,8 @@ def test_a_leased_donor_stays_until_it_is_released():
 
 def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as_they_can():
     index = index_of()
-    for name, seed in (("free", 1), ("leased", 2)):
-        keep(index, name, text(seed))
+    keep(index, "free", text(1))
+    keep(index, "leased", text(2))
     _, (lease,) = plan(index, text(2))
     begin(index, "saving", text(3))
     index.lost_all()
