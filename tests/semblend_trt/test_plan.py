@@ -18,7 +18,6 @@ from semblend_trt.plan import (
     PlanSpan,
     SemanticKvPlan,
     SpanCheck,
-    gaps,
 )
 
 NUM_LAYERS = 4
@@ -109,14 +108,6 @@ def test_only_approximate_tokens_behind_the_heads_are_checked() -> None:
     assert not plan(execution=execution(check=check), kind=PlanKind.DISCOVERY_ONLY, matched_tokens=0).is_checked
 
 
-def test_exact_spans_do_not_limit_what_is_exact() -> None:
-    spans = (PlanSpan("d", 8, 8, 4, exact=True), PlanSpan("e", 0, 12, 4))
-    assert plan(spans=spans).exact_token_count == 12
-    exact = plan(kind=PlanKind.EXACT_PREFIX, spans=spans[:1])
-    assert exact.exact_token_count == exact.prompt_length
-    assert exact.is_exact
-
-
 def test_a_donor_ends_before_the_first_span_of_the_last_generation() -> None:
     checked = execution(check=SpanCheck(1, 0.1))
     exact, third = PlanSpan("d", 8, 8, 4, exact=True), PlanSpan("f", 0, 16, 4, generation=2)
@@ -125,19 +116,6 @@ def test_a_donor_ends_before_the_first_span_of_the_last_generation() -> None:
     assert [mixed.donor_part(allowed) for allowed in range(4)] == [(12, 0), (16, 1), (16, 1), (32, 3)]
     assert plan(kind=PlanKind.EXACT_PREFIX, spans=(exact,)).donor_part(0) == (32, 0)
     assert plan(kind=PlanKind.DISCOVERY_ONLY, spans=(third,), matched_tokens=0).donor_part(0) == (32, 0)
-
-
-def test_stock_engine_takes_spans_that_continue_the_prefix() -> None:
-    spans = (PlanSpan("d", 40, 8, 9), PlanSpan("e", 0, 17, 7))
-    assert plan(spans=spans, execution=STOCK).holes == ()
-
-
-def test_discovery_only_plan_reports_spans_and_changes_nothing() -> None:
-    found = plan(kind=PlanKind.DISCOVERY_ONLY, matched_tokens=0)
-    assert found.reused_tokens == 10
-    assert found.holes == ()
-    assert found.exact_token_count == found.prompt_length
-    assert found.is_exact
 
 
 def test_without_spans_computes_the_whole_promise() -> None:
@@ -208,13 +186,6 @@ def test_plan_survives_pickling(valid: SemanticKvPlan) -> None:
     again = pickle.loads(pickle.dumps(valid))
     assert again == valid
     assert again.prompt_token_ids.tolist() == valid.prompt_token_ids.tolist()
-
-
-def test_gaps_are_before_between_and_after_what_is_taken() -> None:
-    assert list(gaps([(2, 5), (5, 7), (9, 20)], 0, 30)) == [range(2), range(7, 9), range(20, 30)]
-    assert list(gaps([(2, 5), (9, 20)], 4, 10)) == [range(5, 9)]
-    assert list(gaps([(2, 5)], 5, 5)) == list(gaps([(40, 50)], 8, 3)) == []
-    assert list(gaps([(40, 50)], 3, 8)) == [range(3, 8)]
 
 
 @given(plans())

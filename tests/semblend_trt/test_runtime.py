@@ -146,13 +146,6 @@ def test_stock_plan_leaves_its_limit_but_waits_for_no_forward() -> None:
     assert (plans.take(1), plans.publishable(1, 60)) == (None, 4)
 
 
-def test_second_put_replaces_the_first() -> None:
-    replacement = plan(1).without_spans("gone")
-    plans = active(plan(1), replacement)
-    assert (len(plans), plans.publishable(1, 60)) == (1, replacement.prompt_length)
-    assert plans.take(1) == replacement
-
-
 def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing() -> None:
     runtime, tokens = Runtime(active_plans=active(plan(1), plan(2))), {"offered_tokens": 16, "checked_tokens": 16}
     found = [
@@ -196,16 +189,6 @@ def expecting(*ends, asked=None, ahead=1):
     readiness = LayerReadiness()
     readiness.expect(groups_below(*ends, asked=asked), ahead)
     return readiness
-
-
-def test_join_waits_for_what_is_left_and_a_second_load_starts_anew():
-    readiness, stream = expecting(2, 4), RecordingStream()
-    readiness.wait(0, stream)
-    readiness.join(stream)
-    assert stream.waited == ["below 2", "below 4"]
-    readiness.expect(groups_below(1))
-    readiness.wait(0, stream)
-    assert stream.waited[-1] == "below 1"
 
 
 def test_a_group_is_asked_for_when_a_forward_comes_near_it():

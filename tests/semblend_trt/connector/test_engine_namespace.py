@@ -268,15 +268,6 @@ def test_one_that_cannot_be_read_matches_nothing(tmp_path: Path) -> None:
     assert [is_unknown(identity) for identity in engine(path).identities] == [True]
 
 
-def test_an_adapter_in_one_file_counts_too(tmp_path: Path) -> None:
-    path = tmp_path / "legal.nemo"
-    seen = set()
-    for content in (b"a", b"b"):
-        path.write_bytes(content)
-        seen.add(of(engine(str(path)), 1, str(path)))
-    assert len(seen) == 2
-
-
 def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_namespace, "MAX_REMEMBERED", 2)
     running = engine()

@@ -100,13 +100,6 @@ def test_rows_turn_as_the_models_keys_do(tmp_path: Path, changes: dict[str, Any]
     assert float((at(70) - at(1370)).abs().max()) > 0.5
 
 
-def test_kimi_is_read_as_deepseek(tmp_path: Path) -> None:
-    ours, theirs = (facts_of(tmp_path / kind, model_type=kind) for kind in ("kimi_k2", "deepseek_v3"))
-    assert ours.groups == theirs.groups
-    assert ours.rope_parameters == theirs.rope_parameters
-    assert ours.configuration != theirs.configuration
-
-
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"])
 def test_the_published_ones_cache_576_values_a_token_and_layer(tmp_path: Path, name: str) -> None:
     (model,) = (each for each in published() if each.name == name)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import stat
-import threading
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -226,17 +225,6 @@ def test_what_was_read_once_is_not_read_again(
     assert (digest_of_files(files, cache), len(reads)) == (first, 3)
     assert digest_of_files(written(tmp_path / "a", b"y" * 2500)) != first
     assert len(reads) == 6
-
-
-def test_engines_that_start_together_read_once(tmp_path: Path, reads: list[str]) -> None:
-    files = written(tmp_path / "a", b"x" * 2500)
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(digest_of_files(files))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(found), len(set(found)), len(reads)) == (4, 1, 3)
 
 
 def test_a_file_that_was_just_written_is_read_again(

@@ -383,15 +383,6 @@ def keep_on_device(worker, request_id, blocks, written):
     saved(worker, request_id)
 
 
-def test_saves_name_the_tier(two_tiers, args):
-    keep_on_device(two_tiers, 1, (3, 5), 12)
-    follow(two_tiers, 2, (6,), 8)
-    saved(two_tiers, 2)
-    assert "donor-1" in two_tiers.store.device
-    assert "donor-2" in two_tiers.store.host
-    assert [each.error for each in runtime_for(args).saved] == [None, None]
-
-
 def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     keep_on_device(two_tiers, 1, (3, 5), 16)
     step(
@@ -405,13 +396,6 @@ def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
     saved(two_tiers, 2)
     assert ("donor-1" in two_tiers.store.host, "donor-2" in two_tiers.store.device) == (True, True)
     assert [each.error for each in runtime_for(args).saved] == [None, None]
-
-
-def test_save_beyond_the_arena_is_refused_and_gives_the_blocks_back(two_tiers, args):
-    keep_on_device(two_tiers, 1, (3, 5), 16)
-    keep_on_device(two_tiers, 2, (6, 7), 16)
-    assert "CapacityError" in runtime_for(args).saved[-1].error
-    assert len(held_in(two_tiers.store)) == 1
 
 
 def test_what_is_dropped_is_not_offloaded(two_tiers):

@@ -24,8 +24,6 @@ from semblend_trt.discovery.planner import (
     Preference,
     chain,
     cover,
-    cut_to_block,
-    exact_run,
 )
 from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
 from semblend_trt.errors import ConfigurationError
@@ -127,34 +125,6 @@ def test_edited_text_is_reused_around_its_differences(every: int) -> None:
     assert plan.reused_tokens == len(prompt) - 1 - changed
 
 
-def test_of_interleaved_donors_all_that_they_hold_is_reused() -> None:
-    base, size = text(3, 65_536), 128
-    donors = {
-        f"d{each}": np.concatenate(
-            [
-                part
-                for at in range(0, len(base), size)
-                if (at // size) % 8 in (each, (each - 1) % 8)
-                for part in (text(each, 5), base[max(0, at - 20) : at + size])
-            ]
-        )
-        for each in range(8)
-    }
-    assert plan_of(planner(donors).plan(request(base))).reused_tokens == len(base) - 1
-
-
-def test_excluded_donors_are_planned_around() -> None:
-    asked = planner({"a": PROMPT, "b": PROMPT[:700]}, "exact")
-    first = request()
-    assert plan_of(asked.plan(first)).spans[0].donor_id == "a"
-    second = first.excluding(frozenset({"a"}))
-    assert plan_of(asked.plan(second)).spans[0].donor_id == "b"
-    third = second.excluding(frozenset({"b"}))
-    assert third.exclude == {"a", "b"}
-    assert_refused(asked.plan(third), "no_donor_match")
-    assert asked.plan(third).runs_found == 0
-
-
 # -- what each policy makes of a run ------------------------------------------------------------------------------
 
 
@@ -246,11 +216,6 @@ def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
         assert plan_of(asked.plan(request(prompt, profile=GENERATIONS))).spans[0].donor_id == taken
 
 
-def test_a_profile_is_read_by_policy_verified_only() -> None:
-    asked = planner({"a": SHIFTED}, "exact")
-    assert_refused(asked.plan(request(profile=profile("position_fix"))), "not_exact")
-
-
 def test_a_profile_does_not_turn_a_stock_engine_into_one_that_checks() -> None:
     for made in (None, profile("position_fix"), profile("verified", check=CHECK)):
         planned = planner({"a": SHIFTED}, "verified").plan(request(mode=STOCK, profile=made))
@@ -319,12 +284,6 @@ def test_a_prefix_that_leaves_less_than_a_span(computed: int, reason: str | None
     assert planner({"a": PROMPT}, "exact").plan(request(computed=computed)).outcome_reason == reason
 
 
-def test_no_match() -> None:
-    donors = {"a": text(5, 500), "short": PROMPT[200:263], "computed": PROMPT[:600]}
-    planned = planner(donors).plan(request(computed=600))
-    assert_refused(planned, "no_donor_match")
-
-
 def test_other_namespaces_are_not_even_counted() -> None:
     asked = planner({"a": PROMPT})
     planned = asked.plan(LookupRequest(7, "elsewhere", PROMPT, 0, 32, WRAPPER, True))
@@ -336,10 +295,6 @@ def test_the_reused_share_is_of_what_the_engine_lacks(ratio: float, reason: str 
     asked = planner({"a": OTHER}, min_reuse_ratio=ratio)
     assert asked.plan(request()).outcome_reason == reason  # 300 of 840
     assert asked.plan(request(computed=480)).outcome_reason is None  # 300 of 360
-
-
-def test_runs_are_counted_in_refusals() -> None:
-    assert planner({"a": OTHER}, min_reuse_ratio=0.9).plan(request()) == Planned(None, "low_reuse", 1)
 
 
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS + 1])
@@ -380,18 +335,6 @@ def test_exact_materialization_only_without_enough_that_is_exact_only_reports(
     assert {span.donor_id for span in plan.spans} == set(donors)
 
 
-def test_both_switches_leave_whole_blocks_of_what_is_exact() -> None:
-    asked = planner(
-        {"exact": PROMPT[:300], "shifted": SHIFTED},
-        exact_materialization_only=True,
-        strict_prefix_boundary=True,
-        min_reuse_ratio=0.3,
-    )
-    plan = plan_of(asked.plan(request()))
-    assert plan.spans == (PlanSpan("exact", 0, 0, 288, exact=True),)
-    assert plan.diagnostics["withheld"] == [["shifted", 309, 300, 532]]
-
-
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 @pytest.mark.parametrize("computed", [0, 32, 45])
 def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode: EngineMode, computed: int) -> None:
@@ -401,11 +344,6 @@ def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode: EngineMode, com
     assert plan.spans == (PlanSpan("a", 9 + computed, computed, 200 - computed), PlanSpan("b", 100, 200, 480 - 200))
     assert plan.prefix_end % plan.block_size == 0
     assert plan.holes == ()
-
-
-def test_a_strict_prefix_cuts_exact_spans_too() -> None:
-    plan = plan_of(planner({"a": PROMPT}, "exact", strict_prefix_boundary=True).plan(request(computed=96)))
-    assert plan.spans == (PlanSpan("a", 96, 96, 832 - 96, exact=True),)
 
 
 class Ticking:
@@ -506,46 +444,12 @@ def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recor
         assert Deadline(default, tokens, clock=lambda times=times: next(times)).is_over()
 
 
-def test_work_ends_a_deadline() -> None:
-    deadline = Deadline(0.001, 0)
-    sum(range(10_000))
-    assert deadline.is_over()
-
-
 def test_another_threads_work_does_not_end_a_deadline() -> None:
     deadline = Deadline(10_000, 0)
     other = threading.Thread(target=lambda: sum(range(100_000)))
     other.start()
     other.join()
     assert not deadline.is_over()
-
-
-# -- what a plan is made of --------------------------------------------------------------------------------------------
-
-
-FIRST, SECOND = PlanSpan("a", 0, 0, 100, exact=True), PlanSpan("b", 7, 100, 70)
-
-
-def test_the_exact_run_is_the_longest_from_both_starts() -> None:
-    runs = [Run("a", 0, 0, 90), Run("b", 0, 0, 120), Run("c", 0, 0, 120), Run("d", 5, 0, 300), Run("e", 0, 5, 300)]
-    assert exact_run(runs, 30, 110) == Run("b", 30, 30, 80)
-    assert exact_run(runs, 30, 110, approximate={"b", "c"}) == Run("a", 30, 30, 60)
-    assert exact_run(runs[3:], 0, 400) is None
-    assert exact_run(runs, 120, 400) is None
-
-
-@pytest.mark.parametrize(
-    ("min_span", "expected"),
-    [
-        (1, [FIRST, PlanSpan("b", 7, 100, 60)]),
-        (60, [FIRST, PlanSpan("b", 7, 100, 60)]),
-        (61, [PlanSpan("a", 0, 0, 96, exact=True)]),
-        (97, []),
-    ],
-)
-def test_a_strict_plan_ends_where_a_block_ends(min_span: int, expected: list[PlanSpan]) -> None:
-    assert cut_to_block([FIRST, SECOND], 16, min_span) == expected
-    assert cut_to_block([PlanSpan("a", 0, 33, 14)], 16, 1) == cut_to_block([], 16, 1) == []
 
 
 # -- any prompt ---------------------------------------------------------------------------------------------------
@@ -765,13 +669,6 @@ def test_preferences_change_no_length_where_no_tie_leaves_a_choice(
     assert [(piece.target_start, piece.length) for piece in preferred] == places
 
 
-def test_what_is_left_of_a_trimmed_run_stays_in_the_choice() -> None:
-    runs = [Run("long", 0, 100, 100), Run("wide", 0, 60, 70), Run("late", 5, 190, 50)]
-    whole = [Run("wide", 0, 60, 40), Run("long", 0, 100, 100), Run("late", 15, 200, 40)]
-    assert cover(runs, 0, 1000, 32) == whole
-    assert cover(runs, 0, 1000, 41) == [Run("long", 0, 100, 100)]
-
-
 def test_ties_go_to_the_donor_that_is_needed_anyway() -> None:
     runs = [Run("a", 0, 0, 100), Run("z", 0, 0, 100), Run("z", 100, 100, 90)]
     assert {piece.donor_id for piece in cover(runs, 0, 1000, 32)} == {"z"}
@@ -819,31 +716,10 @@ def test_a_chain_has_no_hole(runs: list[Run], bounds: tuple[int, int, int]) -> N
     assert max(reach, default=0) < min_span
 
 
-def test_a_chain_goes_on_where_a_cover_would_leave_a_hole() -> None:
-    runs = [Run("a", 0, 0, 100), Run("b", 0, 50, 1000)]
-    assert chain(runs, 0, 2000, 64) == [Run("a", 0, 0, 100), Run("b", 50, 100, 950)]
-    assert chain(runs, 100, 2000, 64) == [Run("b", 50, 100, 950)]
-    assert chain(runs, 1100, 2000, 64) == []
-
-
-def test_a_chain_stays_with_its_donor_when_others_reach_as_far() -> None:
+def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_own() -> None:
     runs = [Run("z", 0, 0, 100), Run("a", 0, 50, 150), Run("z", 500, 50, 150)]
     assert chain(runs, 0, 1000, 64) == [Run("z", 0, 0, 100), Run("z", 550, 100, 100)]
     assert chain(runs, 60, 1000, 64) == [Run("a", 10, 60, 140)]
-
-
-def test_a_chain_goes_on_with_the_lowest_generation_when_others_reach_as_far() -> None:
-    runs = [Run("a", 0, 0, 100), Run("b", 0, 0, 100)]
-    later_a = Preference({"a"}.__contains__, generations={"a": 1})
-    assert chain(runs, 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
-
-
-def test_a_chain_goes_on_with_a_near_donor_when_others_reach_as_far() -> None:
-    runs = [Run("z", 0, 0, 100), Run("a", 0, 50, 150), Run("z", 500, 50, 150)]
-    near_a = Preference({"a"}.__contains__)
+    near_a, later_a = Preference({"a"}.__contains__), Preference({"a"}.__contains__, generations={"a": 1})
     assert chain(runs, 0, 1000, 64, near_a) == [Run("z", 0, 0, 100), Run("a", 50, 100, 100)]
-
-
-def test_nothing_to_cover() -> None:
-    assert cover([], 0, 100, 1) == cover([Run("a", 0, 0, 50)], 60, 50, 1) == []
-    assert chain([], 0, 100, 1) == chain([Run("a", 0, 0, 50)], 60, 50, 1) == []
+    assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]

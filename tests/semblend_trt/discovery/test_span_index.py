@@ -16,7 +16,6 @@ UNBOUNDED = ScanBounds(
 BOUNDS = ScanBounds()
 ALL_BITS = (1 << 64) - 1
 FEW_HASHES = {"one-hash": 0, "four-hashes": 3 << 40, "low-byte": 0xFF}
-MEBIBYTE_OF_TOKENS = (1 << 20) // 4
 
 
 def index_of(
@@ -185,22 +184,6 @@ def test_boilerplate_in_every_donor_does_not_hide_a_document() -> None:
     assert len(runs) <= 4 * BOUNDS.max_bucket < len(donors)
 
 
-def test_a_mebibyte_of_boilerplate_in_all_donors_hides_nothing_and_costs_no_more_with_more_donors() -> None:
-    boilerplate = random_tokens(1, MEBIBYTE_OF_TOKENS)
-    donors = {f"donor-{i}": np.concatenate([boilerplate, random_tokens(2 + i, 500)]) for i in range(48)}
-    prompt = np.concatenate([random_tokens(1000, 100), boilerplate, donors["donor-3"][-500:]])
-    index = index_of(donors)
-    runs, work = index.find_counting("space", prompt, 64)
-    assert Run("donor-3", 0, 100, MEBIBYTE_OF_TOKENS + 500) in runs
-    assert_equal_tokens(runs, donors, prompt)
-    assert_bounded(work, prompt)
-    for number in range(12):
-        index.remove(f"donor-{number + 4}")
-    fewer = index.find_counting("space", prompt, 64)[1]
-    assert fewer.places >= work.places / 2
-    assert_bounded(fewer, prompt)
-
-
 @pytest.mark.parametrize("hash_mask", FEW_HASHES.values(), ids=FEW_HASHES)
 def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask: int) -> None:
     donors = {f"donor-{i}": random_tokens(i, 4_000) for i in range(60)}
@@ -211,17 +194,6 @@ def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask: int)
     assert_equal_tokens(runs, donors, prompt)
     assert all(index.remove(donor_id) for donor_id in donors)
     assert index.find("space", prompt) == []
-
-
-@pytest.mark.parametrize("length", [1_000, 100_000])
-def test_one_repeated_token_costs_two_anchors(length: int) -> None:
-    donors = {f"donor-{i}": np.full(10_000 + i, 7, dtype=np.int32) for i in range(200)}
-    prompt = np.full(length, 7, dtype=np.int32)
-    runs, work = index_of(donors).find_counting("space", prompt)
-    assert max(run.length for run in runs) == min(length, 10_199)
-    assert_equal_tokens(runs, donors, prompt)
-    assert work.anchors == 2
-    assert_bounded(work, prompt)
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 17, 30, 200])
@@ -256,15 +228,6 @@ def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other(
     assert_bounded(work, prompt, bounds)
 
 
-def test_text_of_a_donor_is_found_each_time_that_the_prompt_has_it() -> None:
-    header = random_tokens(1, 80)
-    donors = {"donor": np.concatenate([random_tokens(2, 50), header, random_tokens(3, 50)])}
-    prompt = np.concatenate([part for at in range(50) for part in (header, random_tokens(10 + at, 40))])
-    runs, work = index_of(donors).find_counting("space", prompt, 64)
-    assert [(run.target_start, run.length) for run in runs] == [(120 * at, 80) for at in range(50)]
-    assert_bounded(work, prompt)
-
-
 @pytest.mark.parametrize("bounds", [ScanBounds(max_compared=100), ScanBounds(max_pairs=8)])
 def test_what_a_bound_may_hide_is_told(bounds: ScanBounds) -> None:
     prompt = np.concatenate([random_tokens(seed, length) for seed, length in ((3, 100), (1, 400), (4, 100), (2, 300))])
@@ -291,13 +254,6 @@ def test_a_search_that_is_over_keeps_what_it_has_found() -> None:
     runs, work = index_of(donors).find_counting("space", prompt, 64, lambda: next(ends))
     assert len(runs) == 16
     assert work.hidden_end > 0
-
-
-@pytest.mark.parametrize("tokens", [[], [1] * 31, list(range(31))])
-def test_short_prompts_and_donors_match_nothing(tokens: list[int]) -> None:
-    index = index_of({"short": np.asarray(tokens, dtype=np.int32), "long": np.arange(100)})
-    assert index.find_counting("space", tokens) == ([], ScanWork())
-    assert index.remove("short")
 
 
 @pytest.mark.parametrize("token", [0.5, -1, -(2**31), 2**31, 2**40, 2**62])
@@ -355,27 +311,6 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times() -
         reader.join()
     assert failures == []
     assert len(index) == 400
-
-
-def test_a_run_is_cut_to_a_window() -> None:
-    run = Run("donor", 10, 100, 50)
-    assert run.within(0, 1000) == run
-    assert run.within(120, 130) == Run("donor", 30, 120, 10)
-    assert run.within(150, 200) is None
-    assert run.within(0, 100) is None
-
-
-def test_a_removed_donor_is_not_found_and_its_number_is_used_again() -> None:
-    index, rng = SpanIndex(), np.random.default_rng(5)
-    for number in range(40):
-        tokens = rng.integers(0, 1000, 600)
-        index.add("space", f"{number}", tokens)
-        assert [run.donor_id for run in index.find("space", tokens[100:])] == [f"{number}"]
-        assert index.remove(f"{number}")
-        assert not index.remove(f"{number}")
-        assert index.find("space", tokens[100:]) == []
-    index.wait()
-    assert len(index._by_number) <= 2
 
 
 def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from semblend_trt.donors.catalog import Lease
 
 
-def catalog_with(**sizes):
-    catalog = catalog_of()
-    for donor_id, tokens in sizes.items():
-        assert keep(catalog, donor_id, tokens).dropped == ()
-    return catalog
-
-
 @pytest.mark.known_defect(19)
 def test_many_times_the_capacity_leaves_the_capacity():
     catalog = catalog_of(max_donors=7)
@@ -36,24 +29,6 @@ def test_many_times_the_capacity_leaves_the_capacity():
     for number in range(500, 510):
         keep(catalog, f"donor-{number}", 1)
     assert len(catalog) == 7
-
-
-def test_leased_and_saving_donors_stay_and_a_failed_reservation_changes_nothing():
-    catalog = catalog_with(a=30, b=30)
-    catalog.reserve("saving", 30)
-    lease = catalog.lease("a")
-    before = catalog.stats()
-    with pytest.raises(CapacityError, match="needs 500 bytes of a budget of 1000"):
-        catalog.reserve("c", 50)
-    with pytest.raises(CapacityError, match="SEMBLEND_HOST_BYTES"):
-        catalog.reserve("c", 101)
-    with pytest.raises(ValueError, match="already held"):
-        catalog.reserve("a", 10)
-    assert (catalog.stats(), catalog.tier("b")) == (before, Tier.HOST)
-    assert not catalog.drop("a")
-    assert not catalog.drop("saving")
-    lease.release()
-    assert catalog.reserve("c", 50).dropped == ("b", "a")
 
 
 def test_threads_keep_the_budget_and_the_leases():

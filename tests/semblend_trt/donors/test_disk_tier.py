@@ -291,17 +291,6 @@ def test_files_that_changed_names_are_refused(tmp_path, tier):
     assert names(tier) == []
 
 
-def test_an_older_file_that_was_put_back_is_not_read_for_a_newer_text(tmp_path, tier):
-    path = tmp_path / FOLDER / "donor.donor.safetensors"
-    write(tier, "donor", fill=1.0)
-    older = path.read_bytes()
-    tier.forget("donor")
-    write(tier, "donor", fill=2.0)
-    path.write_bytes(older)
-    with pytest.raises(DonorFileError):
-        tier.read("donor", host_kv(TOKENS))
-
-
 def test_files_of_another_key_are_refused_and_removed(tmp_path):
     first = DiskTier(tmp_path, FORM, tmp_path / "keys" / "one")
     write(first, "donor")
@@ -359,12 +348,6 @@ def test_all_who_make_it_at_once_have_the_same_one(file):
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_it_is_not_made_where_it_is_only_read(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_key(tmp_path / "key")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602, 0o610, 0o777])
 def test_one_that_others_may_come_at_is_refused(file, mode):
     make_key(file)
@@ -409,13 +392,3 @@ def test_it_lies_in_the_users_state_folder_unless_it_is_named(monkeypatch, tmp_p
     for unset in ("", "relative"):  # the specification has a relative one ignored
         monkeypatch.setenv("XDG_STATE_HOME", unset)
         assert key_path(None, sealed) == tmp_path / ".local" / "state" / "semblend-trt" / "donor-key"
-
-
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    with pytest.raises(OSError, match="set SEMBLEND_DISK_KEY_PATH"):
-        key_path(None, tmp_path)

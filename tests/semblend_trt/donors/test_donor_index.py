@@ -178,13 +178,6 @@ def test_a_block_that_the_engine_copies_into_spoils_what_is_saved_from_it():
     assert moves(index).drops == ["a"]
 
 
-def test_same_text_is_kept_once():
-    index, tokens = index_of(), text(1, 200)
-    keep(index, "donor", tokens)
-    assert index.intend("again", tracked(2, tokens), 0) is None
-    assert index.intend("other-tenant", tracked(3, tokens, "other"), 0) is not None
-
-
 def test_a_request_is_kept_up_to_the_generation_that_is_allowed():
     index, tokens = index_of(host_tokens=2000), text(9, 300)
     kept = [index.intend(f"{each}", behind_moved_kv(text(each, 300), each), 0, 2) for each in (1, 2, 3)]
@@ -209,13 +202,6 @@ def test_without_a_generation_nothing_is_saved():
     intent = index.intend("donor", behind_moved_kv(tokens, 1), 0, 1)
     assert not index.begin_save(intent, "namespace", tokens, (), None)
     assert (index.catalog.stats().saving, index.generation("donor")) == (0, 0)
-
-
-def test_a_dropped_plan_leaves_an_exact_donor():
-    index, tokens = index_of(), text(1, 200)
-    index.begin_save(index.intend("donor", behind_moved_kv(tokens, 1), 0, 1), "namespace", tokens, (), 0)
-    index.saved(SavedDonor("donor", 200))
-    assert (index.generation("donor"), reused(index, tokens)) == (0, 200)
 
 
 def test_an_approximate_donor_is_found_in_its_namespace_as_the_profile_allows():
@@ -389,8 +375,8 @@ def test_a_leased_donor_stays_until_it_is_released():
 
 def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as_they_can():
     index = index_of()
-    for name, seed in (("free", 1), ("leased", 2)):
-        keep(index, name, text(seed))
+    keep(index, "free", text(1))
+    keep(index, "leased", text(2))
     _, (lease,) = plan(index, text(2))
     begin(index, "saving", text(3))
     index.lost_all()
@@ -403,16 +389,6 @@ def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as
     assert sorted(index.offload.take_commands().drops) == ["free", "leased", "saving"]
     keep(index, "new", text(3))
     assert reused(index, text(3)) == TEXT
-
-
-def test_donor_that_cannot_be_leased_is_planned_around():
-    index, tokens = index_of(host_tokens=2000), text(1, 200)
-    keep(index, "gone", tokens)
-    keep(index, "held", np.concatenate([text(7, 3), tokens[:150]]))
-    index.catalog.drop("gone")  # the index still names it
-    planned, leases = plan(index, tokens)
-    assert [lease.donor_id for lease in leases] == ["held"]
-    assert planned.plan.reused_tokens == 150
 
 
 def test_any_number_of_donors_that_cannot_be_leased_is_planned_around():
@@ -641,16 +617,6 @@ def test_a_donor_that_cannot_be_read_back_is_gone():
     assert (len(tiers.index.catalog), tiers.told[-1]) == (0, ("gone", "donor"))
 
 
-def test_few_donors_are_fetched_at_a_time():
-    names = [f"donor-{number}" for number in range(MAX_FETCHES + 2)]
-    tiers = Tiers(host=len(names))
-    tiers.find(*names)
-    tiers.find()  # a few at a time
-    assert tiers.look_up(*names)[1].fetches == names[:MAX_FETCHES]
-    tiers.hear(OffloadEventKind.FETCHED, names[0])
-    assert tiers.look_up(*names)[1].fetches == [names[MAX_FETCHES]]
-
-
 def test_the_donors_of_most_tokens_are_fetched_and_promoted_first():
     names = [f"donor-{number}" for number in range(MAX_FETCHES + 2)]
     tiers = Tiers(host=4 * len(names), device=4 * len(names))
@@ -706,21 +672,6 @@ def test_a_donor_that_cannot_be_promoted_stays_where_it_is():
     assert (tiers.tiers("first"), tiers.told[-1]) == ([Tier.HOST], ("moved", "first", "host"))
     assert tiers.index.catalog.stats().device_blocks_used == 0
     assert tiers.look_up("first")[1].promotions == ["first"]
-
-
-def test_few_donors_are_promoted_at_a_time():
-    names = [f"donor-{number}" for number in range(MAX_PROMOTIONS + 1)]
-    tiers = Tiers(host=100, device=MAX_PROMOTIONS + 1, disk=0)
-    tiers.keep(*names, *(f"later-{number}" for number in range(MAX_PROMOTIONS + 1)))
-    assert tiers.look_up(*names)[1].promotions == names[:MAX_PROMOTIONS]
-
-
-def test_found_files_are_taken_in_a_few_at_a_time():
-    tiers, names = Tiers(), [f"donor-{number}" for number in range(6)]
-    tiers.find(*names)
-    assert tiers.told == [("found", name, "disk") for name in names[:4]]
-    tiers.find()
-    assert tiers.index.catalog.resting() == set(names)
 
 
 @pytest.mark.parametrize("limits", [{"disk": 2}, {"max_donors": 2}])

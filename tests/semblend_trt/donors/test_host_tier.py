@@ -169,15 +169,6 @@ def test_every_free_row_can_be_had_and_none_twice(rows, steps):
         assert len(memory.take(rows, ROW)) == 1
 
 
-def test_the_smallest_hole_that_fits_is_taken_first():
-    memory = HostMemory(10 * ROW, lock=False)
-    ranges = [memory.take(rows, ROW) for rows in (4, 1, 2, 1, 2)]
-    memory.give_back(ranges[0])
-    memory.give_back(ranges[2])
-    assert memory.take(2, ROW) == ranges[2]
-    assert memory.take(3, ROW) == [(0, 3 * ROW)]
-
-
 def test_more_memory_than_there_is_cannot_be_locked():
     with pytest.raises(ConfigurationError, match="lower it"):
         HostMemory(1 << 60, lock=True)
@@ -209,8 +200,3 @@ def test_parts_and_the_whole_hold_the_same_tokens(sizes, data):
     length = data.draw(st.integers(1, held.capacity - start))
     parts = [part.tensor[:, :, :, first : first + count] for part, first, count in held.parts_of(start, length)]
     assert torch.equal(torch.cat(parts, dim=3), whole[:, :, :, start : start + length])
-
-
-def test_a_single_part_is_not_copied():
-    tensor = torch.zeros(2, 2, 1, 3, 4)
-    assert HostKv((ContiguousKv(tensor),)).tensor is tensor

@@ -14,7 +14,7 @@ from kernels.layout import KvGeometry, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, Lease, Tier
-from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
+from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore
@@ -96,12 +96,6 @@ def rank():
 
 def assert_all_is_free(rank):
     assert (held_in(rank.store), used_blocks(rank.store.device), rank.store.host.used_bytes) == (set(), 0, 0)
-
-
-def test_arena_is_as_large_as_whole_blocks_allow():
-    block = 4 * TOKEN_BYTES
-    sizes = (0, block - 1, block, 3 * block + 1)
-    assert [arena_blocks(size, GEOMETRY, torch.float32) for size in sizes] == [0, 0, 1, 3]
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
@@ -243,13 +237,6 @@ def test_a_way_down_that_fails_half_way_keeps_its_memory_until_its_copies_have_e
     assert taken == [8 * TOKEN_BYTES]
     assert [saved.error for saved in rank.saver.lost()] == ["MemoryError: no table"]
     assert_all_is_free(rank)
-
-
-def test_save_without_a_device_tier_is_refused():
-    rank = Rank(arena=0)
-    rank.save(0, "a", Tier.DEVICE, pattern(1, 4))
-    rank.saver.drain()
-    assert "no device tier" in rank.saver.finished()[0][1].error
 
 
 def test_device_tier_refuses_above_its_blocks_and_keeps_nothing(rank):

@@ -292,26 +292,6 @@ def test_an_offload_and_the_save_into_its_blocks_keep_their_order(card):
     assert torch.equal(card.read("next").cpu(), random_kv(3))
 
 
-def test_host_memory_that_is_dropped_while_it_is_copied_is_not_given_away(card):
-    torch.cuda._sleep(A_WHILE)
-    expected = expected_pool(card.pool)
-    card.loader.load([PLAN])
-    card.store.drop("far")
-    for seed in range(4, 8):
-        save(card.store.host, f"other-{seed}", random_kv(seed))
-    torch.cuda.synchronize()
-    assert_equal(card.pool, expected)
-
-
-def test_a_donor_is_promoted_bit_for_bit_and_leaves_the_host(card):
-    card.store.drop("near")
-    card.saver.promote("far")
-    card.saver.drain()
-    assert "far" in card.store.device
-    assert "far" not in card.store.host
-    assert torch.equal(card.read("far").cpu(), random_kv(2))
-
-
 def test_a_promotion_comes_behind_the_loads_that_read_the_donor(card):
     """The memory that it leaves on the host is written again only when they have run."""
     expected = expected_pool(card.pool)
@@ -326,27 +306,6 @@ def test_a_promotion_comes_behind_the_loads_that_read_the_donor(card):
     torch.cuda.synchronize()
     assert_equal(card.pool[:50], expected[:50])
     assert torch.equal(card.read("far").cpu(), random_kv(2))
-
-
-def test_a_promoted_donor_is_loaded_from_the_card(card):
-    expected = expected_pool(card.pool)
-    card.store.drop("near")
-    card.saver.promote("far")
-    card.saver.drain()
-    card.saver.offload("far")
-    card.saver.drain()
-    card.keep("near", Tier.DEVICE, 1)
-    card.pool[:50].fill_(float("nan"))
-    assert card.loader.load([PLAN]) == []
-    torch.cuda.synchronize()
-    assert_equal(card.pool[:50], expected[:50])
-
-
-def test_a_donor_without_room_on_the_card_stays_on_the_host(card):
-    card.saver.promote("far")  # "near" has 32 of the 40 blocks
-    card.saver.drain()
-    assert torch.equal(held_kv(card.store.host, "far").tensor, random_kv(2))
-    assert "far" not in card.store.device
 
 
 def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writes_next():
