@@ -69,16 +69,13 @@ def tiled(
     return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece).cpu()
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, BLOCK, 16, 100])
+@pytest.mark.parametrize("window", [None, 1, BLOCK, 16])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(
     ("positions", "heads", "kv_heads"),
     [
-        ([[0]], 2, 2),
-        ([[BLOCK - 1], [BLOCK]], 4, 2),
-        ([[BLOCK + 1]], 6, 3),
+        ([[0], [BLOCK - 1], [BLOCK], [BLOCK + 1]], 2, 2),
         ([list(range(BLOCK - 1)), list(range(BLOCK + 1))], 2, 2),
-        ([list(range(40))], 4, 2),
         ([list(range(17, 40))], 3, 1),
         ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
         ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
@@ -91,8 +88,7 @@ def test_windows_with_and_without_sinks(
     assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("window", [None, 33, 128])
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (33, FP8)])
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
     [
@@ -123,7 +119,7 @@ def test_widths_blocks_groups_and_dtypes(
     assert_matches_naive(device, batch, window, None if window is None else seeded(heads, seed=4, dtype=dtype))
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),
@@ -329,14 +325,13 @@ def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(
     assert_same(tiled(triton_device, batch, TileConfig(block_m, block_n, 4, 2)), plain(batch))
 
 
-@pytest.mark.parametrize("piece", [16, 48, 256])
-@pytest.mark.parametrize(("heads", "block_m"), [(2, 16), (6, 128)])
-@pytest.mark.parametrize("window", [None, 5, 40, 70])
+@pytest.mark.parametrize(("heads", "block_m", "piece"), [(2, 16, 16), (6, 128, 48)])
+@pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_pieces_are_joined(
     triton_device: str, heads: int, block_m: int, piece: int, window: int | None, with_sinks: bool
 ) -> None:
-    positions = [[0, 15, 16, 90], [*range(50, 110)], list(range(30))]
+    positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
     batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)
     sinks = 2 * seeded(heads, seed=4) if with_sinks else None
     actual = tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece, window, sinks)
