@@ -68,22 +68,18 @@ def test_another_salt_or_adapter_sees_nothing(other):
     assert (match.nodes, match.partial) == ((), None)
 
 
-def test_eviction_takes_the_least_recently_used_leaf_first():
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_eviction_takes_the_least_recently_used_leaf_first(is_touched):
     tree = RadixTree(BLOCK)
     old = put(tree, range(8), first_block=0)
     put(tree, [50, 51, 52, 53], first_block=10)
-    tree.acquire(old)
-    tree.release(old)
+    if is_touched:
+        tree.touch(old[1])
+    else:
+        tree.acquire(old)
+        tree.release(old)
     assert [tree.evict() for _ in range(4)] == [10, 1, 0, None]
     assert len(tree) == tree.num_evictable == 0
-
-
-def test_touch_saves_a_leaf_and_its_parents_until_last():
-    tree = RadixTree(BLOCK)
-    first = put(tree, range(8), first_block=0)
-    put(tree, [50, 51, 52, 53], first_block=10)
-    tree.touch(first[1])
-    assert [tree.evict() for _ in range(3)] == [10, 1, 0]
 
 
 def test_a_root_without_blocks_is_forgotten():
