@@ -8,6 +8,7 @@ joined, and kernels that serve every length.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -262,38 +263,29 @@ def test_bad_arguments_are_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("heads", "scale", "kinds", "message"),
+    ("changes", "message"),
     [
-        (3, 1.0, 2, "a multiple of 2 heads"),
-        *((2, scale, 2, r"scale is .*; it must be finite and above 0") for scale in (0.0, -0.1, math.inf, math.nan)),
-        (2, 1.0, 1, "kv_factor is 1"),
+        ({"heads": 3}, "a multiple of 2 heads"),
+        *(
+            ({"scale": scale}, r"scale is .*; it must be finite and above 0")
+            for scale in (0.0, -0.1, math.inf, math.nan)
+        ),
+        ({"kinds": 1}, "kv_factor is 1"),
+        ({"window": 0}, "window is 0; it must be at least 1 token"),
+        ({"window": -4}, "window is -4"),
+        ({"window": 4, "sinks": torch.zeros(3)}, r"sinks is torch.float32 of shape \[3\] .* floats of shape \[2\]"),
+        ({"sinks": torch.zeros(2, 1)}, "sinks is"),
+        ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks is torch.int64"),
+        ({"sinks": torch.zeros(2, device="meta")}, "sinks is .* on meta"),
     ],
 )
-def test_heads_scales_and_latent_pools_are_refused(heads: int, scale: float, kinds: int, message: str) -> None:
-    geometry = geometry_of(kv_factor=kinds)
-    pool = torch.zeros(3, 2, kinds, geometry.row_elements)
+def test_what_attention_cannot_run_with_is_refused(changes: dict[str, Any], message: str) -> None:
+    asked = {"heads": 2, "scale": 1.0, "kinds": 2, "window": None, "sinks": None} | changes
+    geometry = geometry_of(kv_factor=asked["kinds"])
+    kv = PoolLayer(torch.zeros(3, 2, asked["kinds"], geometry.row_elements), 0, geometry)
+    queries = torch.zeros(1, asked["heads"], 8)
     with pytest.raises(ValueError, match=message):
-        sparse_prefill(torch.zeros(1, heads, 8), PoolLayer(pool, 0, geometry), [rows_at(0, [0], [0])], scale)
-
-
-@pytest.mark.parametrize(
-    ("window", "sinks", "message"),
-    [
-        (0, None, "window is 0; it must be at least 1 token"),
-        (-4, None, "window is -4"),
-        (4, torch.zeros(3), r"sinks is torch.float32 of shape \[3\] .* floats of shape \[2\]"),
-        (None, torch.zeros(2, 1), "sinks is"),
-        (None, torch.zeros(2, dtype=torch.int64), "sinks is torch.int64"),
-        (None, torch.zeros(2, device="meta"), "sinks is .* on meta"),
-    ],
-)
-def test_windows_and_sinks_that_do_not_fit_are_refused(
-    window: int | None, sinks: torch.Tensor | None, message: str
-) -> None:
-    geometry = geometry_of()
-    kv = PoolLayer(torch.zeros(3, 2, 2, geometry.row_elements), 0, geometry)
-    with pytest.raises(ValueError, match=message):
-        sparse_prefill(torch.zeros(1, 2, 8), kv, [rows_at(0, [0], [0])], 1.0, window, sinks)
+        sparse_prefill(queries, kv, [rows_at(0, [0], [0])], asked["scale"], asked["window"], asked["sinks"])
 
 
 def test_rows_are_checked_once_for_a_pool() -> None:
