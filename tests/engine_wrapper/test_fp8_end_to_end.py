@@ -272,15 +272,15 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 
 
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
-@pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
 def test_a_trap_is_seen_by_verified_and_not_by_position_fix(
-    shipped: Engines, rebound: Callable[..., Path], family: str, changes: dict[str, Any]
+    shipped: Engines, rebound: Callable[..., Path], family: str
 ) -> None:
     cold = shipped.cold()
     cases = cases_of(cold, family)
     assert answers(cold, cases)[0] == GROUPS
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
-    assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
+    for changes in ({}, SAMPLE):
+        assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
 
 
 @pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])

@@ -75,17 +75,24 @@ def generations_of(llm: LLM) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "reused", "kept"),
+    ("allowed", "contract", "reused", "kept"),
     [
-        (0, [False, True, False, True, False], []),
-        (1, [False, True, True, False, True], [1, 1]),
-        (3, [False, True, True, True, True], [1, 2, 3]),
+        (0, "embedded", [False, True, False, True, False], []),
+        (1, "embedded", [False, True, True, False, True], [1, 1]),
+        (3, "1.2", [False, True, True, True, True], [1, 2, 3]),
+        (3, "main", [False, True, True, True, True], [1, 2, 3]),
     ],
 )
 def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
-    engine: Engines, cold: LLM, verified: Callable[..., LLM], allowed: int, reused: list[bool], kept: list[int]
+    engine: Engines,
+    cold: LLM,
+    verified: Callable[..., LLM],
+    allowed: int,
+    contract: str,
+    reused: list[bool],
+    kept: list[int],
 ) -> None:
-    llm = verified(allowed)
+    llm = verified(allowed, contract=contract)
     outputs = [serve(llm, prompt) for prompt in PROMPTS]
     assert [output.reused_tokens > 100 for output in outputs] == reused
     assert generations_of(llm) == kept
@@ -93,14 +100,6 @@ def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
     plans, donors = engine.events("plan_dispatched"), engine.events("donor_registered")
     assert sorted(event["generation"] for event in donors if event["generation"]) == kept
     assert max(event["generation"] for event in plans) == min(allowed, max(kept, default=0))
-
-
-@pytest.mark.parametrize("contract", ["1.2", "main"])
-def test_every_version_of_the_contract_keeps_them(cold: LLM, verified: Callable[..., LLM], contract: str) -> None:
-    llm = verified(3, contract=contract)
-    outputs = [serve(llm, prompt) for prompt in PROMPTS]
-    assert generations_of(llm) == [1, 2, 3]
-    assert [token_ids(output) for output in outputs] == [token_ids(serve(cold, prompt)) for prompt in PROMPTS]
 
 
 def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(

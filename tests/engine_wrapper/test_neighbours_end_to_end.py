@@ -86,24 +86,17 @@ def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path,
     assert (output.reused_tokens > 0) == (embedder == "static")
 
 
-def test_discovery_only_reports_neighbours_and_places_nothing(served):
-    llm = served(DISCOVERY_ONLY=1)
-    sentences = document(7)
-    serve(llm, " ".join(sentences))
-    output, report = serve(llm, "Read this. " + " ".join(sentences))
-    assert output.reused_tokens == 0
-    assert report.outcome == "semantic_discovery_only"
-    assert len(report.nearest) == 1
-
-
-@pytest.mark.parametrize("variables", [{"EMBEDDER": "off"}, {"MIN_SIMILARITY": "0.999"}])
-def test_settings_silence_neighbours_and_leave_reuse_alone(served, variables):
+@pytest.mark.parametrize(
+    ("variables", "is_reused", "near"),
+    [({"DISCOVERY_ONLY": 1}, False, 1), ({"EMBEDDER": "off"}, True, 0), ({"MIN_SIMILARITY": "0.999"}, True, 0)],
+)
+def test_settings_silence_reuse_or_neighbours_alone(served, variables, is_reused, near):
     llm = served(**variables)
     sentences = document(8)
     serve(llm, " ".join(sentences))
     output, report = serve(llm, "Read this, all of it, and then answer: " + " ".join(sentences))
-    assert output.reused_tokens > 0
-    assert report.nearest == ()
+    assert (output.reused_tokens > 0, len(report.nearest)) == (is_reused, near)
+    assert (report.outcome == "semantic_discovery_only") == (not is_reused)
 
 
 @pytest.mark.parametrize(

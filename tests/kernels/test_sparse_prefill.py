@@ -8,6 +8,7 @@ joined, and kernels that serve every length.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -69,16 +70,13 @@ def tiled(
     return triton_attention.sparse_prefill(q, kv, sequences, SCALE, window, sinks, config, piece).cpu()
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, BLOCK, 16, 100])
+@pytest.mark.parametrize("window", [None, 1, BLOCK, 16])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(
     ("positions", "heads", "kv_heads"),
     [
-        ([[0]], 2, 2),
-        ([[BLOCK - 1], [BLOCK]], 4, 2),
-        ([[BLOCK + 1]], 6, 3),
+        ([[0], [BLOCK - 1], [BLOCK], [BLOCK + 1]], 2, 2),
         ([list(range(BLOCK - 1)), list(range(BLOCK + 1))], 2, 2),
-        ([list(range(40))], 4, 2),
         ([list(range(17, 40))], 3, 1),
         ([[0, 3, 4, 9, 10, 18, 37]], 6, 3),
         ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
@@ -91,8 +89,7 @@ def test_windows_with_and_without_sinks(
     assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("window", [None, 33, 128])
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (33, FP8)])
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "heads", "kv_heads", "dtype"),
     [
@@ -123,7 +120,7 @@ def test_widths_blocks_groups_and_dtypes(
     assert_matches_naive(device, batch, window, None if window is None else seeded(heads, seed=4, dtype=dtype))
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     positions=st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=9).map(sorted), min_size=1, max_size=4),
     kv_heads=st.integers(1, 3),
@@ -266,38 +263,29 @@ def test_bad_arguments_are_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("heads", "scale", "kinds", "message"),
+    ("changes", "message"),
     [
-        (3, 1.0, 2, "a multiple of 2 heads"),
-        *((2, scale, 2, r"scale is .*; it must be finite and above 0") for scale in (0.0, -0.1, math.inf, math.nan)),
-        (2, 1.0, 1, "kv_factor is 1"),
+        ({"heads": 3}, "a multiple of 2 heads"),
+        *(
+            ({"scale": scale}, r"scale is .*; it must be finite and above 0")
+            for scale in (0.0, -0.1, math.inf, math.nan)
+        ),
+        ({"kinds": 1}, "kv_factor is 1"),
+        ({"window": 0}, "window is 0; it must be at least 1 token"),
+        ({"window": -4}, "window is -4"),
+        ({"window": 4, "sinks": torch.zeros(3)}, r"sinks is torch.float32 of shape \[3\] .* floats of shape \[2\]"),
+        ({"sinks": torch.zeros(2, 1)}, "sinks is"),
+        ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks is torch.int64"),
+        ({"sinks": torch.zeros(2, device="meta")}, "sinks is .* on meta"),
     ],
 )
-def test_heads_scales_and_latent_pools_are_refused(heads: int, scale: float, kinds: int, message: str) -> None:
-    geometry = geometry_of(kv_factor=kinds)
-    pool = torch.zeros(3, 2, kinds, geometry.row_elements)
+def test_what_attention_cannot_run_with_is_refused(changes: dict[str, Any], message: str) -> None:
+    asked = {"heads": 2, "scale": 1.0, "kinds": 2, "window": None, "sinks": None} | changes
+    geometry = geometry_of(kv_factor=asked["kinds"])
+    kv = PoolLayer(torch.zeros(3, 2, asked["kinds"], geometry.row_elements), 0, geometry)
+    queries = torch.zeros(1, asked["heads"], 8)
     with pytest.raises(ValueError, match=message):
-        sparse_prefill(torch.zeros(1, heads, 8), PoolLayer(pool, 0, geometry), [rows_at(0, [0], [0])], scale)
-
-
-@pytest.mark.parametrize(
-    ("window", "sinks", "message"),
-    [
-        (0, None, "window is 0; it must be at least 1 token"),
-        (-4, None, "window is -4"),
-        (4, torch.zeros(3), r"sinks is torch.float32 of shape \[3\] .* floats of shape \[2\]"),
-        (None, torch.zeros(2, 1), "sinks is"),
-        (None, torch.zeros(2, dtype=torch.int64), "sinks is torch.int64"),
-        (None, torch.zeros(2, device="meta"), "sinks is .* on meta"),
-    ],
-)
-def test_windows_and_sinks_that_do_not_fit_are_refused(
-    window: int | None, sinks: torch.Tensor | None, message: str
-) -> None:
-    geometry = geometry_of()
-    kv = PoolLayer(torch.zeros(3, 2, 2, geometry.row_elements), 0, geometry)
-    with pytest.raises(ValueError, match=message):
-        sparse_prefill(torch.zeros(1, 2, 8), kv, [rows_at(0, [0], [0])], 1.0, window, sinks)
+        sparse_prefill(queries, kv, [rows_at(0, [0], [0])], asked["scale"], asked["window"], asked["sinks"])
 
 
 def test_rows_are_checked_once_for_a_pool() -> None:
@@ -329,14 +317,13 @@ def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(
     assert_same(tiled(triton_device, batch, TileConfig(block_m, block_n, 4, 2)), plain(batch))
 
 
-@pytest.mark.parametrize("piece", [16, 48, 256])
-@pytest.mark.parametrize(("heads", "block_m"), [(2, 16), (6, 128)])
-@pytest.mark.parametrize("window", [None, 5, 40, 70])
+@pytest.mark.parametrize(("heads", "block_m", "piece"), [(2, 16, 16), (6, 128, 48)])
+@pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_pieces_are_joined(
     triton_device: str, heads: int, block_m: int, piece: int, window: int | None, with_sinks: bool
 ) -> None:
-    positions = [[0, 15, 16, 90], [*range(50, 110)], list(range(30))]
+    positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
     batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)
     sinks = 2 * seeded(heads, seed=4) if with_sinks else None
     actual = tiled(triton_device, batch, TileConfig(block_m, 16, 4, 2), piece, window, sinks)

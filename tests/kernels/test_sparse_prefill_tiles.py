@@ -152,14 +152,12 @@ def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one() 
     assert reach.tolist() == [2, 31, 8]
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(8192, 128), (24576, 128), (32768, 128), (24576, 64)])
-def test_dense_prefill_is_not_split(tokens: int, tile: int) -> None:
-    reach = np.minimum((np.arange(0, tokens * 7, tile) + tile) // 7 + 1, tokens)
-    assert balanced_pieces(reach, PROGRAMS, 64)[:, 1:].tolist() == [[0, end] for end in reach]
-
-
-def test_short_kv_is_not_split() -> None:
-    assert balanced_pieces(np.full(3, 200), PROGRAMS, 64).tolist() == [[tile, 0, 200] for tile in range(3)]
+@pytest.mark.parametrize(("tokens", "tile"), [(8192, 128), (24576, 128), (32768, 128), (24576, 64), (None, 64)])
+def test_dense_prefill_and_short_kv_are_not_split(tokens: int | None, tile: int) -> None:
+    reach = np.full(3, 200)
+    if tokens is not None:
+        reach = np.minimum((np.arange(0, tokens * 7, tile) + tile) // 7 + 1, tokens)
+    assert balanced_pieces(reach, PROGRAMS, 64).tolist() == [[index, 0, end] for index, end in enumerate(reach)]
 
 
 def end_of(pieces: np.ndarray, programs: int) -> int:

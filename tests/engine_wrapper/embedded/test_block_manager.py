@@ -44,16 +44,6 @@ def test_whole_blocks_match_and_the_last_token_never_does():
     assert (match.partial, match.partial_tokens) == (nodes[1], 3)
 
 
-def test_a_partial_match_names_the_child_with_the_longest_beginning():
-    tree = RadixTree(BLOCK)
-    put(tree, [0, 1, 9, 9], first_block=0)
-    (longest,) = put(tree, [0, 1, 2, 9], first_block=1)
-    match = tree.match(KEY, [0, 1, 2, 3, 4])
-    assert (match.nodes, match.partial, match.partial_tokens) == ((), longest, 3)
-    assert tree.match(KEY, [0, 1, 2, 3, 4], partial=False).partial is None
-    assert tree.match(KEY, [7, 1, 2, 3, 4]).partial is None
-
-
 _blocks = st.lists(st.integers(0, 1), min_size=BLOCK, max_size=BLOCK)
 
 
@@ -67,6 +57,7 @@ def test_of_all_children_the_first_with_the_longest_beginning_is_named(children,
     longest = max(lengths, default=0)
     expected = nodes[lengths.index(longest)] if longest else None
     assert (match.nodes, match.partial, match.partial_tokens) == ((), expected, longest)
+    assert tree.match(KEY, prompt, partial=False).partial is None
 
 
 @pytest.mark.parametrize("other", [RootKey(cache_salt="a"), RootKey(lora_task_id=1), RootKey(1, "a")])
@@ -77,22 +68,18 @@ def test_another_salt_or_adapter_sees_nothing(other):
     assert (match.nodes, match.partial) == ((), None)
 
 
-def test_eviction_takes_the_least_recently_used_leaf_first():
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_eviction_takes_the_least_recently_used_leaf_first(is_touched):
     tree = RadixTree(BLOCK)
     old = put(tree, range(8), first_block=0)
     put(tree, [50, 51, 52, 53], first_block=10)
-    tree.acquire(old)
-    tree.release(old)
+    if is_touched:
+        tree.touch(old[1])
+    else:
+        tree.acquire(old)
+        tree.release(old)
     assert [tree.evict() for _ in range(4)] == [10, 1, 0, None]
     assert len(tree) == tree.num_evictable == 0
-
-
-def test_touch_saves_a_leaf_and_its_parents_until_last():
-    tree = RadixTree(BLOCK)
-    first = put(tree, range(8), first_block=0)
-    put(tree, [50, 51, 52, 53], first_block=10)
-    tree.touch(first[1])
-    assert [tree.evict() for _ in range(3)] == [10, 1, 0]
 
 
 def test_a_root_without_blocks_is_forgotten():

@@ -139,23 +139,19 @@ def test_new_requests_are_told_in_full_and_known_ones_as_deltas():
     assert (data.computed_position, data.num_scheduled_tokens) == (10, 1)
 
 
-@pytest.mark.parametrize("finished", [([1, 1], []), ([], [1]), ([2], [])])
-def test_only_ids_handed_in_may_be_reported_once_and_as_what_they_were(finished):
-    manager = managed(worker=Worker(finished), saving=True)
-    manager.request_finished(request(), [1])
-    with broken("finished_id_handed_in"):
+@pytest.mark.parametrize(
+    ("saving", "finished", "rule"),
+    [
+        *((True, finished, "finished_id_handed_in") for finished in (([1, 1], []), ([], [1]), ([2], []))),
+        *((True, finished, "finished_returns_pair") for finished in (None, 1, ([],))),
+        (None, ([], []), "finished_returns_bool"),
+    ],
+)
+def test_answers_about_ends_that_break_a_rule(saving, finished, rule):
+    manager = managed(worker=Worker(finished), saving=saving)
+    with broken(rule):
+        manager.request_finished(request(), [1])
         manager.get_finished()
-
-
-@pytest.mark.parametrize("finished", [None, 1, ([],)])
-def test_get_finished_returns_two_lists(finished):
-    with broken("finished_returns_pair"):
-        managed(worker=Worker(finished)).get_finished()
-
-
-def test_request_finished_says_true_or_false():
-    with broken("finished_returns_bool"):
-        managed(saving=None).request_finished(request(), [])
 
 
 def on_two_ranks(work, **answers):

@@ -303,18 +303,15 @@ def test_a_cancelled_request_is_handed_in_for_its_save_before_the_next_forward(m
     assert llm.executor.pending_transfers == []
 
 
-def test_our_own_version_ends_with_a_forward_that_fails(make_engine):
-    llm, _ = make_engine("embedded", None)
-    with fails_once(llm.executor.model_runner, "forward"), pytest.raises(RuntimeError, match="injected"):
+@pytest.mark.parametrize(
+    ("contract", "where"), [("embedded", "forward"), *((contract, "start_load_kv") for contract in V1_CONTRACTS)]
+)
+def test_a_load_that_fails_or_a_forward_of_our_own_version_ends_the_engine(make_engine, contract, where):
+    llm, _ = make_engine(contract, None)
+    owner = llm.executor.model_runner if where == "forward" else llm.connector_worker
+    with fails_once(owner, where), pytest.raises(RuntimeError, match="injected"):
         llm.generate([prompt(9)], TWO)
     with pytest.raises(SemBlendError, match="this engine has stopped"):
-        llm.generate([prompt(9)], TWO)
-
-
-@pytest.mark.parametrize("contract", V1_CONTRACTS)
-def test_a_load_that_fails_ends_the_engine_under_every_version(make_engine, contract):
-    llm, _ = make_engine(contract, None)
-    with fails_once(llm.connector_worker, "start_load_kv"), pytest.raises(RuntimeError, match="injected"):
         llm.generate([prompt(9)], TWO)
 
 

@@ -199,7 +199,7 @@ def test_an_aborted_request_frees_its_blocks_and_tells_the_connector(make_record
     assert llm.block_manager.num_free_blocks == free
     assert [call[1] for call in record.calls if call[0] == "request_finished"] == [1, 2]
     assert [next(stream).outputs[0].finish_reason for stream in (running, chunked, waiting)] == ["cancelled"] * 3
-    assert llm.abort(running.request_id) is False
+    assert [llm.abort(request_id) for request_id in (running.request_id, 999)] == [False] * 2
     assert llm.executor.num_unfinished == 0
 
 

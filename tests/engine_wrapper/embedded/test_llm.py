@@ -171,17 +171,6 @@ def test_a_stream_closed_or_dropped_aborts_its_request(make_llm):
     assert llm.executor.num_unfinished == 0
 
 
-def test_an_aborted_stream_ends_with_what_it_has(make_llm):
-    llm = make_llm()
-    stream = llm.generate_async(TEXT, FOUR)
-    next(stream)
-    assert llm.abort(stream.request_id)
-    (last,) = stream
-    assert (len(token_ids(last)), last.outputs[0].finish_reason, last.finished) == (1, "cancelled", True)
-    assert not llm.abort(stream.request_id)
-    assert not llm.abort(999)
-
-
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 

@@ -49,8 +49,66 @@ def serves_on(llm):
     return True
 
 
+def asks(request_id):
+    """Asks about a request without an id."""
+
+    def call(scheduler, worker):
+        assert scheduler.get_num_new_matched_tokens(bare(request_id), 0) == (0, False)
+
+    return call
+
+
+def ends(request_id):
+    """Tells the blocks and the end of a request that the scheduler does not know."""
+
+    def call(scheduler, worker):
+        assert scheduler.update_state_after_alloc(bare(request_id), [1, 2]) is None
+        assert scheduler.request_finished(bare(request_id), [1, 2]) is False
+
+    return call
+
+
+def tells(output):
+    """Tells a schedule without a request that the scheduler knows."""
+
+    def call(scheduler, worker):
+        assert scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
+
+    return call
+
+
+def polls(scheduler, worker):
+    assert worker.get_finished([4711], [4712]) == ([4711], [4712])
+
+
+STRANGERS = SchedulerOutput([RequestData(4711, [1], [3], 0, 1)], [RequestData(4712, [], [-1], 9, 1)])
+CALL_CASES = [
+    *((asks(request_id), {"get_num_new_matched_tokens": 1}) for request_id in (None, "abc", [1])),
+    *((ends(each), {"update_state_after_alloc": 1, "request_finished": 1}) for each in (None, "abc", [1])),
+    (ends(4711), {}),
+    (tells(STRANGERS), {}),
+    (polls, {}),
+    (tells(None), {}),
+    *((tells(each), {"build_connector_meta": 1}) for each in (7, SimpleNamespace(new_requests=[]))),
+    (tells(SchedulerOutput(None, [])), {"build_connector_meta": 1}),
+]
+
+
+@pytest.mark.parametrize(("call", "faults"), CALL_CASES)
+def test_calls_that_no_engine_makes_are_refused_and_counted(llm, call, faults):
+    shown = [count_of(name) for name in faults]
+    call(llm.connector_scheduler, llm.connector_worker)
+    assert dict(runtime_for(llm.llm_args).faults) == faults
+    assert [count_of(name) for name in faults] == [before + 1 for before in shown]
+    assert serves_on(llm)
+
+
+def count_of(fault):
+    return REGISTRY.get_sample_value("semblend_faults_total", {"fault": fault}) or 0
+
+
 @pytest.mark.parametrize("salt", [b"bytes", "x" * 5_000_000, "\ud800", 3.5, True, 7, ["a"], {"a": 1}])
-def test_salts_that_no_engine_sends(llm, salt):
+def test_a_salt_that_no_engine_sends_has_its_reason(llm, salt):
     scheduler = llm.connector_scheduler
     assert scheduler.get_num_new_matched_tokens(bare(cache_salt=salt), 0) == (0, False)
     assert scheduler.request_finished(bare(), []) is False
@@ -64,38 +122,6 @@ def test_odd_salts_are_salts(llm, salt):
     llm.settle()
     assert llm.generate([PROMPT], TWO, cache_salt=salt)[0].cached_tokens > 90
     assert llm.generate([PROMPT], TWO, cache_salt=salt + "2")[0].cached_tokens == 0
-
-
-@pytest.mark.parametrize("request_id", [None, "abc", [1]])
-def test_requests_without_an_id(llm, request_id):
-    scheduler, faults = llm.connector_scheduler, runtime_for(llm.llm_args).faults
-    assert scheduler.get_num_new_matched_tokens(bare(request_id), 0) == (0, False)
-    assert scheduler.update_state_after_alloc(bare(request_id), [1]) is None
-    assert scheduler.request_finished(bare(request_id), [1]) is False
-    assert sum(faults.values()) == 3
-    shown = REGISTRY.get_sample_value("semblend_faults_total", {"fault": "request_finished"})
-    assert shown is not None
-    assert shown >= faults["request_finished"] == 1
-    assert serves_on(llm)
-
-
-def test_requests_that_were_never_asked_about(llm):
-    scheduler, worker = llm.connector_scheduler, llm.connector_worker
-    assert scheduler.update_state_after_alloc(bare(4711), [1, 2]) is None
-    assert scheduler.request_finished(bare(4711), [1, 2]) is False
-    output = SchedulerOutput([RequestData(4711, [1], [3], 0, 1)], [RequestData(4712, [], [-1], 9, 1)])
-    assert scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
-    assert worker.get_finished([4711], [4712]) == ([4711], [4712])
-    assert serves_on(llm)
-
-
-@pytest.mark.parametrize(
-    ("output", "faults"), [(None, 0), (7, 1), (SimpleNamespace(new_requests=[]), 1), (SchedulerOutput(None, []), 1)]
-)
-def test_schedules_that_are_none(llm, output, faults):
-    assert llm.connector_scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
-    assert runtime_for(llm.llm_args).faults.get("build_connector_meta", 0) == faults
-    assert serves_on(llm)
 
 
 @pytest.mark.known_defect(25)
@@ -241,27 +267,26 @@ def with_donor(llm):
     return Engine(llm), runtime_for(llm.llm_args)
 
 
-@pytest.mark.parametrize("other", [None, 7, RequestData([], [], [], 0, 1), RequestData(1001, [], None, None, None)])
-def test_what_was_promised_is_loaded_beside_malformed_requests(llm, other):
+PROMISED = RequestData(1002, PROMPT, BLOCKS, 0, 1)
+MALFORMED = [None, 7, RequestData([], [], [], 0, 1), RequestData(1001, [], None, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("output", "faults"),
+    [
+        *((SchedulerOutput([other, PROMISED, other], [other]), {"request_data": 3}) for other in MALFORMED),
+        (SchedulerOutput([PROMISED], 7), {"build_connector_meta": 1}),
+    ],
+)
+def test_what_was_promised_is_loaded_beside_what_is_malformed(llm, output, faults):
     engine, runtime = with_donor(llm)
     engine.ask(1001, PROMPT[::-1], 0, 4, None)
     engine.ask(1002, PROMPT, 0, 4, None)
     engine.alloc(1002, BLOCKS)
-    output = SchedulerOutput([other, RequestData(1002, PROMPT, BLOCKS, 0, 1), other], [other])
     metadata = engine.scheduler.build_connector_meta(output)
     assert [plan.request_id for plan in metadata.plans] == [1002]
     assert metadata.followed == ()  # its text is held already
-    assert runtime.faults["request_data"] == 3
-
-
-def test_what_was_promised_is_loaded_even_where_nothing_else_can_be_told(llm):
-    engine, runtime = with_donor(llm)
-    engine.ask(1002, PROMPT, 0, 4, None)
-    engine.alloc(1002, BLOCKS)
-    metadata = engine.scheduler.build_connector_meta(SchedulerOutput([RequestData(1002, PROMPT, BLOCKS, 0, 1)], 7))
-    assert [plan.request_id for plan in metadata.plans] == [1002]
-    assert metadata == SemBlendConnectorMetadata(metadata.plans)
-    assert runtime.faults["build_connector_meta"] == 1
+    assert dict(runtime.faults) == faults
 
 
 @pytest.mark.parametrize("number", ["many", [1], 1j])

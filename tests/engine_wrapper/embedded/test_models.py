@@ -68,37 +68,22 @@ def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, 
     torch.testing.assert_close(parts[0], whole, rtol=1e-4, atol=1e-3)
 
 
-def test_heads_that_cannot_be_divided_are_refused_and_kept(tiny_qwen2_path: Path) -> None:
-    model = model_at(tiny_qwen2_path)
-    ranks = Ranks()
-    ranks.size = 4
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("qwen2", 4, "num_key_value_heads is 2, which 4 ranks do not divide"),
+        ("llama4_text", 2, r"type llama4_text are not known to be divided among ranks; use 1"),
+        ("olmo2", 2, r"olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"),
+        ("deepseek_v3", 2, r"deepseek_v3 keeps one latent row a token for all heads.*use 1 rank"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_and_kept(
+    tmp_path: Path, family: str, size: int, message: str
+) -> None:
+    model, ranks = model_at(save_tiny_model(family, tmp_path)), Ranks()
+    ranks.size = size
     before = {name: each.shape for name, each in model.named_parameters()}
-    with pytest.raises(ConfigurationError, match="num_key_value_heads is 2, which 4 ranks do not divide"):
-        keep_shard(model, ranks)
-    assert {name: each.shape for name, each in model.named_parameters()} == before
-
-
-def test_layers_of_another_form_are_refused_for_several_ranks(tiny_model_paths: dict[str, Path]) -> None:
-    model, ranks = model_at(tiny_model_paths["llama4_text"]), Ranks()
-    ranks.size = 2
-    with pytest.raises(ConfigurationError, match=r"type llama4_text are not known to be divided among ranks; use 1"):
-        keep_shard(model, ranks)
-
-
-def test_a_norm_over_all_heads_is_refused_for_several_ranks_and_kept(tmp_path: Path) -> None:
-    model, ranks = model_at(save_tiny_model("olmo2", tmp_path)), Ranks()
-    ranks.size = 2
-    before = {name: each.shape for name, each in model.named_parameters()}
-    with pytest.raises(ConfigurationError, match=r"olmo2 norms the keys of all heads at once, 32 channels.*use 1 rank"):
-        keep_shard(model, ranks)
-    assert {name: each.shape for name, each in model.named_parameters()} == before
-
-
-def test_latent_rows_are_refused_for_several_ranks_and_kept(tiny_model_paths: dict[str, Path]) -> None:
-    model, ranks = model_at(tiny_model_paths["deepseek_v3"]), Ranks()
-    ranks.size = 2
-    before = {name: each.shape for name, each in model.named_parameters()}
-    with pytest.raises(ConfigurationError, match=r"deepseek_v3 keeps one latent row a token for all heads.*use 1 rank"):
+    with pytest.raises(ConfigurationError, match=message):
         keep_shard(model, ranks)
     assert {name: each.shape for name, each in model.named_parameters()} == before
 

@@ -224,21 +224,19 @@ def test_a_block_into_which_the_engine_may_copy_without_a_word_costs_its_donor(m
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("contract", FIELDS)
-def test_a_pool_of_another_order_is_refused_by_name(make_ours, cold, contract, module):
-    llm = make_ours(contract, None, module, attn_backend="FLASHINFER")
+@pytest.mark.parametrize(
+    ("contract", "reason", "fields"),
+    [
+        ("1.2", "attention_backend", {"attn_backend": "FLASHINFER"}),
+        ("main", None, {"attn_backend": "FLASHINFER"}),
+        *((contract, "disaggregated", {"cache_transceiver_config": {"backend": "DEFAULT"}}) for contract in FIELDS),
+    ],
+)
+def test_a_set_up_is_refused_by_name(make_ours, cold, module, contract, reason, fields):
+    llm = make_ours(contract, None, module, **fields)
     teach(llm, [*SHARED, 1, 2, 3])
-    is_refused = contract == "1.2"
-    check_answers(llm, cold, SHARED, reused=0 if is_refused else 150)
-    assert llm.connector_scheduler.outcomes.reasons().get("attention_backend", 0) == 2 * is_refused
-
-
-@pytest.mark.parametrize("contract", FIELDS)
-def test_a_disaggregated_set_up_is_refused_by_name(make_ours, cold, contract):
-    llm = make_ours(contract, None, cache_transceiver_config={"backend": "DEFAULT"})
-    teach(llm, [*SHARED, 1, 2, 3])
-    check_answers(llm, cold, SHARED, reused=0)
-    assert llm.connector_scheduler.outcomes.reasons() == {"disaggregated": 2}
+    check_answers(llm, cold, SHARED, reused=0 if reason else 150)
+    assert reason is None or llm.connector_scheduler.outcomes.reasons() == {reason: 2}
 
 
 @pytest.mark.parametrize("contract", FIELDS)

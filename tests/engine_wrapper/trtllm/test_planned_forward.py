@@ -94,9 +94,12 @@ class Bench:
         return forward.logits(forward(schedule_of(works, LAYERS)))
 
 
+QWEN2 = ("qwen2", True, "1.2")
+
+
 @pytest.fixture(
     params=[
-        ("qwen2", True, "1.2"),
+        QWEN2,
         ("llama", False, "main"),
         ("glm4_moe", True, "1.2"),
         ("smollm3", True, "main"),
@@ -116,6 +119,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference < 1e-3, f"largest difference {difference}"
 
 
+@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 @pytest.mark.parametrize(
     ("sequences", "contexts", "proves"),
     [
@@ -136,6 +140,7 @@ def test_only_a_long_prompt_from_position_0_proves_that_plans_can_run(
     assert not bench.runtime.faults
 
 
+@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 @pytest.mark.parametrize("what", ["hidden rows", "KV of layer 1", "counts positions in another way"])
 def test_what_differs_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, what: str) -> None:
     own, request = bench.forward._stock, bench.request(1, 72)
@@ -212,6 +217,7 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Ben
     assert torch.equal(pool[request.blocks[:2]], shared)
 
 
+@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     request = bench.request(1, 70)
@@ -221,6 +227,7 @@ def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, m
     assert bench.runtime.faults == {"planned_forward": 1}
 
 
+@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     request = bench.request(1, 70)
@@ -229,6 +236,7 @@ def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_
         bench.decoder(attn_metadata=_Metadata([1], [58], [12]), input_ids=None, inputs_embeds=torch.zeros(12, 64))
 
 
+@pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 def test_a_decoder_without_the_layer_of_the_check_is_named(bench: Bench, make_plan: Any) -> None:
     bench.prove()
     decoder, request = bench.decoder, bench.request(1, 70)
