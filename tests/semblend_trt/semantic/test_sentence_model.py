@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from semblend_trt.config import EmbedderKind
-from semblend_trt.semantic import export_embedder
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.semantic import export_embedder
 from semblend_trt.semantic.embedders import OnnxEmbedder, embedder_for
 from semblend_trt.semantic.sentence_model import GRAPH_FILE, graph_of, sentence_model
 
