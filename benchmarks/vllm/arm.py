@@ -490,7 +490,7 @@ class VllmArm:
         path = self._folder / "reuse-profile.json"
         self._profile.model_copy(update=own | {"check": check}).write(path)
         settings = scheduler._settings.model_copy(update={"profile_path": path, "profile_trial": True})
-        scheduler._profiles = ProfileMatcher(settings)
+        scheduler._lookup._profiles = ProfileMatcher(settings)
 
 
 def _sums(reports: Sequence[Any]) -> dict[str, int]:
