@@ -193,14 +193,6 @@ class Lookup:
             raise
         return tracked
 
-    def holds(self, request: Any) -> bool:
-        """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
-        try:
-            namespace = self._bound(request)
-        except (IneligibleRequest, NamespaceError):
-            return False
-        return self.donors.texts.holds(namespace.key, tokens_of(request, int(request.prompt_len)))
-
     def forget_donors(self) -> None:
         """Nothing that was computed until now is reused any more. Requests that run keep what they were given."""
         # What is leased, or still to be saved, stays under a name that no request has from now on.

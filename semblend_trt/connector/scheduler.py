@@ -177,11 +177,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """What the tiers are to do that no metadata has told yet; None before the first look-up."""
         return None if self.donor_index is None else self.donor_index.offload.take_commands()
 
-    def holds(self, request: Any) -> bool:
-        """Whether a donor of exactly the request's prompt is held in its namespace, in any tier."""
-        self.take_events()
-        return self._standing_refusal() is None and self._serve().holds(request)
-
     @property
     def donor_index(self) -> DonorIndex | None:
         """The donors, once the worker has registered the caches: block size and KV dtype are part of a namespace."""
