@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from kernels.deviation import FreshRows, Move, relative, row_squares, squares
+from kernels.deviation import FreshRows, Move, deviation, relative, row_squares, squares
 from kernels.layout import KvGeometry, LayeredPool, PagedKv, layer_view
 from kernels.rope import saturated, still
 from kernels.sparse_prefill import SequenceRows
@@ -141,7 +141,10 @@ class DeviationCheck:
             sums = self._of_sample(work, fresh, pool, geometry)
         elif head_scales is None:
             # The donor's keys were rotated when they were placed into the pool.
-            sums = squares(self._moves(pool, geometry), fresh, self.layer, still(geometry.head_dim))
+            moves, placed = self._moves(pool, geometry), still(geometry.head_dim)
+            if ranks.size == 1:
+                return deviation(moves, fresh, self.layer, placed).amax(0)
+            sums = squares(moves, fresh, self.layer, placed)
         else:
             sums = _scaled_squares(self._moves(pool, geometry), fresh, self.layer, head_scales)
         return relative(ranks.total(sums)).amax(0)
