@@ -86,10 +86,6 @@ class LookupRequest:
     profile_refusal: str = "no_profile"
     exact_only: bool = False
 
-    def excluding(self, donor_ids: frozenset[str]) -> LookupRequest:
-        """The same request without these donors as well."""
-        return replace(self, exclude=self.exclude | donor_ids)
-
     @property
     def last_usable(self) -> int:
         """End of the positions that may be reused: the last prompt token is always computed."""
