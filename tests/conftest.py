@@ -30,7 +30,8 @@ from transformers import (
 )
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
-from semblend_trt.connector import model_files
+from semblend_trt.connector import lookup, model_files
+from semblend_trt.discovery.planner import Deadline
 from semblend_trt.once_a_minute import OnceAMinute
 from tests.random_models import random_model
 
@@ -106,6 +107,14 @@ def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     folder = tmp_path_factory.mktemp("digests")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_files, "user_folder", lambda: folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_lookups() -> Iterator[None]:
+    """Give lookups of this process ten seconds, unless a test sets less than a millisecond: two busy cores are slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "Deadline", lambda limit, tokens: Deadline(limit if limit < 1 else 10_000, tokens))
         yield
 
 

@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 PlanMaker = Callable[..., SemanticKvPlan]
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests share their processors; only those of the deadline may meet it."""
-    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
-
-
 @pytest.fixture(scope="session")
 def make_plan() -> PlanMaker:
     def build(

@@ -32,7 +32,7 @@ MOST_REQUESTS_BEFORE_A_CONNECTION_FAILS = 200
 @contextmanager
 def engine(runner, folder=None, **variables):
     """An engine with donors in host memory under policy exact, and with a `folder` on disk too."""
-    settings = {"POLICY": "exact", "HOST_BYTES": str(1 << 30), "EMBEDDER": "off", "LOOKUP_DEADLINE_MS": "500"}
+    settings = {"POLICY": "exact", "HOST_BYTES": str(1 << 30), "EMBEDDER": "off"}
     settings |= variables | ({} if folder is None else disk_tier(folder))
     with open_llm(shipped_model(), runner.share(), settings, pool_tokens=POOL_TOKENS) as llm:
         find_donors(llm)

@@ -61,7 +61,7 @@ async def receipts(llm, cases, stop_token_ids):
 def test_answers_equal_a_cold_runs_where_reuse_is_checked_and_differ_where_it_is_not(runner, policy, settings):
     engines = EmbeddedEngines(runner)
     cases = write_cases(engines, FamilyRequest(("header_trap", "near_duplicates"), 1, 2, 512, 200_000))
-    variables = {**settings, "POLICY": policy, "MIN_SPAN": "48", "LOOKUP_DEADLINE_MS": "5000"}
+    variables = {**settings, "POLICY": policy, "MIN_SPAN": "48"}
     stop_token_ids = Tokeniser(engines, ANSWER_TOKENS).stop_token_ids
     llm = open_llm(models.shipped_model(), runner.share(), variables)
     found = asyncio.run(asyncio.wait_for(receipts(llm, cases, stop_token_ids), 120))

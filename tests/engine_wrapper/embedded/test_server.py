@@ -265,7 +265,8 @@ def test_a_request_of_lower_priority_waits_and_one_that_is_to_be_exact_becomes_a
         await donors_held(llm, 2)
         return ended
 
-    assert asked(worker, ask)[:2] == ["request", "long"]
+    # Of those that end in later iterations the server may answer any first.
+    assert asked(worker, ask)[0] == "request"
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):

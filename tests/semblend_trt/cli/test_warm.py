@@ -57,8 +57,7 @@ def listening_app(app):
 
 @pytest.fixture
 def llm(tiny_qwen2_path, monkeypatch):
-    for name, value in {"POLICY": "position_fix", "LOOKUP_DEADLINE_MS": "10000"}.items():
-        monkeypatch.setenv(f"SEMBLEND_{name}", value)
+    monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     return LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, kv_connector_config=KvCacheConnectorConfig.ours())
 
 
@@ -117,7 +116,6 @@ def test_the_first_request_reuses_a_document_behind_other_text(llm, url, pages, 
 
 def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SEMBLEND_PROFILE", str(MODEL / "reuse-profile.json"))
-    monkeypatch.setenv("SEMBLEND_LOOKUP_DEADLINE_MS", "10000")
     generator = random.Random(0)
     first, second, *lists = [stock_list(generator, rows=12) for _ in range(8)]
     corpus, prefix, question = tmp_path / "corpus.jsonl", tmp_path / "prefix", lists[2].questions[0]

@@ -116,8 +116,7 @@ def test_donors_grow_through_as_many_generations_as_there_are_documents_for(
     [ungrown] = write_cases(shipped, replace(asked, generations=0))
     assert (case.prompt, case.donors[-1:]) == (ungrown.prompt, ungrown.donors)
     profile.model_copy(update={"generations": 3}).write(path)
-    variables = {"PROFILE": str(path), "LOOKUP_DEADLINE_MS": "5000"}
-    with open_llm(shipped_model(), shipped.runner.share(), variables, pool_tokens=8_192) as llm:
+    with open_llm(shipped_model(), shipped.runner.share(), {"PROFILE": str(path)}, pool_tokens=8_192) as llm:
         plans, used = executed_plans(llm), []
         for text in (*case.donors, case.prompt):
             tokens = [*shipped.tokenizer.encode(text)]

@@ -57,7 +57,6 @@ def test_an_engine_reuses_what_was_estimated(
     variables = {
         "POLICY": "position_fix",
         "HOST_BYTES": str(host_bytes),
-        "LOOKUP_DEADLINE_MS": "60000",
         **RANDOM_WEIGHTS,
     }
     found, estimated = [], []
