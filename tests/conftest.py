@@ -7,7 +7,7 @@ import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +35,6 @@ from semblend_trt.discovery.planner import Deadline
 from semblend_trt.once_a_minute import OnceAMinute
 from tests.random_models import random_model
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 # A shell that starts the tests in the background has interrupts ignored, in every process that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,7 +51,7 @@ FAMILIES = SUPPORTED_MODEL_TYPES
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer():
     """One token a byte: no text is out of its vocabulary and no two texts share their ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)} | {END_OF_TEXT: EOS_TOKEN_ID}
@@ -64,7 +61,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
-def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def save_tiny_model(family, folder, *, seed=0, **changes):
     """Writes a random model of `family`, one of FAMILIES, and its tokenizer; `changes` go to config."""
     own = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
     random_model(family, seed=seed, **(own | changes)).save_pretrained(folder)
@@ -72,7 +69,7 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, **changes: Any)
     return folder
 
 
-def save_with_images(text_folder: Path, folder: Path) -> Path:
+def save_with_images(text_folder, folder):
     """Writes a Gemma 3 or a Llama 4 that takes images, as they are published, whose text is read by the model in
     `text_folder`."""
     text = AutoModelForCausalLM.from_pretrained(text_folder)
@@ -94,7 +91,7 @@ def save_with_images(text_folder: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_state_folder(tmp_path_factory):
     """What the product keeps for its user, such as the key of donors' files, is kept in a folder of the tests."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
@@ -102,7 +99,7 @@ def _own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _digests_of_tests(tmp_path_factory):
     """The user's own cache keeps nothing of tests."""
     folder = tmp_path_factory.mktemp("digests")
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +108,7 @@ def _digests_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _patient_lookups() -> Iterator[None]:
+def _patient_lookups():
     """Give lookups of this process ten seconds, unless a test sets less than a millisecond: two busy cores are slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "Deadline", lambda limit, tokens: Deadline(limit if limit < 1 else 10_000, tokens))
@@ -119,7 +116,7 @@ def _patient_lookups() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _minutes_of_tests() -> None:
+def _minutes_of_tests():
     """A warning that an earlier test has seen is said again."""
     for each in logging.Logger.manager.loggerDict.values():
         for quiet in getattr(each, "filters", ()):
@@ -128,12 +125,12 @@ def _minutes_of_tests() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+def small_disk(tmp_path):
     """small_disk(size): a folder on a file system of so many bytes."""
     folder = tmp_path / "small"
     folder.mkdir()
 
-    def mounted(size: int) -> Path:
+    def mounted(size):
         asked = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "small", str(folder)]
         if subprocess.run(asked, check=False, capture_output=True).returncode:
             pytest.skip("skipped: this user may mount no file system")
@@ -144,28 +141,28 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tiny_model_paths(tmp_path_factory):
     """One model folder of each supported family."""
     return {family: save_tiny_model(family, tmp_path_factory.mktemp(f"tiny-{family}")) for family in FAMILIES}
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen2_path(tiny_model_paths: dict[str, Path]) -> Path:
+def tiny_qwen2_path(tiny_model_paths):
     return tiny_model_paths["qwen2"]
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3_path(tiny_model_paths: dict[str, Path]) -> Path:
+def tiny_qwen3_path(tiny_model_paths):
     return tiny_model_paths["qwen3"]
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_path(tiny_model_paths: dict[str, Path]) -> Path:
+def tiny_llama_path(tiny_model_paths):
     return tiny_model_paths["llama"]
 
 
 @pytest.fixture
-def installed_subcommands(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def installed_subcommands(tmp_path_factory, monkeypatch):
     """The subcommands that `pyproject.toml` names, as this checkout installs them: the environment may be older."""
     folder = tmp_path_factory.mktemp("site") / "semblend_trt-9.9.dist-info"
     folder.mkdir()

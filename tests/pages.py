@@ -15,7 +15,7 @@ _MARKDOWN = MarkdownIt("commonmark").enable("table")
 class Page:
     """One file of the repository, by its path from the root."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
         self.text = (ROOT / name).read_text(encoding="utf-8")
 
@@ -28,36 +28,36 @@ class Page:
         return [child for token in self._tokens for child in token.children or ()]
 
     @property
-    def links(self) -> list[str]:
+    def links(self):
         return [str(token.attrs["href"]) for token in self._inline if token.type == "link_open"]
 
     @property
-    def spans(self) -> list[str]:
+    def spans(self):
         """What stands between backquotes within the text."""
         return [token.content for token in self._inline if token.type == "code_inline"]
 
-    def blocks(self, language: str | None = None) -> list[str]:
+    def blocks(self, language=None):
         """Blocks of code in `language`, or all of them."""
         return [token.content for token in self._tokens if token.type == "fence" and language in (None, token.info)]
 
     @property
-    def words(self) -> set[str]:
+    def words(self):
         """The identifiers in all code of the page."""
         code = "\n".join([*self.spans, *self.blocks()])
         return set("".join(letter if letter.isalnum() or letter == "_" else " " for letter in code).split())
 
     @property
-    def commands(self) -> list[list[str]]:
+    def commands(self):
         """The lines of code, word by word; a line that ends in a backslash goes on."""
         code = "\n".join([*self.spans, *self.blocks()]).replace("\\\n", " ")
         return [line.split() for line in code.splitlines()]
 
     @property
-    def paragraphs(self) -> list[str]:
+    def paragraphs(self):
         return [token.content for token in self._tokens if token.type == "inline"]
 
     @property
-    def rows(self) -> list[list[str]]:
+    def rows(self):
         """The cells of all tables, row by row, the headers' among them."""
         rows: list[list[str]] = []
         for before, token in zip(self._tokens, self._tokens[1:], strict=False):
@@ -68,13 +68,13 @@ class Page:
         return rows
 
 
-def code_in(text: str) -> list[str]:
+def code_in(text):
     """What stands between backquotes in a text."""
     return text.split("`")[1::2]
 
 
 @cache
-def named_tests() -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+def named_tests():
     """Every test, by its file from the folder of tests and its name: `test_docs.py::test_settings_exist`."""
     found = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -84,7 +84,7 @@ def named_tests() -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     return found
 
 
-def make_targets() -> set[str]:
+def make_targets():
     (phony,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith(".PHONY:"))
     return set(phony.split()[1:])
 

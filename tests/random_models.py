@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 WINDOW, CHUNK = 32, 64
 _SHAPE: dict[str, Any] = {
@@ -119,7 +116,7 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
+def random_model(family, *, seed=0, **changes):
     """A small model of a family with random weights, float32 on the CPU; `changes` go to its configuration."""
     config: PretrainedConfig = CONFIG_MAPPING[family](**(_SHAPE | _OWN.get(family, {}) | changes))
     with torch.random.fork_rng():

@@ -11,11 +11,6 @@ import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 MODEL = files("validation") / "assets" / "model"
 _ROUTER = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
@@ -27,7 +22,7 @@ class ServerProcess:
     It prints its address on standard error when it listens.
     """
 
-    def __init__(self, *command: str, **variables: str) -> None:
+    def __init__(self, *command, **variables):
         inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
 
         self._process = subprocess.Popen(
@@ -42,7 +37,7 @@ class ServerProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def address(self) -> str:
+    def address(self):
         """Waits for the address. Raises RuntimeError with the log when the process ends before."""
         self._listens.wait()
         found = [line for line in self._said if " on http://" in line]
@@ -51,24 +46,24 @@ class ServerProcess:
         return found[0].split(" on ")[1].strip()
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         return self._process.pid
 
     @property
-    def log(self) -> str:
+    def log(self):
         """All that it has printed on standard error."""
         return "".join(self._said)
 
-    def freeze(self) -> None:
+    def freeze(self):
         """Stops it; its connections stay open."""
         self._process.send_signal(signal.SIGSTOP)
 
-    def kill(self) -> None:
+    def kill(self):
         self._process.kill()
         self._process.wait()
         self._listener.join()
 
-    def _listen(self) -> None:
+    def _listen(self):
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._said.append(line)
@@ -77,26 +72,26 @@ class ServerProcess:
         self._listens.set()
 
 
-def worker(**variables: str) -> ServerProcess:
+def worker(**variables):
     """An embedded engine with the shipped model, at a free port."""
     command = ["-m", "engine_wrapper.embedded.server", "--model", str(MODEL), "--dtype", "float32", "--port", "0"]
     return ServerProcess(*command, **variables)
 
 
-def router(config: Path, **variables: str) -> ServerProcess:
+def router(config, **variables):
     """The router with a configuration."""
     return ServerProcess("-c", _ROUTER, "router", "--config", str(config), **variables)
 
 
 @contextmanager
 def fleet(
-    folder: Path,
-    workers: Sequence[ServerProcess],
-    tenants: Sequence[str],
+    folder,
+    workers,
+    tenants,
     *,
-    variables: Mapping[str, str] | None = None,
-    **fields: object,
-) -> Iterator[ServerProcess]:
+    variables=None,
+    **fields,
+):
     """A router in front of running workers, numbered from 1 on; all are killed at the end.
 
     `folder` is for its configuration, which has more `fields`. `key_of` gives each tenant's key.
@@ -118,5 +113,5 @@ def fleet(
         yield front
 
 
-def key_of(tenant: str) -> str:
+def key_of(tenant):
     return f"key of {tenant}"

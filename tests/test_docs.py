@@ -3,8 +3,6 @@
 Tests beside the code compare their own tables.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -26,14 +24,14 @@ EVERY_PAGE = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: 
 
 
 @EVERY_PAGE
-def test_links_lead_to_files(page: Page) -> None:
+def test_links_lead_to_files(page):
     files = [link.partition("#")[0] for link in page.links if "://" not in link]
     folder = (ROOT / page.name).parent
     assert [file for file in files if file and not (folder / file).exists()] == []
 
 
 @EVERY_PAGE
-def test_settings_exist(page: Page) -> None:
+def test_settings_exist(page):
     known = {variable for row in settings_table() for variable in row.variables}
     prefixes = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
     named = {word for word in page.words if word.startswith(prefixes)} - {"SEMBLEND_X", "TRTLLM_SEMBLEND_X", *prefixes}
@@ -42,27 +40,27 @@ def test_settings_exist(page: Page) -> None:
 
 @EVERY_PAGE
 @pytest.mark.usefixtures("installed_subcommands")
-def test_commands_exist(page: Page) -> None:
+def test_commands_exist(page):
     pairs = [pair for line in page.commands for pair in pairwise(line)]
     ours = {word for program, word in pairs if program.endswith("semblend-trt") and word.isalpha()}
     assert ours <= set(subcommands())
     assert {line[1] for line in page.commands if line[:1] == ["make"] and len(line) > 1} <= make_targets()
 
 
-def test_paths_of_the_readme_exist() -> None:
+def test_paths_of_the_readme_exist():
     spans = [span for span in README.spans if "/" in span and not span.startswith(".venv/")]
     paths = [span for span in spans if not set(span) & set(" <>*:{}'\"=")]
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @EVERY_PAGE
-def test_python_files_exist(page: Page) -> None:
+def test_python_files_exist(page):
     named = {span for span in page.spans if span.endswith(".py") and not set(span) & set(" <>*")}
     files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py")]
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
-def test_the_quick_start_prints_what_the_readme_says(tmp_path) -> None:
+def test_the_quick_start_prints_what_the_readme_says(tmp_path):
     environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
     done = subprocess.run(
         [sys.executable, "-c", README.blocks("python")[0]],
@@ -79,13 +77,13 @@ def test_the_quick_start_prints_what_the_readme_says(tmp_path) -> None:
 # -- examples for TensorRT-LLM: the embedded engine has the names of its arguments from there
 
 
-def keywords_of(source: str, function: str) -> dict[str, ast.expr]:
+def keywords_of(source, function):
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     (call,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == function)
     return {keyword.arg or "": keyword.value for keyword in call.keywords}
 
 
-def check_connector(**fields: str) -> None:
+def check_connector(**fields):
     """The connector's classes are where the fields say."""
     config = KvCacheConnectorConfig(**fields)
     module = CONNECTORS[config.connector_module]
@@ -94,18 +92,18 @@ def check_connector(**fields: str) -> None:
 
 
 @pytest.mark.parametrize("source", README.blocks("python"), ids=["quick start", "TensorRT-LLM"])
-def test_connector_examples_name_classes_that_exist(source: str) -> None:
+def test_connector_examples_name_classes_that_exist(source):
     fields = keywords_of(source, "KvCacheConnectorConfig")
     check_connector(**{name: ast.literal_eval(value) for name, value in fields.items()})
 
 
-def test_the_example_for_tensorrt_llm_uses_arguments_that_there_are() -> None:
+def test_the_example_for_tensorrt_llm_uses_arguments_that_there_are():
     source = README.blocks("python")[1]
     assert set(keywords_of(source, "LLM")) <= set(LlmArgs.model_fields)
     assert set(keywords_of(source, "KvCacheConfig")) <= set(KvCacheConfig.model_fields)
 
 
-def test_the_engine_file_can_be_read_by_an_engine() -> None:
+def test_the_engine_file_can_be_read_by_an_engine():
     attach = Page("docs/attach.md")
     (source,) = attach.blocks("yaml")
     options = yaml.safe_load(source)

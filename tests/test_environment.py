@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,8 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("semblend_trt", "engine_wrapper", "kernels", "validation")
@@ -29,10 +26,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def make(tmp_path):
     """Runs make with `arguments` for an environment that is not there yet."""
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments):
         command = ["make", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
         # Without what was asked of the make that runs the tests.
         variables = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
@@ -41,7 +38,7 @@ def make(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def lock(report: dict[str, object], *arguments: str) -> list[str]:
+def lock(report, *arguments):
     """The lines of a lock that is made of pip's `report`, without comments."""
     command = [sys.executable, str(ROOT / ".ci/lock.py"), *arguments]
     made = subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, check=True).stdout
@@ -49,7 +46,7 @@ def lock(report: dict[str, object], *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("target", "extra"), [("validate", "validation"), ("test", "dev")])
-def test_a_machine_without_a_gpu_is_kept_free_of_cuda(make, target: str, extra: str) -> None:
+def test_a_machine_without_a_gpu_is_kept_free_of_cuda(make, target, extra):
     without, with_gpu = (make("--dry-run", target, gpu).stdout for gpu in ("GPU=", "GPU=1"))
     assert f" -c constraints-cpu.txt -e '.[{extra}]'" in without
     assert "-e '.[gpu," in with_gpu
@@ -57,7 +54,7 @@ def test_a_machine_without_a_gpu_is_kept_free_of_cuda(make, target: str, extra: 
     assert {"torch==2.13.0", "cuda-toolkit<0"} <= set((ROOT / "constraints-cpu.txt").read_text().splitlines())
 
 
-def needs_of(extra: str | None, **environment: str) -> dict[str, Requirement]:
+def needs_of(extra, **environment):
     """What an extra, or None, brings beyond our own packages, by name, where markers see `environment`."""
     found: dict[str, Requirement] = {}
     for need in map(Requirement, PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]):
@@ -69,7 +66,7 @@ def needs_of(extra: str | None, **environment: str) -> dict[str, Requirement]:
     return found
 
 
-def imports(folders: list[Path]) -> set[str]:
+def imports(folders):
     """Packages of others that modules import, at the top or later."""
     paths = {path for folder in folders for path in folder.rglob("*.py")}
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -78,7 +75,7 @@ def imports(folders: list[Path]) -> set[str]:
     return {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, *PACKAGES}
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_used() -> None:
+def test_what_is_imported_is_declared_and_what_is_declared_is_used():
     sold_as = packages_distributions()
     used = {
         canonicalize_name(sold_as.get(name, [name])[0]) for name in imports([ROOT / package for package in PACKAGES])
@@ -90,7 +87,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used() -> None:
     assert set(needs_of(None)) <= used
 
 
-def locked(name: str) -> dict[str, str]:
+def locked(name):
     """A lock's version of every package."""
     found = {}
     for line in (ROOT / name).read_text().splitlines():
@@ -105,7 +102,7 @@ def locked(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "extras"), [("requirements-ci.txt", ["dev"]), ("requirements-vllm.txt", ["router", "validation"])]
 )
-def test_a_lock_holds_what_is_needed(name: str, extras: list[str]) -> None:
+def test_a_lock_holds_what_is_needed(name, extras):
     platform = {"python_version": "3.11", "platform_system": "Linux", "platform_machine": "x86_64"}
     needs = {need: each for extra in [None, *extras] for need, each in needs_of(extra, **platform).items()}
     pins = locked(name)
@@ -125,13 +122,13 @@ def test_a_lock_holds_what_is_needed(name: str, extras: list[str]) -> None:
         (["validate", "GPU=", "PLATFORM=3-11-glibc-x86_64"], False),
     ],
 )
-def test_the_lock_is_used_on_its_platform_alone(make, arguments: list[str], is_used: bool) -> None:
+def test_the_lock_is_used_on_its_platform_alone(make, arguments, is_used):
     dry = make("--dry-run", *arguments)
     assert dry.returncode == 0, dry.stderr
     assert ("--require-hashes -r requirements-ci.txt" in dry.stdout) == is_used
 
 
-def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_path: Path) -> None:
+def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_path):
     steps = make("--dry-run", "vllm-test", "GPU=").stdout
     assert f"-m venv {tmp_path}/venv-vllm" in steps
     assert "--no-deps --require-hashes -r requirements-vllm.txt" in steps
@@ -144,21 +141,21 @@ def test_vllm_is_installed_from_its_lock_alone_and_on_its_platform(make, tmp_pat
     assert refused.stderr.startswith("requirements-vllm.txt holds files for Python 3.11 on Linux, x86_64.")
 
 
-def test_a_package_bounds_what_is_locked_beside_it() -> None:
+def test_a_package_bounds_what_is_locked_beside_it():
     needs = ["one<2,>=1", "two[some]==3; python_version > '3'", 'three; extra == "more"']
     bounds = lock({"install": [{"metadata": {"requires_dist": needs}}]}, "bounds")
     assert bounds == ["one<2,>=1", "two==3; python_version > '3'"]
 
 
-def test_a_lock_names_no_place_of_files() -> None:
-    def item(name: str, **info: object) -> dict[str, object]:
+def test_a_lock_names_no_place_of_files():
+    def item(name, **info):
         return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"url": "https://index/x", **info}}
 
     hashed = item("Some_Thing", archive_info={"hashes": {"sha256": "a" * 64}})
     assert lock({"install": [hashed, item("ours", dir_info={})]}) == [f"some-thing==1.0 --hash=sha256:{'a' * 64}"]
 
 
-def test_the_newest_packages_are_tried_in_an_environment_of_their_own(make, tmp_path: Path) -> None:
+def test_the_newest_packages_are_tried_in_an_environment_of_their_own(make, tmp_path):
     steps = make("--dry-run", "newest", "GPU=").stdout
     assert f"-m venv {tmp_path}/venv-newest" in steps
     assert f"-c {tmp_path}/venv-newest/constraints.txt -e '.[dev]'" in steps
@@ -167,7 +164,7 @@ def test_the_newest_packages_are_tried_in_an_environment_of_their_own(make, tmp_
 
 
 @pytest.mark.parametrize("target", ["gpu-test", "bench"])
-def test_a_target_that_needs_a_card_refuses_without_one(make, tmp_path: Path, target: str) -> None:
+def test_a_target_that_needs_a_card_refuses_without_one(make, tmp_path, target):
     refused = make("GPU=", target)
     assert refused.returncode != 0
     assert refused.stderr.splitlines()[0] == "This needs an NVIDIA card, and this machine shows none."

@@ -1,7 +1,5 @@
 """docs/failure-modes.md and docs/vllm.md name every reason for which the code refuses or drops, and no other."""
 
-from __future__ import annotations
-
 import pytest
 
 from semblend_trt import audit
@@ -28,7 +26,7 @@ ROUTER = {*counters.REFUSALS, *counters.FALLBACKS, *counters.FAILED_ATTEMPTS, *s
 OTHER_COUNTS = {"failed", "dropped", "refused"}
 
 
-def test_the_pages_have_every_reason_and_no_other() -> None:
+def test_the_pages_have_every_reason_and_no_other():
     """What is listed here needs a row that counts as it, or an entry in the table of reasons."""
     events = {*DROP_REASONS, *RESYNC_REASONS, *audit.DROP_REASONS, *(event.value for event in FAILED_MOVES)}
     assert TOLD ^ {*REASONS, *FAULTS, *FILE_REASONS, *events, *ROUTER, *OTHER_COUNTS} == set()
@@ -36,15 +34,15 @@ def test_the_pages_have_every_reason_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_of_reasons_are_made_from_the_code(page: Page) -> None:
+def test_tables_of_reasons_are_made_from_the_code(page):
     """`python -m semblend_trt.reasons docs/failure-modes.md docs/vllm.md` writes them."""
     assert page.text == filled(page.text)
 
 
-def test_each_scope_has_its_table() -> None:
+def test_each_scope_has_its_table():
     assert [scope for scope in Scope if f"<!-- reasons: {scope.value} -->" not in PAGES[0].text + PAGES[1].text] == []
 
 
-def test_rows_are_whole() -> None:
+def test_rows_are_whole():
     rows = [line for line in PAGES[0].text.splitlines() if line.startswith("|")]
     assert [line for line in rows if line.replace("\\|", "").count("|") not in (3, 5)] == []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import promql_parser
 import pytest
@@ -34,7 +33,7 @@ SERIES = series() | series("vllm:")
 TARGET = {"instance", "job"}
 
 
-def known_values() -> dict[str, set[str]]:
+def known_values():
     """The values of every label of the code, from all series together."""
     registry, router = CollectorRegistry(), RouterCounters().registry
     Series(registry)
@@ -57,13 +56,13 @@ class Expression:
     Fails where it selects, sums or joins by what its series do not have.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         text = text.replace("$__rate_interval", "5m").replace("$instance", ".*")
         assert "$" not in text, "a variable that the dashboard does not have"
         self.names: set[str] = set()
         self.labels = self._labels(promql_parser.parse(text))
 
-    def _labels(self, node: Any) -> set[str]:
+    def _labels(self, node):
         match node:
             case MatrixSelector():
                 return self._selected(node.vector_selector)
@@ -88,7 +87,7 @@ class Expression:
                 return set()
         raise AssertionError(f"not read by this test yet: {type(node).__name__}")
 
-    def _selected(self, selector: Any) -> set[str]:
+    def _selected(self, selector):
         base = re.sub(r"_(bucket|sum|count)$", "", selector.name)
         name = base if SERIES.get(base, ("",))[0] == "histogram" else selector.name
         assert name in SERIES, f"no code exports {selector.name}"
@@ -102,7 +101,7 @@ class Expression:
         self.names.add(name)
         return labels
 
-    def _joined(self, node: Any) -> set[str]:
+    def _joined(self, node):
         left, right = self._labels(node.lhs), self._labels(node.rhs)
         if promql_parser.NumberLiteral in (type(node.lhs), type(node.rhs)):
             return left | right
@@ -116,7 +115,7 @@ class Expression:
 
 
 @EVERY_PANEL
-def test_panels_read_what_is_exported(panel: dict[str, Any]) -> None:
+def test_panels_read_what_is_exported(panel):
     for target in panel["targets"]:
         expression = Expression(target["expr"])
         assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) == expression.labels
@@ -125,7 +124,7 @@ def test_panels_read_what_is_exported(panel: dict[str, Any]) -> None:
 
 
 @EVERY_RULE
-def test_rules_read_what_is_exported(rule: dict[str, Any]) -> None:
+def test_rules_read_what_is_exported(rule):
     labels = Expression(rule["expr"]).labels
     told = " ".join(rule["annotations"].values())
     assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels
@@ -133,17 +132,17 @@ def test_rules_read_what_is_exported(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
 
 
-def test_the_dashboard_shows_every_series() -> None:
+def test_the_dashboard_shows_every_series():
     shown = {name for panel in PANELS for target in panel["targets"] for name in Expression(target["expr"]).names}
     assert shown == SERIES.keys()
 
 
-def test_the_page_says_when_each_alert_fires() -> None:
+def test_the_page_says_when_each_alert_fires():
     named = [code for cell, _ in Page("docs/metrics.md").rows for code in code_in(cell) if code.startswith("SemBlend")]
     assert named == [rule["alert"] for rule in RULES]
 
 
-def test_where_vllm_has_a_spelling_of_its_own_both_are_read() -> None:
+def test_where_vllm_has_a_spelling_of_its_own_both_are_read():
     """Without PROMETHEUS_MULTIPROC_DIR a vLLM server shows its own spelling alone, and with it both."""
     twice = {name.removeprefix("vllm:") for name in SERIES if name.startswith("vllm:")}
     texts = [target["expr"] for panel in PANELS for target in panel["targets"]] + [rule["expr"] for rule in RULES]
@@ -151,7 +150,7 @@ def test_where_vllm_has_a_spelling_of_its_own_both_are_read() -> None:
         assert {f"vllm:{name}" for name in names & twice} == {name for name in names if name.startswith("vllm:")}
 
 
-def test_panels_have_a_place_of_their_own() -> None:
+def test_panels_have_a_place_of_their_own():
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     taken = [
         (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
@@ -174,6 +173,6 @@ def test_panels_have_a_place_of_their_own() -> None:
         "semblend_donors{instance=~'$cluster'}",
     ],
 )
-def test_mistakes_are_found(text: str) -> None:
+def test_mistakes_are_found(text):
     with pytest.raises(AssertionError):
         Expression(text)

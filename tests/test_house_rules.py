@@ -1,14 +1,8 @@
 """The rules of the house that no linter knows: file size, tests of promises, and what a user's copy may not name."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from tests.pages import ROOT, Page, code_in, named_tests
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation", "benchmarks")
 MAX_LINES = 600
@@ -31,21 +25,21 @@ TEXTS += [ROOT / name for name in PRODUCT_TEXTS] + sorted((ROOT / "docs").glob("
 RECORDS = sorted((ROOT / "benchmarks").rglob("*.json")) + sorted((ROOT / "docs").rglob("*.json"))
 
 
-def relative(path: Path) -> str:
+def relative(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def found_in(texts: list[Path], pattern: str) -> dict[str, list[str]]:
+def found_in(texts, pattern):
     """What `pattern` matches, by file."""
     return {relative(path): hits for path in texts if (hits := re.findall(pattern, path.read_text(encoding="utf-8")))}
 
 
-def test_files_are_short() -> None:
+def test_files_are_short():
     lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
     assert {name: lines for name, lines in lengths.items() if lines >= MAX_LINES} == {}
 
 
-def test_every_promise_is_held_by_tests_that_exist() -> None:
+def test_every_promise_is_held_by_tests_that_exist():
     """Rename a test in docs/promises.md too."""
     rows = [row for row in Page("docs/promises.md").rows if row[0] != "promise"]
     assert [promise for promise, tests in rows if not code_in(tests)] == []
@@ -53,18 +47,18 @@ def test_every_promise_is_held_by_tests_that_exist() -> None:
     assert sorted(named - named_tests().keys()) == []
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_nothing_is_left_for_later():
     assert found_in(TEXTS, r"\b(?:TODO|FIXME|XXX|HACK)\b") == {}
 
 
-def test_no_place_of_a_development_machine_is_named() -> None:
+def test_no_place_of_a_development_machine_is_named():
     assert found_in(TEXTS + RECORDS, r"\.\./shared|(?<![\w.\-])/work/|(?<![\w.\-])/(?:opt|root|home)/\S+") == {}
 
 
-def test_urls_point_to_known_hosts_only() -> None:
+def test_urls_point_to_known_hosts_only():
     hosts = found_in(TEXTS, r"\b\w+://([\w.\-]+)")
     assert {name: set(found) - URL_HOSTS for name, found in hosts.items() if set(found) - URL_HOSTS} == {}
 
 
-def test_no_package_index_is_configured() -> None:
+def test_no_package_index_is_configured():
     assert found_in([ROOT / name for name in PRODUCT_TEXTS], r"(?:index-url|find-links)[ =]+\S+") == {}

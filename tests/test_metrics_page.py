@@ -1,9 +1,5 @@
 """docs/metrics.md names every series, with its labels and whether it is a gauge or a histogram, and no other."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -14,11 +10,8 @@ from semblend_trt.fleet.router.replicas import ReplicaSet
 from semblend_trt.metrics import Series
 from tests.pages import Page, code_in
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
-
-def series(prefix: str = "semblend_") -> dict[str, tuple[str, set[str]]]:
+def series(prefix="semblend_"):
     """Kind and labels of every series of the page, by name; `vllm:` has those in vLLM's spelling."""
     found = {}
     for cell, counts in Page("docs/metrics.md").rows:
@@ -33,7 +26,7 @@ def series(prefix: str = "semblend_") -> dict[str, tuple[str, set[str]]]:
 
 
 @pytest.fixture(scope="module")
-def metrics() -> list[Metric]:
+def metrics():
     registry, router = CollectorRegistry(), RouterCounters().registry
     Series(registry)
     EventCounters(registry=registry)
@@ -41,12 +34,12 @@ def metrics() -> list[Metric]:
     return [metric for source in (registry, router) for metric in source.collect()]
 
 
-def test_the_page_has_every_series_and_no_other(metrics: list[Metric]) -> None:
+def test_the_page_has_every_series_and_no_other(metrics):
     code = {metric.name + "_total" * (metric.type == "counter"): metric.type for metric in metrics}
     assert {name: kind for name, (kind, _) in series().items()} == code
 
 
-def test_labels_are_those_of_the_code(metrics: list[Metric]) -> None:
+def test_labels_are_those_of_the_code(metrics):
     code = {sample.name: set(sample.labels) for metric in metrics for sample in metric.samples}
     page = {name: labels for name, (_, labels) in series().items() if name in code}
     assert page == {name: code[name] for name in page}

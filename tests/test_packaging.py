@@ -3,8 +3,6 @@
 `make packaging` runs this, CI as its last step: wheels are built, environments made, and an index asked for packages.
 """
 
-from __future__ import annotations
-
 import email
 import os
 import subprocess
@@ -26,14 +24,14 @@ IMPORT_OURS = "from kernels.kv_move import kv_move; from semblend_trt.transfer.l
 IMPORT_THEIRS = "from kernels import get_kernel; assert get_kernel.__module__ == 'kernels.load'"
 
 
-def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*command, cwd, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     arguments = [str(part) for part in command]
     return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A folder with the sdist and the wheel built from it."""
     target = tmp_path_factory.mktemp("dist")
     build = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT, cwd=target)
@@ -42,19 +40,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
+def wheel(built):
     return next(built.glob("semblend_trt-*.whl"))
 
 
 @pytest.fixture(scope="module")
-def wheel_files(wheel: Path) -> set[str]:
+def wheel_files(wheel):
     return set(zipfile.ZipFile(wheel).namelist())
 
 
 class Environment:
     """A virtual environment of its own that finds torch and the like where the tests' interpreter has them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.python = root / "bin" / "python"
         created = run(sys.executable, "-m", "venv", "--without-pip", root, cwd=root.parent)
@@ -62,26 +60,26 @@ class Environment:
         site_packages = next(root.glob("lib/python3*/site-packages"))
         (site_packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-    def pip(self, *arguments: str | Path) -> None:
+    def pip(self, *arguments):
         done = run(sys.executable, "-m", "pip", "--python", self.python, *arguments, cwd=self.root)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def install(self, wheel: Path) -> None:
+    def install(self, wheel):
         self.pip("install", "--no-deps", "--ignore-installed", wheel)
 
-    def uninstall(self, *names: str) -> None:
+    def uninstall(self, *names):
         self.pip("uninstall", "--yes", *names)
 
-    def executes(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def executes(self, code, **variables):
         return run(self.python, "-c", code, cwd=self.root, **variables)
 
-    def check(self, code: str, **variables: str) -> None:
+    def check(self, code, **variables):
         done = self.executes(code, **variables)
         assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def hub_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub_kernels(tmp_path_factory):
     """The wheel of Hugging Face's `kernels`."""
     target = tmp_path_factory.mktemp("hub")
     got = run(
@@ -93,7 +91,7 @@ def hub_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_environment(tmp_path_factory: pytest.TempPathFactory, hub_kernels: Path) -> Environment:
+def shared_environment(tmp_path_factory, hub_kernels):
     """An environment with everything that Hugging Face's `kernels` needs, but not itself."""
     environment = Environment(tmp_path_factory.mktemp("shared") / "venv")
     environment.pip("install", hub_kernels)
@@ -103,30 +101,30 @@ def shared_environment(tmp_path_factory: pytest.TempPathFactory, hub_kernels: Pa
 
 
 @pytest.fixture
-def environment(shared_environment: Environment) -> Environment:
+def environment(shared_environment):
     shared_environment.uninstall("kernels", "semblend-trt")
     return shared_environment
 
 
-def test_wheel_ships_the_four_packages_and_nothing_else(wheel_files: set[str]) -> None:
+def test_wheel_ships_the_four_packages_and_nothing_else(wheel_files):
     tops = {name.split("/")[0] for name in wheel_files if ".dist-info/" not in name}
     assert tops == set(PACKAGES)
     assert not [name for name in wheel_files if "test" in Path(name).name or "__pycache__" in name]
 
 
-def test_wheel_ships_every_module(wheel_files: set[str]) -> None:
+def test_wheel_ships_every_module(wheel_files):
     modules = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     naive = {name for name in modules if name.endswith("/naive.py")}
     assert modules - naive <= wheel_files
     assert not naive & wheel_files
 
 
-def test_wheel_ships_the_model_and_the_excerpt(wheel_files: set[str]) -> None:
+def test_wheel_ships_the_model_and_the_excerpt(wheel_files):
     assets = {Path(name).name for name in wheel_files if name.startswith("validation/assets/")}
     assert {"excerpt.txt", "config.json", "model.safetensors", "tokenizer.json"} <= assets
 
 
-def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[str]) -> None:
+def test_wheel_carries_the_licence_and_the_extras(wheel, wheel_files):
     (licence,) = (name for name in wheel_files if name.endswith("/licenses/LICENSE"))
     (metadata,) = (name for name in wheel_files if name.endswith(".dist-info/METADATA"))
     with zipfile.ZipFile(wheel) as archive:
@@ -151,19 +149,19 @@ def test_wheel_carries_the_licence_and_the_extras(wheel: Path, wheel_files: set[
     assert set(headers.get_all("Provides-Extra", [])) == extras
 
 
-def test_sdist_can_be_built_and_tested(built: Path) -> None:
+def test_sdist_can_be_built_and_tested(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     locks = {f"requirements-{name}.txt" for name in ("ci", "vllm", "vllm-next")}
     assert {"Makefile", "constraints-cpu.txt", *locks, ".ci/lock.py", "LICENSE", "tests/test_packaging.py"} <= names
 
 
-def test_kernels_is_a_namespace_package(wheel_files: set[str]) -> None:
+def test_kernels_is_a_namespace_package(wheel_files):
     assert not (ROOT / "kernels/__init__.py").exists()
     assert "kernels/__init__.py" not in wheel_files
 
 
-def test_the_quick_start_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_quick_start_runs_from_the_wheel(wheel, tmp_path):
     environment = Environment(tmp_path / "venv")
     environment.install(wheel)
     environment.check(f"import validation; assert not validation.__file__.startswith({str(ROOT)!r})")
@@ -172,24 +170,22 @@ def test_the_quick_start_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> Non
     assert done.stdout.startswith(README.blocks("text")[0])
 
 
-def test_no_module_is_shared_with_hugging_face_kernels(wheel_files: set[str], hub_kernels: Path) -> None:
-    def modules(names: list[str]) -> set[str]:
+def test_no_module_is_shared_with_hugging_face_kernels(wheel_files, hub_kernels):
+    def modules(names):
         return {name.split("/")[1].split(".")[0] for name in names if name.startswith("kernels/")}
 
     assert modules(list(wheel_files)).isdisjoint(modules(zipfile.ZipFile(hub_kernels).namelist()))
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_both_kernels_work_in_one_environment(
-    environment: Environment, wheel: Path, hub_kernels: Path, ours_first: bool
-) -> None:
+def test_both_kernels_work_in_one_environment(environment, wheel, hub_kernels, ours_first):
     for distribution in (wheel, hub_kernels) if ours_first else (hub_kernels, wheel):
         environment.install(distribution)
     environment.check(f"{IMPORT_OURS}; {IMPORT_THEIRS}")
     environment.check(f"{IMPORT_THEIRS}; {IMPORT_OURS}")
 
 
-def test_removing_either_leaves_the_other_working(environment: Environment, wheel: Path, hub_kernels: Path) -> None:
+def test_removing_either_leaves_the_other_working(environment, wheel, hub_kernels):
     environment.install(wheel)
     environment.install(hub_kernels)
     environment.uninstall("kernels")
@@ -199,7 +195,7 @@ def test_removing_either_leaves_the_other_working(environment: Environment, whee
     environment.check(IMPORT_THEIRS)
 
 
-def test_transformers_never_takes_ours_for_theirs(environment: Environment, wheel: Path, hub_kernels: Path) -> None:
+def test_transformers_never_takes_ours_for_theirs(environment, wheel, hub_kernels):
     """Transformers asks for the version of any package that is importable as `kernels`."""
     question = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
     environment.install(wheel)
@@ -211,9 +207,7 @@ def test_transformers_never_takes_ours_for_theirs(environment: Environment, whee
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_a_checkout_works_beside_hugging_face_kernels(
-    environment: Environment, hub_kernels: Path, is_installed: bool
-) -> None:
+def test_a_checkout_works_beside_hugging_face_kernels(environment, hub_kernels, is_installed):
     """A regular package wins over a namespace portion: theirs is found, and ours once one of our packages is."""
     environment.install(hub_kernels)
     variables = {} if is_installed else {"PYTHONPATH": str(ROOT)}

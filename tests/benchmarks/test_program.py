@@ -1,26 +1,20 @@
 """The command line of a benchmark: where rows go, and which runs are dry or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from benchmarks.program import Count, parser_of, run_counted
 
-if TYPE_CHECKING:
-    from validation.results import Results
 
-
-def test_the_help_says_where_rows_go() -> None:
+def test_the_help_says_where_rows_go():
     assert "(default: there)" in parser_of("what it does", Path("there")).format_help()
 
 
 @pytest.mark.parametrize(("given", "goal"), [([], 9), (["--tries", "3"], None)])
-def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path: Path, given: list[str], goal: float | None) -> None:
-    def run(tries: int, victims: int, rows: Results) -> None:
+def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path, given, goal):
+    def run(tries, victims, rows):
         rows.add("tried", tries + victims, "tries", "cold", 9)
 
     counts = [Count("tries", 5, "how many", 2), Count("victims", 4, "of each")]
@@ -29,7 +23,7 @@ def test_a_run_of_fewer_than_the_full_count_is_dry(tmp_path: Path, given: list[s
     assert (written["value"], written["goal"]) == ((7, None) if given else (9, goal))
 
 
-def test_too_few_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_are_refused(capsys):
     with pytest.raises(SystemExit):
         run_counted("run", None, [Count("tries", 5, "how many", 2)], lambda *_: None, ["--tries", "1"])
     assert "--tries 1 is too few; at least 2 are needed" in capsys.readouterr().err

@@ -1,11 +1,9 @@
 """The benchmark runs from the repository alone, makes every row, and measures recall by another way than the index."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from benchmarks.span_lookup import RUN_TOKENS, Corpus, Sizes, measure, random_corpus, read_corpus, reusable_tokens
+from benchmarks.span_lookup import RUN_TOKENS, Sizes, measure, random_corpus, read_corpus, reusable_tokens
 from validation.results import Results
 
 TINY = Sizes(donors=1_020, prompts=4, prompt_tokens=8_192, rounds=2, checked=4, documents=4, changes=3, long_lookups=1)
@@ -23,11 +21,11 @@ ROWS = {
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Corpus:
+def corpus():
     return random_corpus(TINY.documents)
 
 
-def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus: Corpus) -> None:
+def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus):
     results = Results(dry=True)
     measure(results, corpus, TINY)
     values = {row.name: row.value for row in results.rows}
@@ -37,7 +35,7 @@ def test_every_row_is_made_and_all_that_is_reusable_is_found(corpus: Corpus) -> 
     assert all(row.goal is None and row.holds for row in results.rows)
 
 
-def test_half_of_the_prompts_hold_a_document_that_a_donor_holds(corpus: Corpus) -> None:
+def test_half_of_the_prompts_hold_a_document_that_a_donor_holds(corpus):
     donors = [*corpus.donors(6)]
     reusable = [int(mask.sum()) for mask in reusable_tokens(corpus.prompts(4, 8_192), donors)]
     assert min(reusable[0], reusable[2]) >= 6_000
@@ -45,7 +43,7 @@ def test_half_of_the_prompts_hold_a_document_that_a_donor_holds(corpus: Corpus) 
     assert [len(donor) for donor in donors] == [8_000] * 4 + [2_000] * 2
 
 
-def test_the_truth_is_every_token_of_an_equal_window() -> None:
+def test_the_truth_is_every_token_of_an_equal_window():
     rng = np.random.default_rng(1)
     prompt, donor = (rng.integers(0, 50, 500, dtype=np.int32) for _ in range(2))
     prompt[100:200] = donor[300:400]
@@ -61,7 +59,7 @@ def test_the_truth_is_every_token_of_an_equal_window() -> None:
     assert mask.tolist() == expected.tolist()
 
 
-def test_a_short_text_is_refused(tmp_path: Path) -> None:
+def test_a_short_text_is_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("A few words.", "utf-8")
     with pytest.raises(ValueError, match=r"short\.txt, \d+ tokens: 4 documents need more text"):

@@ -1,7 +1,5 @@
 """The benchmark of what watching weights costs."""
 
-from __future__ import annotations
-
 from benchmarks import weights
 from validation.results import Results
 

@@ -1,10 +1,7 @@
 """Settings and plans of the wrapper's tests."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,39 +14,32 @@ from semblend_trt.plan import (
     PlanKind,
     PlanSpan,
     SemanticKvPlan,
-    SpanCheck,
 )
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.serving import DONOR, SHIFTED, Engines, serve, teach
 from tests.kernels import builders
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from engine_wrapper.embedded.llm import LLM, RequestOutput
-
 PlanMaker = Callable[..., SemanticKvPlan]
 
 
 @pytest.fixture(scope="session")
-def make_plan() -> PlanMaker:
+def make_plan():
     def build(
-        tokens: Sequence[int],
-        spans: Sequence[tuple[int, int]],
+        tokens,
+        spans,
         *,
-        num_layers: int,
-        block_size: int,
-        request_id: int = 1,
-        boundary: int = 0,
-        num_computed: int = 0,
-        prefix_end: int | None = None,
-        kind: PlanKind = PlanKind.REQUEST_LOCAL,
-        shift: int = 0,
-        exact: Collection[int] = (),
-        check: SpanCheck | None = None,
-        head: int = 0,
-    ) -> SemanticKvPlan:
+        num_layers,
+        block_size,
+        request_id=1,
+        boundary=0,
+        num_computed=0,
+        prefix_end=None,
+        kind=PlanKind.REQUEST_LOCAL,
+        shift=0,
+        exact=(),
+        check=None,
+        head=0,
+    ):
         """`spans` are (start, end) in the prompt, those whose index is in `exact` exact; `prefix_end` is the last
         span's end unless given."""
         end = prefix_end if prefix_end is not None else max((end for _, end in spans), default=num_computed)
@@ -71,7 +61,7 @@ def make_plan() -> PlanMaker:
 
 
 @pytest.fixture
-def interpret(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def interpret(monkeypatch):
     """Called in a test, it sends what follows through Triton's interpreter, unless there is a card to run it; the test
     is skipped without Triton."""
     if not find_spec("triton"):
@@ -81,12 +71,12 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_runner(tiny_qwen2_path: Path) -> ModelRunner:
+def tiny_runner(tiny_qwen2_path):
     return ModelRunner(tiny_qwen2_path, "float32", "cpu")
 
 
 @pytest.fixture
-def engine(tiny_qwen2_path: Path, tiny_runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
+def engine(tiny_qwen2_path, tiny_runner, tmp_path):
     """Engines over one tiny model, whose weights they share."""
     engines = Engines(tmp_path / "audit.jsonl", model=tiny_qwen2_path, runner=tiny_runner)
     yield engines
@@ -94,10 +84,10 @@ def engine(tiny_qwen2_path: Path, tiny_runner: ModelRunner, tmp_path: Path) -> I
 
 
 @pytest.fixture
-def shifted(engine: Engines) -> Callable[..., tuple[LLM, RequestOutput]]:
+def shifted(engine):
     """Under these settings, an engine that has served DONOR, and what it then answers to SHIFTED."""
 
-    def build(*module: str, **settings: Any) -> tuple[LLM, RequestOutput]:
+    def build(*module, **settings):
         llm = engine(*module, **settings)
         teach(llm, DONOR)
         return llm, serve(llm, SHIFTED)
@@ -106,16 +96,16 @@ def shifted(engine: Engines) -> Callable[..., tuple[LLM, RequestOutput]]:
 
 
 @pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def trial(monkeypatch):
     """Profiles need no evidence, which random weights do not give."""
     monkeypatch.setenv("SEMBLEND_PROFILE_TRIAL", "1")
 
 
 @pytest.fixture
-def profile(engine: Engines, tmp_path: Path, trial: None) -> Callable[..., Path]:
+def profile(engine, tmp_path, trial):
     """Writes a profile for the engine that `engine` builds, and returns its path."""
 
-    def make(policy: str = "verified", **fields: Any) -> Path:
+    def make(policy="verified", **fields):
         llm, path = engine(), tmp_path / "reuse-profile.json"
         namespace, geometry = llm.connector_scheduler.namespace, llm.executor.pool.geometry
         ReuseProfile.made_for(namespace, geometry, policy=policy, **fields).write(path)
@@ -125,6 +115,6 @@ def profile(engine: Engines, tmp_path: Path, trial: None) -> Callable[..., Path]
 
 
 @pytest.fixture
-def position_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def position_fix(monkeypatch):
     """The policy that checks nothing, for tests of everything else."""
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")

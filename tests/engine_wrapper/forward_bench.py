@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,18 +13,10 @@ from engine_wrapper.batch import run_works
 from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
-from engine_wrapper.token_schedule import SequenceSlice, works_of
+from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
 from kernels.layout import KvGeometry, pool_view
-from semblend_trt.plan import SemanticKvPlan
+from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 from semblend_trt.ranks import Ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from engine_wrapper.embedded.model_runner import ModelRunner
-    from engine_wrapper.token_schedule import SequenceWork
-    from semblend_trt.plan import CheckEvidence
 
 PlanMaker = Callable[..., SemanticKvPlan]
 Tokens = tuple[int, ...]
@@ -40,7 +31,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Bench:
     """One tiny model, or a rank's part of it, over a pool whose unwritten KV is NaN."""
 
-    def __init__(self, model: Any, ranks: Ranks | None = None, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model, ranks=None, kv_dtype=None):
         self.model = model
         keep_shard(model, ranks or Ranks())
         config = model.config
@@ -58,17 +49,17 @@ class Bench:
         self.evidence: list[CheckEvidence] = []
         self.lowest: list[tuple[SequenceWork, int]] = []
 
-    def clear(self) -> None:
+    def clear(self):
         self.pool.fill_(float("nan"))
 
-    def slice(self, request_id: int, tokens: Tokens, begin: int = 0, end: int | None = None) -> SequenceSlice:
+    def slice(self, request_id, tokens, begin=0, end=None):
         return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])
 
-    def planned(self, plan: SemanticKvPlan, end: int | None = None) -> SequenceSlice:
+    def planned(self, plan, end=None):
         tokens = tuple(plan.prompt_token_ids.tolist())
         return replace(self.slice(plan.request_id, tokens, plan.prefix_end, end), plan=plan)
 
-    def run(self, *slices: SequenceSlice, max_rows: int | None = None, keys_per_row: int = 0) -> list[torch.Tensor]:
+    def run(self, *slices, max_rows=None, keys_per_row=0):
         """Logits of each slice, [tokens, vocabulary]; `evidence`, `lowest` and `forwards`, of what samples leave, are
         this run's.
 
@@ -79,41 +70,41 @@ class Bench:
         works = works_of(slices, NUM_LAYERS, keys_per_row)
         self.forwards = 0
 
-        def run(works: Sequence[SequenceWork]) -> torch.Tensor:
+        def run(works):
             self.forwards += 1
             return self.forward(schedule_of(works, NUM_LAYERS).to(DEVICE), evidence_sink=sink)
 
         hidden = run_works(works, NUM_LAYERS, max_rows, self._run_lowest, sink, run)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
-    def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
+    def _run_lowest(self, work, layer):
         self.lowest.append((work, layer))
         return self.forward.lowest(lowest_schedule(work, layer, NUM_LAYERS).to(DEVICE))
 
-    def run_steps(self, tokens: Tokens, begin: int, *ends: int) -> list[torch.Tensor]:
+    def run_steps(self, tokens, begin, *ends):
         """Logits of request 1 from `begin` on: chunks up to `ends`, then one decode step a token."""
         cuts = [begin, *ends, *range(ends[-1] + 1, len(tokens) + 1)]
         return [self.run(self.slice(1, tokens, *cut))[0] for cut in pairwise(cuts)]
 
     @torch.inference_mode()
-    def reference(self, tokens: Tokens) -> torch.Tensor:
+    def reference(self, tokens):
         """Logits by Transformers' own forward, [tokens, vocabulary]."""
         logits: torch.Tensor = self.model(torch.tensor([tokens], device=DEVICE)).logits[0].float()
         return logits
 
-    def kv(self, request_id: int, end: int | None = None) -> torch.Tensor:
+    def kv(self, request_id, end=None):
         """A copy of a request's KV: [layers, 2, kv_heads, positions, head_dim]."""
         blocks = pool_view(self.pool, self.geometry)[list(self._blocks[request_id - 1])]
         return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :end].clone()
 
-    def place(self, request_id: int, kv: torch.Tensor, start: int, end: int) -> None:
+    def place(self, request_id, kv, start, end):
         """Writes positions start..end-1 of `kv` into the request's blocks."""
         view = pool_view(self.pool, self.geometry)
         for position in range(start, end):
             block = self._blocks[request_id - 1][position // BLOCK_SIZE]
             view[block, :, :, :, position % BLOCK_SIZE] = kv[:, :, :, position]
 
-    def cold(self, tokens: Tokens, request_id: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def cold(self, tokens, request_id=1):
         """Logits and KV of a run that reuses nothing; the pool is NaN again afterwards."""
         logits = self.run(self.slice(request_id, tokens))[0]
         kv = self.kv(request_id)
@@ -121,7 +112,7 @@ class Bench:
         return logits, kv
 
 
-def attach_pool(runner: ModelRunner) -> torch.Tensor:
+def attach_pool(runner):
     """A pool of NaN for the runner, of 40 blocks."""
     facts = runner.facts
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, BLOCK_SIZE)
@@ -131,20 +122,15 @@ def attach_pool(runner: ModelRunner) -> torch.Tensor:
     return pool
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(path, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
 
 
-def tokens_of(length: int, seed: int = 0) -> Tokens:
+def tokens_of(length, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(actual, expected):
     """NaN is not close."""
     return actual.shape == expected.shape and (actual - expected).abs().max().item() <= TOLERANCE
-
-
-def close_by_norm(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Of a model in `dtype`."""
-    return bool((actual - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm())

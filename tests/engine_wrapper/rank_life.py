@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,17 +14,11 @@ from torch import distributed
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import SemBlendError
-from semblend_trt.ranks import Ranks, joined_ranks
+from semblend_trt.ranks import joined_ranks
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
 from tests.semblend_trt.held_donors import held_kv
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from engine_wrapper.embedded.llm import LLM
 
 Told = dict[str, Any]
 
@@ -42,12 +36,12 @@ PREFIXED = DONOR[:180] + text(8, 40)
 class Life:
     """One rank's engines, all over the same part of the model."""
 
-    def __init__(self, model: Path, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, model, folder, ranks):
         self._folder, self._ranks = folder, ranks
         self._runner = ModelRunner(model, "float32", "cpu", ranks=ranks)
         self._engines = Engines(folder / f"audit-{ranks.rank}.jsonl", model=model, runner=self._runner)
 
-    def run(self) -> Told:
+    def run(self):
         """Everything that one rank, alone or with others, serves when nothing goes wrong."""
         return {
             "cold": self._cold(),
@@ -58,7 +52,7 @@ class Life:
             "drawn": self._drawn(),
         }
 
-    def run_faults(self) -> Told:
+    def run_faults(self):
         """What the last rank breaks, and all of them answer."""
         return {
             "save_fails": self._save_fails(),
@@ -69,25 +63,25 @@ class Life:
             "start": self._start(),
         }
 
-    def _engine(self, module: str = "engine_wrapper.connector", **settings: Any) -> LLM:
+    def _engine(self, module="engine_wrapper.connector", **settings):
         # Seconds of a lookup, because these processes crowd the machine.
         settings = {"EMBEDDER": "off", "LOOKUP_DEADLINE_MS": 5000, **settings}
         return self._engines(module, cache={"max_tokens": 1024}, tensor_parallel_size=self._ranks.size, **settings)
 
-    def _is_breaking(self) -> bool:
+    def _is_breaking(self):
         return self._ranks.size > 1 and self._ranks.rank == self._ranks.size - 1
 
-    def _cold(self) -> Told:
+    def _cold(self):
         with self._engine(ENABLED=0) as llm:
             together = llm.generate([DONOR, SHIFTED, OTHER], ANSWER)
         return {"tokens": [each.outputs[0].token_ids for each in together]}
 
-    def _shifted(self) -> Told:
+    def _shifted(self):
         with self._engine(POLICY="position_fix") as llm:
             donor = served(llm, DONOR)
             return {"donor": donor, "shifted": served(llm, SHIFTED), "held": self._heads(llm)}
 
-    def _heads(self, llm: LLM) -> list[list[float]]:
+    def _heads(self, llm):
         """For each donor and KV head, a sum that no other head is likely to have, in the order of the whole model."""
         host = llm.connector_worker.store.host
         own = [held_kv(host, donor).tensor.double().abs().sum((0, 1, 3, 4)).tolist() for donor in sorted(host._slots)]
@@ -95,7 +89,7 @@ class Life:
         gathered = self._ranks.gather(own)
         return [[head for part in parts for head in part] for parts in zip(*gathered, strict=True)]
 
-    def _verified(self) -> Told:
+    def _verified(self):
         path = self._folder / f"profile-{self._ranks.size}-{self._ranks.rank}.json"
         # Only rank 0 has a namespace; the profile is one file for all of them.
         with self._engine() as llm:
@@ -106,7 +100,7 @@ class Life:
             found = []
             sink = llm.executor.model_runner.evidence_sink
 
-            def keep(evidence: Any) -> None:
+            def keep(evidence):
                 found.append(evidence)
                 sink(evidence)
 
@@ -116,13 +110,13 @@ class Life:
         evidence = [[e.request_id, e.checked_tokens, e.reused_tokens, e.is_dropped] for e in found]
         return {"told": told, "evidence": evidence, "kept": [e.largest_kept for e in found], "unread": unread}
 
-    def _unread(self, llm: LLM) -> list[int]:
+    def _unread(self, llm):
         """Events that wait on each rank but the first, whose scheduler reads them."""
         runtime = runtime_for(llm.llm_args)
         unread = len(runtime.saved) + len(runtime.evidence) + len(runtime.failed_loads)
         return self._ranks.gather(unread)[1:]
 
-    def _evicted(self) -> Told:
+    def _evicted(self):
         facts = self._runner.facts
         token = facts.num_layers * 2 * self._runner.kv_heads * facts.head_dim * 4
         with self._engine(POLICY="position_fix", HOST_BYTES=300 * token) as llm:
@@ -133,24 +127,24 @@ class Life:
             held.append(len(host_of(llm)._slots))
         return {"told": told, "held": self._ranks.gather(held)}
 
-    def _prefix(self) -> Told:
+    def _prefix(self):
         """The stock connector gives back what the engine has lost."""
         with self._engine("semblend_trt.connector") as llm:
             self._lose_donor(llm)
             return {"told": served(llm, PREFIXED)}
 
     @staticmethod
-    def _lose_donor(llm: LLM) -> None:
+    def _lose_donor(llm):
         """Serves the donor, and then enough others that the engine's own pool has nothing of it any more."""
         served(llm, DONOR)
         for seed in range(20, 24):
             llm.generate([text(seed, 260)], ANSWER)
 
-    def _drawn(self) -> Told:
+    def _drawn(self):
         with self._engine(ENABLED=0) as llm:
             return {"agree": len({str(each) for each in self._ranks.gather(tokens(llm, OTHER, DRAWN))}) == 1}
 
-    def _save_fails(self) -> Told:
+    def _save_fails(self):
         with self._engine(POLICY="position_fix") as llm:
             free = llm.block_manager.num_free_blocks
             with self._breaking(host_of(llm), "writing"):
@@ -161,7 +155,7 @@ class Life:
             leaked = free - llm.block_manager.num_free_blocks
             return told | {"first": first, "held": held, "leaked": leaked}
 
-    def _load_fails(self) -> Told:
+    def _load_fails(self):
         with self._engine(POLICY="position_fix") as llm:
             served(llm, DONOR)
             (donor,) = host_of(llm)._slots
@@ -169,7 +163,7 @@ class Life:
                 failed = served(llm, SHIFTED)
             return {"failed": failed, "keeps": self._ranks.gather(donor in host_of(llm)), "unread": self._unread(llm)}
 
-    def _stock_load_fails(self) -> Told:
+    def _stock_load_fails(self):
         with self._engine("semblend_trt.connector") as llm:
             self._lose_donor(llm)
             with self._breaking(llm.connector_worker.loader, "_prepare"):
@@ -179,20 +173,20 @@ class Life:
                     return {"error": str(error)}
         return {"error": None}
 
-    def _disk(self) -> Told:
+    def _disk(self):
         disk = self._folder / "disk"
         with self._engine(POLICY="position_fix", DISK_BYTES=1 << 20, DISK_PATH=disk) as llm:
             events = [each.kind.value for each in runtime_for(llm.llm_args).offload_events]
             served(llm, DONOR)
             return {"events": events, "shifted": served(llm, SHIFTED)}
 
-    def _refusal(self) -> Told:
+    def _refusal(self):
         """The last rank alone cannot read its pool."""
         shape = "semblend_trt.connector.worker.geometry_of"
         with mock.patch(shape, return_value=None) if self._is_breaking() else mock.MagicMock(), self._engine() as llm:
             return {"told": served(llm, DONOR), "refusal": runtime_for(llm.llm_args).refusal}
 
-    def _start(self) -> Told:
+    def _start(self):
         """The last rank alone has been given settings that it cannot use."""
         try:
             with self._engine(**({"DISK_BYTES": 1} if self._is_breaking() else {})):
@@ -201,7 +195,7 @@ class Life:
             return {"error": str(error)}
 
     @contextmanager
-    def _breaking(self, owner: object, name: str) -> Iterator[None]:
+    def _breaking(self, owner, name):
         if not self._is_breaking():
             yield
             return
@@ -209,16 +203,16 @@ class Life:
             yield
 
 
-def host_of(llm: LLM) -> Any:
+def host_of(llm):
     return llm.connector_worker.store.host
 
 
-def tokens(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+def tokens(llm, prompt, params):
     found: list[int] = llm.generate([prompt], params)[0].outputs[0].token_ids
     return found
 
 
-def served(llm: LLM, prompt: list[int]) -> Told:
+def served(llm, prompt):
     output = serve(llm, prompt, ANSWER)
     return {
         "tokens": output.outputs[0].token_ids,
@@ -229,7 +223,7 @@ def served(llm: LLM, prompt: list[int]) -> Told:
     }
 
 
-def live(rank: int, size: int, model: Path, folder: Path) -> None:
+def live(rank, size, model, folder):
     """The process of one rank: joins the others and writes `rank-N.json` into `folder`."""
     torch.set_num_threads(1)
     meeting = f"file://{folder / 'meeting'}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -15,13 +14,6 @@ from semblend_trt.reuse_profile import ProfileCheck
 from semblend_trt.transfer import load
 from semblend_trt.transfer.staging import HostReader, Staging
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from engine_wrapper.embedded.llm import RequestOutput
-
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_generation_logits=True)
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 BLOCK = 16
@@ -30,7 +22,7 @@ SOME_KEPT, NONE_KEPT = ProfileCheck(layer=1, threshold=1.0), ProfileCheck(layer=
 NONE_SAMPLED = ProfileCheck(layer=1, threshold=0.0, sample_every=8)
 
 
-def text(seed: int, length: int) -> list[int]:
+def text(seed, length):
     """Random token ids of bytes, the same ones for the same arguments."""
     generator = random.Random(seed)
     return [generator.randrange(256) for _ in range(length)]
@@ -45,13 +37,11 @@ SHIFTED = OTHER_INSTRUCTION + DOCUMENT + QUESTION
 class Engines:
     """Builds engines and keeps them until the test ends; all of them write the audit log `audit`."""
 
-    def __init__(self, audit: Path, **model: Any) -> None:
+    def __init__(self, audit, **model):
         self._model, self.audit = model, audit
         self.built: list[LLM] = []
 
-    def __call__(
-        self, module: str | None = "engine_wrapper.connector", cache: dict[str, Any] | None = None, **options: Any
-    ) -> LLM:
+    def __call__(self, module="engine_wrapper.connector", cache=None, **options):
         """An engine with the connector of `module`, or with none. Options in capitals are its settings."""
         settings = {"AUDIT_PATH": self.audit} | {name: options.pop(name) for name in list(options) if name.isupper()}
         with mock.patch.dict(os.environ, {f"SEMBLEND_{name}": str(value) for name, value in settings.items()}):
@@ -63,41 +53,41 @@ class Engines:
         self.built.append(llm)
         return llm
 
-    def cold(self) -> LLM:
+    def cold(self):
         """An engine that reuses nothing."""
         return self(None, {"enable_block_reuse": False})
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name):
         """The audit log's events of that name, once all engines have ended."""
         self.shutdown()
         events = [json.loads(line) for line in self.audit.read_text().splitlines()]
         return [event for event in events if event["event"] == name]
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         for llm in self.built:
             llm.shutdown()
 
 
-def serve(llm: LLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+def serve(llm, prompt, params=GREEDY, **options):
     """Serves one prompt, until its KV is kept."""
     (output,) = llm.generate([prompt], params, **options)
     llm.settle()
     return output
 
 
-def teach(llm: LLM, *prompts: Any) -> None:
+def teach(llm, *prompts):
     """Has the engine keep donors."""
     for prompt in prompts:
         serve(llm, prompt, PREFILL)
 
 
-def through_staging_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch, tokens: int) -> LLM:
+def through_staging_memory(llm, monkeypatch, tokens):
     """Has donors go to the host and come from there as on a card: `tokens` tokens of one layer at a time."""
     monkeypatch.setattr(load, "GROUP_BYTES", 1)
     monkeypatch.setattr(load, "GROUPS_AHEAD", 1)
     loader, pool = llm.connector_worker.loader, llm.executor.pool
 
-    def staging(slots: int) -> Staging:
+    def staging(slots):
         room = slots * tokens * loader._token_bytes // pool.geometry.num_layers
         return Staging(room, slots, pool.geometry, pool.tensor.dtype, pool.tensor.device)
 
@@ -107,16 +97,16 @@ def through_staging_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch, tokens: in
     return llm
 
 
-def token_ids(output: RequestOutput) -> list[int]:
+def token_ids(output):
     return output.outputs[0].token_ids
 
 
-def logits_of(output: RequestOutput) -> torch.Tensor:
+def logits_of(output):
     """[tokens, vocabulary]."""
     return torch.stack(list(output.outputs[0].generation_logits))
 
 
-def assert_same(output: RequestOutput, expected: RequestOutput, tolerance: float = 1e-4) -> None:
+def assert_same(output, expected, tolerance=1e-4):
     """The same answer; how much of it was reused may differ."""
     assert token_ids(output) == token_ids(expected)
     assert torch.allclose(logits_of(output), logits_of(expected), atol=tolerance, rtol=0)

@@ -1,11 +1,6 @@
 """Models whose attention is not plain, in the embedded engine: gpt-oss with windows and sinks, Llama 4 with chunks and
 a layer without RoPE, DeepSeek-V3 with latent rows. Documents are many windows and several chunks long."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -31,14 +26,6 @@ from tests.engine_wrapper.serving import (
 )
 from tests.random_models import CHUNK, WINDOW
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from engine_wrapper.embedded.llm import RequestOutput
-
-Profile = Callable[..., "Path"]
-
 # In gpt-oss and Llama 4 the layer in the middle has full attention, and a check lies above it.
 LAYERS, CHECK_LAYER = 3, {"gpt_oss": 2, "llama4_text": 2, "deepseek_v3": 1}
 # Pieces of a document that is cut where a chunk ends are short.
@@ -53,17 +40,17 @@ with_either = pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"], indi
 
 
 @pytest.fixture(scope="module", params=CHECK_LAYER)
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def runner(tiny_model_paths: dict[str, Path], family: str) -> ModelRunner:
+def runner(tiny_model_paths, family):
     return ModelRunner(tiny_model_paths[family], "float32", "cpu")
 
 
 @pytest.fixture
-def engine(tiny_model_paths: dict[str, Path], family: str, runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
+def engine(tiny_model_paths, family, runner, tmp_path):
     engines = Engines(tmp_path / "audit.jsonl", model=tiny_model_paths[family], runner=runner)
     yield engines
     engines.shutdown()
@@ -71,9 +58,7 @@ def engine(tiny_model_paths: dict[str, Path], family: str, runner: ModelRunner, 
 
 @pytest.mark.parametrize("check", [{}, {"sample_every": 8}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64}, {"cache": V2}], ids=str)
-def test_what_a_check_finds_to_deviate_is_computed(
-    engine: Engines, profile: Profile, family: str, check: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_what_a_check_finds_to_deviate_is_computed(engine, profile, family, check, options):
     """A random model's KV deviates wherever its context changes."""
     assert len(DOCUMENT) > 5 * WINDOW
     llm = engine(
@@ -88,7 +73,7 @@ def test_what_a_check_finds_to_deviate_is_computed(
     assert_same(output, serve(engine.cold(), SHIFTED))
 
 
-def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request(engine: Engines) -> None:
+def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request(engine):
     first, second = DOCUMENT[:100], DOCUMENT[100:]
     prompts = [SHIFTED, text(5, 50) + first + text(6, 32) + second + text(7, 20), text(8, 150)]
     llm = engine(POLICY="boundary", RECOMPUTE_BOUNDARY_LAYER=LAYERS, **SHORT)
@@ -99,7 +84,7 @@ def test_all_layers_computed_again_are_a_cold_run_with_holes_and_another_request
 
 
 @with_either
-def test_the_kernels_answer_as_torch_does(engine: Engines, interpret: Callable[[], None]) -> None:
+def test_the_kernels_answer_as_torch_does(engine, interpret):
     prompt = text(9, max(WINDOW, CHUNK) + 20)
     expected = serve(engine.cold(), prompt)
     interpret()
@@ -107,9 +92,7 @@ def test_the_kernels_answer_as_torch_does(engine: Engines, interpret: Callable[[
 
 
 @with_either
-def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_name(
-    engine: Engines, profile: Profile
-) -> None:
+def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_name(engine, profile):
     llm = engine(PROFILE=profile(check=ProfileCheck(layer=1, threshold=1.0)), **SHORT)
     teach(llm, DONOR)
     output = serve(llm, SHIFTED)
@@ -120,7 +103,7 @@ def test_a_check_that_sees_no_further_than_a_window_or_a_chunk_is_refused_by_nam
 
 
 @with_windows
-def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine: Engines) -> None:
+def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_tokens(engine):
     """As with `max_attention_window: [max_seq_len]`: what the stock connector keeps is read in every layer."""
     llm = engine("semblend_trt.connector", V2, contract="main", POLICY="exact")
     teach(llm, DONOR)
@@ -138,7 +121,7 @@ def test_layers_of_all_kinds_share_one_group_of_tensorrt_llms_v2_that_keeps_all_
         ({"POLICY": "position_fix", "cache": {"tokens_per_block": 2 * WINDOW}}, "window_below_block"),
     ],
 )
-def test_what_windows_do_not_allow_is_refused_by_name(engine: Engines, options: dict[str, Any], reason: str) -> None:
+def test_what_windows_do_not_allow_is_refused_by_name(engine, options, reason):
     llm = engine(**options)
     teach(llm, DONOR)
     output = serve(llm, SHIFTED)
@@ -149,19 +132,19 @@ def test_what_windows_do_not_allow_is_refused_by_name(engine: Engines, options: 
 
 
 @pytest.fixture(scope="module")
-def lower_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lower_path(tmp_path_factory):
     return save_tiny_model("llama4_text", tmp_path_factory.mktemp("llama4"), no_rope_layers=[1, 1, 0])
 
 
 @pytest.fixture
-def lower(lower_path: Path, tmp_path: Path) -> Iterator[Engines]:
+def lower(lower_path, tmp_path):
     """Of a model whose highest layer alone has full attention: all K and V depend on the chunk alone."""
     engines = Engines(tmp_path / "lower.jsonl", model=lower_path)
     yield engines
     engines.shutdown()
 
 
-def moved(engine: Engines, early: int, shift: int = 0, **settings: Any) -> tuple[RequestOutput, RequestOutput]:
+def moved(engine, early, shift=0, **settings):
     """What an engine under these settings answers to a document that begins `early` tokens before a chunk's end, and
     `shift` later in its chunk than in the donor, and what a cold one does."""
     llm = engine(**SHORT | settings)
@@ -173,9 +156,7 @@ def moved(engine: Engines, early: int, shift: int = 0, **settings: Any) -> tuple
 @pytest.mark.parametrize(
     ("early", "shift", "heads", "is_cold"), [(0, 0, 0, True), (20, 0, 20, True), (20, 0, 19, False), (0, 1, 0, False)]
 )
-def test_a_run_from_a_chunks_first_token_on_is_that_of_a_cold_run(
-    lower: Engines, early: int, shift: int, heads: int, is_cold: bool
-) -> None:
+def test_a_run_from_a_chunks_first_token_on_is_that_of_a_cold_run(lower, early, shift, heads, is_cold):
     """Where the tokens before it, in its first chunk, are computed, K and V are those of the new text; those of a token
     more are of another text."""
     policy = {"POLICY": "epic", "EPIC_TOKENS": heads} if heads else {"POLICY": "position_fix"}
@@ -189,23 +170,21 @@ def test_a_run_from_a_chunks_first_token_on_is_that_of_a_cold_run(
         assert_same(output, cold)
 
 
-def test_queries_are_scaled_by_their_positions_and_not_by_their_rows(
-    lower: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_are_scaled_by_their_positions_and_not_by_their_rows(lower, monkeypatch):
     monkeypatch.setattr(sparse_forward._Places, "get_seq_length", lambda self, layer: 0)
     wrong, cold = moved(lower, 0, POLICY="position_fix")
     with pytest.raises(AssertionError):
         assert_same(wrong, cold)
 
 
-def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lower: Engines) -> None:
+def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(lower):
     output, cold = moved(lower, 0, CHUNK // 2, POLICY="position_fix", MIN_SPAN=CHUNK // 2 + 1)
     assert (output.reused_tokens, output.reuse_reason) == (0, "chunk_edge")
     assert_same(output, cold)
 
 
 @with_chunks
-def test_blocks_that_do_not_divide_a_chunk_are_refused(engine: Engines) -> None:
+def test_blocks_that_do_not_divide_a_chunk_are_refused(engine):
     with pytest.raises(ConfigurationError, match=r"tokens_per_block 48 does not divide the chunks of 64 tokens"):
         engine(cache={"tokens_per_block": 48})
 
@@ -215,7 +194,7 @@ def test_blocks_that_do_not_divide_a_chunk_are_refused(engine: Engines) -> None:
 
 @with_latent_rows
 @pytest.mark.parametrize("version", ["embedded", "main"])
-def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine: Engines, version: str) -> None:
+def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine, version):
     cache = {"use_kv_cache_manager_v2": version == "main"}
     llm = engine(cache=cache, POLICY="exact", contract=version)
     assert llm.executor.pool.tensor.shape[2:] == (1, 16 * (512 + 64))
@@ -228,15 +207,13 @@ def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine: Engine
 
 
 @with_latent_rows
-def test_the_layout_of_its_pool_has_no_values(engine: Engines) -> None:
+def test_the_layout_of_its_pool_has_no_values(engine):
     (group,) = cache_layout(engine.cold().executor.pool.tensor, 16).groups
     (region,) = group.regions
     assert [(each.layer_id, each.role) for each in region.buffers] == [(layer, "key") for layer in range(LAYERS)]
 
 
-def test_transformers_that_caches_every_head_is_refused_when_the_model_is_loaded(
-    tiny_model_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_that_caches_every_head_is_refused_when_the_model_is_loaded(tiny_model_paths, monkeypatch):
     monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
     with pytest.raises(ConfigurationError, match="caches K and V of every head"):
         ModelRunner(tiny_model_paths["deepseek_v3"], "float32", "cpu")

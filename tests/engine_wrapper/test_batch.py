@@ -4,28 +4,21 @@ divided stays within its rows, in order, and what has to be decided at once stay
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_wrapper.batch import Part, micro_batches, with_lowest_layers_run
-from engine_wrapper.token_schedule import SequenceSlice, works_of
-from semblend_trt.plan import SpanCheck
+from engine_wrapper.batch import micro_batches, with_lowest_layers_run
+from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
+from semblend_trt.plan import CheckEvidence, SpanCheck
 from semblend_trt.ranks import Ranks
-from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, PlanMaker, close, load, tokens_of
+from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from engine_wrapper.token_schedule import SequenceWork
-    from semblend_trt.plan import CheckEvidence, SemanticKvPlan
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
 TERMS: dict[str, dict[str, Any]] = {
@@ -45,16 +38,16 @@ LENGTH, SPANS, MAX_ROWS = 90, [(9, 24), (24, 40), (66, 80)], 20
 
 
 @pytest.fixture
-def bench(tiny_qwen2_path: Path) -> Bench:
+def bench(tiny_qwen2_path):
     return Bench(load(tiny_qwen2_path))
 
 
-def long_plan(make_plan: PlanMaker, terms: str, request_id: int = 1, **options: Any) -> SemanticKvPlan:
+def long_plan(make_plan, terms, request_id=1, **options):
     tokens = tokens_of(LENGTH, request_id)
     return make_plan(tokens, SPANS, **SIZES, request_id=request_id, **TERMS[terms], **options)
 
 
-def place_donor(bench: Bench, plan: SemanticKvPlan) -> torch.Tensor:
+def place_donor(bench, plan):
     """Places spans in a NaN pool whose KV deviates in some tokens only; returns the logits of a cold run."""
     tokens = tuple(plan.prompt_token_ids.tolist())
     logits, kv = bench.cold(tokens, plan.request_id)
@@ -65,13 +58,13 @@ def place_donor(bench: Bench, plan: SemanticKvPlan) -> torch.Tensor:
     return logits[plan.prefix_end :]
 
 
-def alike(found: list[CheckEvidence], expected: list[CheckEvidence]) -> bool:
+def alike(found, expected):
     """But for the rounding of the largest deviation."""
     return found == [replace(each, largest_kept=pytest.approx(each.largest_kept, abs=1e-4)) for each in expected]
 
 
 @pytest.mark.parametrize("terms", TERMS)
-def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_plan: PlanMaker, terms: str) -> None:
+def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, terms):
     plan, bystander = long_plan(make_plan, terms), bench.slice(2, tokens_of(25, seed=8))
     found = []
     for max_rows in (None, MAX_ROWS):
@@ -90,7 +83,7 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench: Bench, make_
 SAMPLED = SpanCheck(1, 0.5, window_tokens=4, sample_every=2, sample_threshold=0.4)
 
 
-def evidence_over_own_kv(bench: Bench, plan: SemanticKvPlan) -> CheckEvidence:
+def evidence_over_own_kv(bench, plan):
     """What the plan's check finds where KV does not deviate; the answer is a cold run's."""
     wanted, kv = bench.cold(tuple(plan.prompt_token_ids.tolist()), plan.request_id)
     for start, end in SPANS:
@@ -101,7 +94,7 @@ def evidence_over_own_kv(bench: Bench, plan: SemanticKvPlan) -> CheckEvidence:
     return evidence
 
 
-def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan: PlanMaker) -> None:
+def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench, make_plan):
     evidence = evidence_over_own_kv(bench, make_plan(tokens_of(LENGTH), SPANS, **SIZES, check=SAMPLED))
     [(sample, layer)] = bench.lowest
     assert layer == 1
@@ -116,9 +109,7 @@ def test_a_sample_of_kv_that_does_not_deviate_runs_alone(bench: Bench, make_plan
 
 
 @pytest.mark.parametrize("deviates", [False, True], ids=["likely", "in vain"])
-def test_what_runs_before_a_sample_has_decided_changes_nothing(
-    bench: Bench, make_plan: PlanMaker, monkeypatch: pytest.MonkeyPatch, deviates: bool
-) -> None:
+def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan, monkeypatch, deviates):
     check = replace(SAMPLED, sample_every=1)
     tokens, found = tokens_of(LENGTH), []
     plan, bystander = make_plan(tokens, SPANS, **SIZES, check=check), bench.slice(2, tokens_of(25, seed=8))
@@ -142,9 +133,7 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(
 
 
 @pytest.mark.parametrize("keys_per_row", [0, 1])
-def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_sample(
-    bench: Bench, make_plan: PlanMaker, keys_per_row: int
-) -> None:
+def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_sample(bench, make_plan, keys_per_row):
     tokens, found = tokens_of(LENGTH), []
     wanted, kv = bench.cold(tokens, 1)
     other = bench.cold(tokens_of(LENGTH, seed=50), 1)[1]
@@ -174,12 +163,10 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
 
 
 @pytest.mark.parametrize("most", [None, MAX_ROWS])
-def test_ranks_that_share_the_heads_decide_what_one_would(
-    tiny_qwen2_path: Path, make_plan: PlanMaker, most: int | None
-) -> None:
+def test_ranks_that_share_the_heads_decide_what_one_would(tiny_qwen2_path, make_plan, most):
     plan = long_plan(make_plan, "largest share")
 
-    def run(model: Any, ranks: Ranks, max_rows: int | None) -> tuple[torch.Tensor, list[CheckEvidence]]:
+    def run(model, ranks, max_rows):
         bench = Bench(model, ranks)
         place_donor(bench, plan)
         return bench.run(bench.planned(plan), max_rows=max_rows)[0], bench.evidence
@@ -202,8 +189,8 @@ def test_ranks_that_share_the_heads_decide_what_one_would(
     seed=st.integers(0, 100),
 )
 def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decide(
-    make_plan: PlanMaker, cuts: list[int], terms: str, exact: bool, max_rows: int, seed: int
-) -> None:
+    make_plan, cuts, terms, exact, max_rows, seed
+):
     """The decision is a function of the deviations alone, not of the parts: the very same bits."""
     tokens, spans = tokens_of(LENGTH), list(zip(cuts[::2], cuts[1::2], strict=False))
     options = {**SIZES, "exact": {0} if exact else (), **TERMS[terms]}
@@ -213,7 +200,7 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
     by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
     passes: dict[int, list[SequenceWork]] = {}
 
-    def run(part: SequenceWork, layer: int) -> torch.Tensor:
+    def run(part, layer):
         passes.setdefault(layer, []).append(part)
         return torch.from_numpy(by_position[checked_positions(part)])
 
@@ -240,16 +227,16 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
     assert left.positions[-left.outputs :].tolist() == list(range(85, LENGTH))
 
 
-def rows_of(parts: list[Part]) -> int:
+def rows_of(parts):
     return sum(len(part.work.positions) for part in parts)
 
 
-def checked_positions(work: SequenceWork) -> npt.NDArray[np.int64]:
+def checked_positions(work):
     none: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
     return none if work.pending is None else work.positions[work.pending.checked]
 
 
-def slice_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, length: int) -> SequenceSlice:
+def slice_of(make_plan, request_id, terms, begin, length):
     """A planned slice from `begin` on, with a hole before, between and behind its two spans."""
     tokens = tuple(range(begin + length))
     blocks = tuple(range(-(-len(tokens) // BLOCK_SIZE)))
@@ -268,9 +255,7 @@ def slice_of(make_plan: PlanMaker, request_id: int, terms: str, begin: int, leng
     ),
     slack=st.integers(0, 30),
 )
-def test_every_row_runs_once_in_order_within_the_bound(
-    make_plan: PlanMaker, parts: list[tuple[str, int, int]], slack: int
-) -> None:
+def test_every_row_runs_once_in_order_within_the_bound(make_plan, parts, slack):
     slices = [slice_of(make_plan, index, terms, begin, length) for index, (terms, begin, length) in enumerate(parts)]
     works = works_of(slices, NUM_LAYERS)
     # What must stay together, and one row behind it.
@@ -292,7 +277,7 @@ def test_every_row_runs_once_in_order_within_the_bound(
         assert checks == ([] if work.pending is None else [checked_positions(work).tolist()])
 
 
-def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan: PlanMaker) -> None:
+def test_rows_that_must_stay_together_run_beyond_the_bound(make_plan):
     """A work whose lowest layers have not run first must still be executed: the engine has skipped its tokens."""
     works = works_of([slice_of(make_plan, 0, "threshold", 50, 5)], NUM_LAYERS)
     assert sum(map(rows_of, micro_batches(works, NUM_LAYERS, 10))) == 55

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,16 +14,10 @@ from tests.engine_wrapper.serving import (
     GREEDY,
     SHIFTED,
     SOME_KEPT,
-    Engines,
     assert_same,
     teach,
     text,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engine_wrapper.embedded.llm import LLM, RequestOutput
 
 UNBOUNDED = 4096
 ASSETS = Path(str(files("validation"))) / "assets"
@@ -33,14 +26,14 @@ COLD = text(7, 130)
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def rows(monkeypatch):
     """Rows of every forward so far."""
     counted: list[int] = []
 
-    def count(name: str) -> None:
+    def count(name):
         own = getattr(runner_module, name)
 
-        def counting(*arguments: Any) -> Any:
+        def counting(*arguments):
             schedule = own(*arguments)
             counted.append(len(schedule.positions))
             return schedule
@@ -55,10 +48,10 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Serving:
     """What engines answer that have served DONOR, each under another bound."""
 
-    def __init__(self, engine: Engines, policy: str, lose: bool = False, **options: Any) -> None:
+    def __init__(self, engine, policy, lose=False, **options):
         self._engine, self._options, self._lose = engine, {"POLICY": policy, **options}, lose
 
-    def __call__(self, max_num_tokens: int, *prompts: list[int]) -> tuple[list[RequestOutput], list[dict[str, Any]]]:
+    def __call__(self, max_num_tokens, *prompts):
         """The answers to the prompts at once, and what the engine reports of each."""
         settings = {"RECOMPUTE_BOUNDARY_LAYER": 2, "MIN_REUSE_RATIO": 0.1, **self._options}
         llm = self._engine(max_num_tokens=max_num_tokens, **settings)
@@ -70,12 +63,12 @@ class Serving:
         return outputs, [figures_of(llm, output) for output in outputs]
 
 
-def figures_of(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+def figures_of(llm, output):
     report = llm.connector_scheduler.reuse_of(output.request_id)
     return {**report.figures, "outcome": report.outcome, "reason": report.reason}
 
 
-def compare(served: Serving, rows: list[int], max_num_tokens: int, *prompts: list[int]) -> list[dict[str, Any]]:
+def compare(served, rows, max_num_tokens, *prompts):
     """Bounded and unbounded engines answer and report the same; returns the reports."""
     expected, told = served(UNBOUNDED, *prompts)
     assert max(rows) > max_num_tokens, "nothing has to be divided"
@@ -103,13 +96,13 @@ def compare(served: Serving, rows: list[int], max_num_tokens: int, *prompts: lis
     ],
 )
 def test_plans_run_in_several_forwards_and_come_out_the_same(
-    engine: Engines,
-    profile: Callable[..., Path],
-    rows: list[int],
-    policy: str,
-    prompts: tuple[list[int], ...],
-    max_num_tokens: int,
-) -> None:
+    engine,
+    profile,
+    rows,
+    policy,
+    prompts,
+    max_num_tokens,
+):
     options = {"PROFILE": profile(check=SOME_KEPT)} if policy == "verified" else {}
     figures = compare(Serving(engine, policy, **options), rows, max_num_tokens, *prompts)
     assert all(each["reused_tokens"] for prompt, each in zip(prompts, figures, strict=True) if prompt is not COLD)
@@ -124,13 +117,11 @@ def test_plans_run_in_several_forwards_and_come_out_the_same(
     ],
     ids=["1.2", "v2", "one by one"],
 )
-def test_every_kind_of_engine_runs_plans_in_parts(
-    engine: Engines, profile: Callable[..., Path], rows: list[int], options: dict[str, Any]
-) -> None:
+def test_every_kind_of_engine_runs_plans_in_parts(engine, profile, rows, options):
     served = Serving(engine, "verified", PROFILE=profile(check=SOME_KEPT), **options)
     figures = compare(served, rows, 64, SHIFTED, COLD, BEHIND_A_HOLE)
     assert 0 < figures[0]["reused_tokens"] < figures[0]["checked_tokens"] == len(DOCUMENT)
 
 
-def test_a_lost_donor_is_computed_in_several_forwards(engine: Engines, rows: list[int]) -> None:
+def test_a_lost_donor_is_computed_in_several_forwards(engine, rows):
     compare(Serving(engine, "position_fix", lose=True), rows, 64, SHIFTED)

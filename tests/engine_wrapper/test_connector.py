@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.metadata import SemBlendConnectorMetadata
-from semblend_trt.outcome import Outcome
+from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
@@ -26,12 +26,6 @@ from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest,
 from tests.semblend_trt.held_donors import held_in
 from tests.semblend_trt.rank_threads import on_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from semblend_trt.outcome import ReuseReport
-
 
 class Service:
     """Scheduler, worker and executor in TensorRT-LLM's order of calls, one request after the other.
@@ -41,12 +35,12 @@ class Service:
 
     def __init__(
         self,
-        path: Path,
-        ranks: Ranks | None = None,
-        source: Any = None,
-        kv_dtype: torch.dtype = torch.float32,
-        **settings: Any,
-    ) -> None:
+        path,
+        ranks=None,
+        source=None,
+        kv_dtype=torch.float32,
+        **settings,
+    ):
         self.ranks = ranks or Ranks()
         self.args = LlmArgs(path, tensor_parallel_size=self.ranks.size, **settings)
         runtime_for(self.args).ranks = self.ranks
@@ -56,7 +50,7 @@ class Service:
         self.executor._maybe_init_kv_connector_manager()
         self.manager = self.executor.kv_cache_manager
 
-    def serve(self, request: LlmRequest) -> torch.Tensor:
+    def serve(self, request):
         matched, is_async = self.asked(lambda scheduler: scheduler.get_num_new_matched_tokens(request, 0))
         assert not is_async
         self.manager.add_sequence(request)
@@ -81,13 +75,13 @@ class Service:
         self.bind(new_requests=[], cached_requests=[])
         return logits
 
-    def cold(self, request: LlmRequest) -> torch.Tensor:
+    def cold(self, request):
         """The logits of the same prompt without the connector."""
         again = LlmRequest(99, list(request.tokens))
         self.manager.add_sequence(again)
         return self.executor.prefill(again)
 
-    def check_reuse_from_position_0(self) -> None:
+    def check_reuse_from_position_0(self):
         """A document of several windows, then, once the pool has forgotten it, a prompt that begins with it."""
         document = text(1, 90)
         self.serve(LlmRequest(1, [*document, *text(4, 5)]))
@@ -97,42 +91,42 @@ class Service:
         assert self.report(2).reused_tokens == 90
         torch.testing.assert_close(logits, self.cold(request), atol=1e-3, rtol=0)
 
-    def bind(self, **scheduled: Any) -> None:
+    def bind(self, **scheduled):
         metadata = self.asked(lambda scheduler: scheduler.build_connector_meta(SimpleNamespace(**scheduled)))
         assert isinstance(metadata, SemBlendConnectorMetadata)
         self.worker.bind_connector_meta(metadata)
 
-    def asked(self, question: Callable[[SemBlendKvConnectorScheduler], Any]) -> Any:
+    def asked(self, question):
         """What rank 0's scheduler answers."""
         return self.ranks.broadcast(None if self.scheduler is None else question(self.scheduler))
 
-    def report(self, request_id: int) -> ReuseReport:
+    def report(self, request_id):
         report: ReuseReport | None = self.asked(lambda scheduler: scheduler.reuse_of(request_id))
         assert report is not None
         return report
 
-    def close(self) -> None:
+    def close(self):
         if self.scheduler is not None:
             self.scheduler.close()
         self.worker.close()
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "boundary")
     monkeypatch.setenv("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "3")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
 
 
 @pytest.fixture(params=[("qwen2", "1.1"), ("gemma3_text", "1.2")], ids=lambda each: each[0])
-def service(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Iterator[Service]:
+def service(request, tiny_model_paths):
     family, contract = request.param
     service = Service(tiny_model_paths[family], contract=contract)
     yield service
     service.close()
 
 
-def test_documents_at_other_places_are_reused_and_never_published(service: Service) -> None:
+def test_documents_at_other_places_are_reused_and_never_published(service):
     first, second = text(1, 90), text(2, 80)
     service.serve(LlmRequest(1, [*text(3, 10), *first, *second, *text(4, 5)]))
     assert service.worker._runtime.mode is EngineMode.WRAPPER, "the first prompt has proven it"
@@ -148,9 +142,7 @@ def test_documents_at_other_places_are_reused_and_never_published(service: Servi
     torch.testing.assert_close(logits, service.cold(shuffled), atol=1e-3, rtol=0)
 
 
-def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(
-    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(tiny_qwen2_path, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
     assert service.worker.attachment is not None
@@ -174,9 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(tmp_path, monkeypatch, family):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     changes, settings, reason = REFUSED[family]
     save_tiny_model("qwen2" if family == "yarn" else family, tmp_path, **changes)
@@ -187,7 +177,7 @@ def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(
     service.close()
 
 
-def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
+def test_approximate_kv_never_becomes_a_donor(service):
     document = text(1, 90)
     service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
     held = len(held_in(service.worker.store))
@@ -201,8 +191,8 @@ def test_approximate_kv_never_becomes_a_donor(service: Service) -> None:
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("generations", [0, 1])
 def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_allows_it(
-    tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generations: int
-) -> None:
+    tiny_qwen2_path, tmp_path, monkeypatch, generations
+):
     monkeypatch.setenv("SEMBLEND_POLICY", "verified")
     monkeypatch.setenv("SEMBLEND_MIN_REUSE_RATIO", "0.1")
     monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
@@ -230,9 +220,7 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     service.close()
 
 
-def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
-    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(tiny_qwen2_path, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     service = Service(tiny_qwen2_path, cuda_graph_config=object())
     assert service.worker.attachment is not None
@@ -255,13 +243,11 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(
 
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("policy", ["position_fix", "verified"])
-def test_ranks_execute_one_plan_together(
-    tiny_qwen2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
+def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch, policy):
     document = text(1, 90)
     prompts = [[*text(3, 10), *document, *text(4, 5)], [*text(8, 30), *document, *text(9, 9)]]
 
-    def serve(ranks: Ranks, source: Any = None) -> tuple[torch.Tensor, ReuseReport]:
+    def serve(ranks, source=None):
         service = Service(tiny_qwen2_path, ranks, source)
         logits = [service.serve(LlmRequest(index, prompt)) for index, prompt in enumerate(prompts, 1)]
         assert service.worker._runtime.mode is EngineMode.WRAPPER
@@ -269,7 +255,7 @@ def test_ranks_execute_one_plan_together(
         service.close()
         return logits[-1], report
 
-    def profile(size: int) -> str:
+    def profile(size):
         """The path of a profile for engines of so many ranks."""
         path = tmp_path / f"profile-{size}.json"
         service = Service(tiny_qwen2_path)
@@ -287,7 +273,7 @@ def test_ranks_execute_one_plan_together(
     monkeypatch.setenv("SEMBLEND_PROFILE", profile(2))
     sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
 
-    def serve_part(ranks: Ranks) -> tuple[torch.Tensor, ReuseReport]:
+    def serve_part(ranks):
         keep_shard(sources[ranks.rank], ranks)
         return serve(ranks, sources[ranks.rank])
 

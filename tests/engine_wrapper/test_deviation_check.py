@@ -22,11 +22,11 @@ stretches = st.lists(st.tuples(deviations, st.integers(1, 40)), min_size=1, max_
 long_span_lists = st.lists(stretches.map(lambda found: [value for value, n in found for _ in range(n)]), min_size=1)
 
 
-def array(spans: list[list[float]]) -> np.ndarray:
+def array(spans):
     return np.array([value for span in spans for value in span], dtype=np.float32)
 
 
-def lengths(spans: list[list[float]]) -> list[int]:
+def lengths(spans):
     return [len(span) for span in spans]
 
 
@@ -41,15 +41,15 @@ def lengths(spans: list[list[float]]) -> list[int]:
     holes=st.integers(0, 10),
 )
 def test_a_threshold_against_the_same_token_by_token(
-    spans: list[list[float]],
-    threshold: float,
-    window_threshold: float | None,
-    window_tokens: int,
-    max_span_share: float,
-    min_saved_share: float,
-    exact: int,
-    holes: int,
-) -> None:
+    spans,
+    threshold,
+    window_threshold,
+    window_tokens,
+    max_span_share,
+    min_saved_share,
+    exact,
+    holes,
+):
     check = SpanCheck(
         1,
         threshold,
@@ -79,7 +79,7 @@ def test_a_threshold_against_the_same_token_by_token(
 
 
 @given(spans=span_lists, share=shares)
-def test_the_largest_share_is_the_share_that_deviates_most(spans: list[list[float]], share: float) -> None:
+def test_the_largest_share_is_the_share_that_deviates_most(spans, share):
     values = np.nan_to_num(array(spans), nan=math.inf, posinf=math.inf)
     choice = choose(SpanCheck(1, largest_share=share), array(spans), lengths(spans), 0, values.size)
     count = round(share * values.size)
@@ -89,7 +89,7 @@ def test_the_largest_share_is_the_share_that_deviates_most(spans: list[list[floa
     assert choice.is_dropped == (count == values.size)
 
 
-def test_of_equal_deviations_the_earlier_tokens_are_computed() -> None:
+def test_of_equal_deviations_the_earlier_tokens_are_computed():
     choice = choose(SpanCheck(1, largest_share=0.5), np.full(6, 0.3, np.float32), [2, 4], 0, 6)
     assert choice.computed.tolist() == [True, True, True, False, False, False]
 
@@ -97,9 +97,7 @@ def test_of_equal_deviations_the_earlier_tokens_are_computed() -> None:
 @given(
     rows=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=40), keys_per_row=st.integers(0, 8)
 )
-def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(
-    rows: list[tuple[bool, int]], keys_per_row: int
-) -> None:
+def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(rows, keys_per_row):
     """Where two rows' positions are more than 1 apart, positions without a row lie between them."""
     computed, steps = (np.array(column) for column in zip(*rows, strict=True))
     positions = np.cumsum(steps)
@@ -116,7 +114,7 @@ def test_closing_gaps_adds_the_rows_of_short_ones_and_no_others(
     assert closed(found, positions, keys_per_row).tolist() == found.tolist()
 
 
-def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped() -> None:
+def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped():
     values = np.where(np.arange(20) % 5 == 0, np.float32(1), np.float32(0.1))
     choices = [
         choose(
@@ -136,9 +134,7 @@ def test_a_plan_whose_gaps_leave_nothing_to_keep_is_dropped() -> None:
     window=window_lengths,
     seed=st.integers(0, 1 << 32),
 )
-def test_a_sample_has_a_token_of_every_stratum_and_all_of_the_first_windows(
-    spans: list[int], every: int, window: int, seed: int
-) -> None:
+def test_a_sample_has_a_token_of_every_stratum_and_all_of_the_first_windows(spans, every, window, seed):
     found = sample_of(spans, every, window, seed)
     assert found.tolist() == sorted(set(found.tolist())) == sample_of(spans, every, window, seed).tolist()
     end = 0
@@ -151,7 +147,7 @@ def test_a_sample_has_a_token_of_every_stratum_and_all_of_the_first_windows(
     assert end > found[-1]
 
 
-def test_another_request_has_another_sample() -> None:
+def test_another_request_has_another_sample():
     assert sample_of([400], 8, 32, 1).tolist() != sample_of([400], 8, 32, 2).tolist()
 
 
@@ -164,13 +160,13 @@ def test_another_request_has_another_sample() -> None:
     data=st.data(),
 )
 def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the_span(
-    spans: list[int],
-    bad: list[float],
-    window_tokens: int,
-    max_span_share: float,
-    min_saved_share: float,
-    data: st.DataObject,
-) -> None:
+    spans,
+    bad,
+    window_tokens,
+    max_span_share,
+    min_saved_share,
+    data,
+):
     check = SpanCheck(
         1,
         0.5,
@@ -204,7 +200,7 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
     assert all(any(span.start <= part.start and part.stop <= span.stop for span in ranges) for part in parts)
 
 
-def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_well() -> None:
+def test_where_most_of_a_plan_is_suspect_its_windows_that_pass_are_checked_as_well():
     spans, check = [32] * 4, SpanCheck(1, 0.5, max_span_share=0.5, sample_every=8, sample_threshold=0.2)
     compared = sample_of(spans, 8, 32, 0)
     for failing, checked in ((1, 1), (2, 2), (3, 4), (4, 4)):

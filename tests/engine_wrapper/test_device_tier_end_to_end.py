@@ -3,8 +3,6 @@
 The CPU stands in for the card where there is none; where there is one, everything runs on both.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,11 +20,11 @@ ONE_ON_DEVICE = 16 * BLOCK * TOKEN_BYTES
 DOCUMENTS = [text(10 + number, 200) for number in range(4)]
 
 
-def donor(number: int) -> list[int]:
+def donor(number):
     return text(20 + number, 40) + DOCUMENTS[number] + text(30 + number, 9)
 
 
-def question_about(*numbers: int) -> list[int]:
+def question_about(*numbers):
     return [token for number in numbers for token in text(40 + number, 33) + DOCUMENTS[number]] + QUESTION
 
 

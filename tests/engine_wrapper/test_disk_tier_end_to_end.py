@@ -1,7 +1,5 @@
 """Donors on disk: they outlive the engine, answer as before, and a failing disk costs a cold prefill only."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A worker that is killed, a donor's text that changes on disk and a missing NATS server cost a cold prefill only."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

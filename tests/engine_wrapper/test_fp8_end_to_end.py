@@ -1,10 +1,6 @@
 """KV in e4m3 in the embedded engine: attention reads what is stored, checks compare it, and donors are its bytes.
 K and V of heads, and latent rows (MLA)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -20,7 +16,7 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.conftest import FAMILIES, save_tiny_model
 from tests.engine_wrapper.embedded.conftest import forget_prefixes
-from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, PlanMaker, load, tokens_of
+from tests.engine_wrapper.forward_bench import NUM_LAYERS, SIZES, Bench, load, tokens_of
 from tests.engine_wrapper.serving import (
     BLOCK,
     DOCUMENT,
@@ -46,13 +42,6 @@ from validation.families.catalog import write_family
 from validation.models import PROFILE_NAME, shipped_model
 from validation.prompts import form_for
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from semblend_trt.reuse_profile import ProfileCheck
-    from validation.cases import Case
-
 BOUNDARY = {"POLICY": "boundary", "RECOMPUTE_BOUNDARY_LAYER": NUM_LAYERS}
 # K and V of heads, and latent rows, of whose channels the last ones turn.
 FORMS, LATENT_CHANNELS = ("qwen2", "deepseek_v3"), 512
@@ -65,20 +54,18 @@ PLACES = range(len(OTHER_INSTRUCTION), len(OTHER_INSTRUCTION) + len(DOCUMENT))
 class Fp8Engines(Engines):
     """Engines whose pool is in fp8, unless `cache` names another dtype."""
 
-    def __call__(
-        self, module: str | None = "engine_wrapper.connector", cache: dict[str, Any] | None = None, **options: Any
-    ) -> LLM:
+    def __call__(self, module="engine_wrapper.connector", cache=None, **options):
         return super().__call__(module, {"dtype": "fp8", **(cache or {})}, **options)
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def form(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> tuple[Path, ModelRunner]:
+def form(request, tiny_model_paths):
     path = tiny_model_paths[request.param]
     return path, ModelRunner(path, "float32", "cpu")
 
 
 @pytest.fixture
-def engine(form: tuple[Path, ModelRunner], tmp_path: Path) -> Iterator[Engines]:
+def engine(form, tmp_path):
     """Engines with K and V of heads, and with latent rows."""
     engines = Fp8Engines(tmp_path / "audit.jsonl", model=form[0], runner=form[1])
     yield engines
@@ -86,7 +73,7 @@ def engine(form: tuple[Path, ModelRunner], tmp_path: Path) -> Iterator[Engines]:
 
 
 @pytest.fixture(params=FAMILIES)
-def any_engine(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path], tmp_path: Path) -> Iterator[Engines]:
+def any_engine(request, tiny_model_paths, tmp_path):
     """Engines of each family."""
     path = tiny_model_paths[request.param]
     engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
@@ -97,7 +84,7 @@ def any_engine(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]
 # -- what is stored is what is read -----------------------------------------------------------------------------------
 
 
-def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine: Engines) -> None:
+def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
     llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
     assert llm.executor.pool.tensor.dtype == cold.executor.pool.tensor.dtype == FP8
     outputs, expected = ([serve(each, prompt) for prompt in (DONOR, SHIFTED)] for each in (llm, cold))
@@ -107,7 +94,7 @@ def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engi
 
 
 @pytest.mark.parametrize("any_engine", [each for each in FAMILIES if each != "deepseek_v3"], indirect=True)
-def test_rounding_is_seen_in_the_answer_and_stays_small(any_engine: Engines) -> None:
+def test_rounding_is_seen_in_the_answer_and_stays_small(any_engine):
     rounded, plain = (logits_of(serve(any_engine(None, {"dtype": each}), DONOR))[0] for each in ("fp8", "auto"))
     assert 1e-4 < error_of(rounded, plain) < 0.5  # in a mixture, rounding may send a token to another expert
 
@@ -115,11 +102,11 @@ def test_rounding_is_seen_in_the_answer_and_stays_small(any_engine: Engines) -> 
 class Rounded(DynamicCache):
     """Transformers' own cache, of which layers read numbers that e4m3 has."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    def update(self, keys, values, *rest, **options):
         return super().update(*(saturated(each, FP8).float() for each in (keys, values)), *rest, **options)
 
 
-def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path: Path) -> None:
+def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path):
     """In a model of one layer: with more of them a random model's rounding grows."""
     path = save_tiny_model("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1)
     engines = Fp8Engines(tmp_path / "audit.jsonl", model=path, runner=ModelRunner(path, "float32", "cpu"))
@@ -136,7 +123,7 @@ def test_latent_rows_are_read_as_transformers_would_read_rounded_ones(tmp_path: 
 @pytest.mark.parametrize(
     "options", [{"max_num_tokens": 64, "max_batch_size": 4}, {"cache": {"use_kv_cache_manager_v2": True}}], ids=str
 )
-def test_chunks_and_the_engines_own_prefix_read_it_too(engine: Engines, options: dict[str, Any]) -> None:
+def test_chunks_and_the_engines_own_prefix_read_it_too(engine, options):
     """Sums of another length end at the next number of e4m3 here and there."""
     llm, cold = engine(None, **options), engine.cold()
     expected = serve(cold, SHIFTED)
@@ -146,7 +133,7 @@ def test_chunks_and_the_engines_own_prefix_read_it_too(engine: Engines, options:
         assert error_of(logits_of(output)[0], logits_of(expected)[0]) < 0.1
 
 
-def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine: Engines) -> None:
+def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine):
     outputs = []
     for backend in ("TRTLLM", "FLASHINFER"):
         llm = engine(None, contract="1.2", attn_backend=backend)
@@ -154,7 +141,7 @@ def test_an_engine_whose_blocks_lie_otherwise_answers_alike(engine: Engines) -> 
     assert_same(*outputs, tolerance=0.0)
 
 
-def held_while_served(llm: LLM, prompt: list[int], positions: range) -> torch.Tensor:
+def held_while_served(llm, prompt, positions):
     """KV at these positions of a prompt behind its prefill, [layers, kv_factor, kv_heads, positions, head_dim]."""
     stream = llm.generate_async(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
     next(stream)
@@ -164,7 +151,7 @@ def held_while_served(llm: LLM, prompt: list[int], positions: range) -> torch.Te
     return kv[:, :, :, positions.start : positions.stop]
 
 
-def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine: Engines) -> None:
+def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine):
     """In the lowest layer, where a token's KV hangs on nothing but itself and its place."""
     llm = any_engine(POLICY="position_fix", **SHORT)
     teach(llm, DONOR)
@@ -177,7 +164,7 @@ def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engi
     assert error_of(other, expected) > 2 * TWO_ROUNDINGS
 
 
-def by_place(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_place(kv):
     """What hangs on a token's place in a layer's KV, [kv_factor, kv_heads, tokens, head_dim], and what does not."""
     return (kv[0], kv[1]) if len(kv) == 2 else (kv[0, ..., LATENT_CHANNELS:], kv[0, ..., :LATENT_CHANNELS])
 
@@ -188,9 +175,7 @@ def by_place(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("every", [0, 4], ids=["dense", "sampled"])
-def test_a_token_that_is_the_same_deviates_by_nothing(
-    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, family: str, layer: int, every: int
-) -> None:
+def test_a_token_that_is_the_same_deviates_by_nothing(tiny_model_paths, make_plan, family, layer, every):
     """Fresh rows are compared as they would be stored: threshold 0 keeps every one of them."""
     bench = Bench(load(tiny_model_paths[family]), kv_dtype=FP8)
     tokens = tokens_of(60)
@@ -207,9 +192,7 @@ def test_a_token_that_is_the_same_deviates_by_nothing(
 
 @pytest.mark.parametrize("check", [NONE_KEPT, NONE_SAMPLED], ids=["dense", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 64, "max_batch_size": 4}], ids=["whole", "chunked"])
-def test_what_deviates_is_computed_and_the_answer_is_cold(
-    engine: Engines, profile: Callable[..., Path], check: ProfileCheck, options: dict[str, Any]
-) -> None:
+def test_what_deviates_is_computed_and_the_answer_is_cold(engine, profile, check, options):
     llm = engine(PROFILE=profile(check=check), **options)
     teach(llm, DONOR)
     output, expected = serve(llm, SHIFTED), serve(engine.cold(), SHIFTED)
@@ -223,14 +206,14 @@ def test_what_deviates_is_computed_and_the_answer_is_cold(
 GROUPS, TOKENS = 6, 700
 
 
-def cases_of(llm: LLM, family: str) -> list[Case]:
-    def count(words: str) -> int:
+def cases_of(llm, family):
+    def count(words):
         return len(llm.tokenizer.encode(words, add_special_tokens=False))
 
     return write_family(family, form_for(llm.tokenizer), count, 3, GROUPS, 1, TOKENS)
 
 
-def answers(llm: LLM, cases: list[Case]) -> tuple[int, int, int]:
+def answers(llm, cases):
     """Prompts that are answered rightly and with the donor's answer, and tokens that were reused, behind the donors."""
     for case in cases:
         teach(llm, *case.donors)
@@ -242,22 +225,22 @@ def answers(llm: LLM, cases: list[Case]) -> tuple[int, int, int]:
 
 
 @pytest.fixture(scope="module")
-def shipped_runner() -> ModelRunner:
+def shipped_runner():
     return ModelRunner(shipped_model(), "float32", "cpu")
 
 
 @pytest.fixture
-def shipped(shipped_runner: ModelRunner, tmp_path: Path) -> Iterator[Engines]:
+def shipped(shipped_runner, tmp_path):
     engines = Fp8Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), runner=shipped_runner)
     yield engines
     engines.shutdown()
 
 
 @pytest.fixture
-def rebound(shipped: Engines, tmp_path: Path, trial: None) -> Callable[..., Path]:
+def rebound(shipped, tmp_path, trial):
     """The shipped model's profile, as if it had been made for KV in fp8, with changes to its check."""
 
-    def write(**changes: Any) -> Path:
+    def write(**changes):
         found, namespace = ReuseProfile.read(shipped_model() / PROFILE_NAME), shipped().connector_scheduler.namespace
         assert found.check is not None
         own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
@@ -272,9 +255,7 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
 
 
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
-def test_a_trap_is_seen_by_verified_and_not_by_position_fix(
-    shipped: Engines, rebound: Callable[..., Path], family: str
-) -> None:
+def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
     cold = shipped.cold()
     cases = cases_of(cold, family)
     assert answers(cold, cases)[0] == GROUPS
@@ -284,16 +265,14 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(
 
 
 @pytest.mark.parametrize("changes", [{}, SAMPLE], ids=["dense", "sampled"])
-def test_harmless_text_is_reused_by_verified(
-    shipped: Engines, rebound: Callable[..., Path], changes: dict[str, Any]
-) -> None:
+def test_harmless_text_is_reused_by_verified(shipped, rebound, changes):
     llm = shipped(PROFILE=rebound(**changes))
     right, _, reused = answers(llm, cases_of(llm, "reordered"))
     assert right == GROUPS
     assert reused > 0.2 * GROUPS * TOKENS
 
 
-def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped: Engines) -> None:
+def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped):
     path = shipped_model() / PROFILE_NAME
     llm = shipped(PROFILE=path)
     teach(llm, DONOR)
@@ -309,9 +288,7 @@ def test_a_profile_for_another_kv_dtype_is_refused_by_name(shipped: Engines) -> 
 
 
 @pytest.mark.parametrize("way", [{"DEVICE_BYTES": 1 << 24}, {"contract": "1.2"}], ids=["device", "snapshot"])
-def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(
-    engine: Engines, way: dict[str, Any]
-) -> None:
+def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(engine, way):
     outputs = []
     for options in ({}, way):
         llm = engine(POLICY="position_fix", **{"DEVICE_BYTES": 0, **options})
@@ -324,9 +301,7 @@ def test_a_donor_on_the_host_and_one_that_went_another_way_are_the_same_bytes(
     assert_same(*outputs, tolerance=0.0)
 
 
-def test_donors_that_change_tiers_through_staging_memory_answer_as_before(
-    engine: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_donors_that_change_tiers_through_staging_memory_answer_as_before(engine, monkeypatch):
     reference = engine(POLICY="position_fix", DEVICE_BYTES=0)
     one = -(-len(DONOR) // BLOCK) * BLOCK * reference.connector_scheduler.donor_index.catalog.capacities.bytes_per_token
     llm = through_staging_memory(engine(POLICY="position_fix", DEVICE_BYTES=one), monkeypatch, 100)
@@ -341,7 +316,7 @@ def test_donors_that_change_tiers_through_staging_memory_answer_as_before(
     assert catalog.stats().promoted >= 1  # what a question leaves may take the only place on the device again
 
 
-def test_donors_take_the_caches_bytes_of_each_budget(engine: Engines) -> None:
+def test_donors_take_the_caches_bytes_of_each_budget(engine):
     token = engine(None).executor.pool.geometry.bytes_per_token(FP8)
     budget = 300 * token
     llm = engine(POLICY="position_fix", HOST_BYTES=budget, DEVICE_BYTES=0)
@@ -354,7 +329,7 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine: Engines) -> None:
     assert blocks == llm.connector_scheduler.donor_index.catalog.capacities.device_blocks == 300 // BLOCK
 
 
-def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine: Engines, tmp_path: Path) -> None:
+def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine, tmp_path):
     disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
     settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
     first = ready(engine(MIN_DONOR_TOKENS=100, **settings))
@@ -378,12 +353,12 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine:
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "nvfp4", "int8", "FP8", ""])
-def test_other_dtypes_are_refused_with_their_value(dtype: str) -> None:
+def test_other_dtypes_are_refused_with_their_value(dtype):
     with pytest.raises(ConfigurationError, match=rf"KvCacheConfig\.dtype: .*'fp8' \(given: '{dtype}'\)"):
         KvCacheConfig(dtype=dtype)  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_by_name(tmp_path):
     asked = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     path = save_tiny_model("qwen2", tmp_path, quantization_config=asked)
     with pytest.raises(UnsupportedModelError, match="the KV cache is quantised") as refused:

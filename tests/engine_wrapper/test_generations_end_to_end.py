@@ -1,9 +1,6 @@
 """Documents first seen behind moved KV are reused where the reuse profile allows generations, and answered as cold."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,19 +13,13 @@ from validation.documents import stock_list
 from validation.models import profile_of, shipped_model
 from validation.prompts import INSTRUCTIONS, render
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from engine_wrapper.embedded.llm import LLM, RequestOutput
-
 LISTS = [stock_list(random.Random(seed), rows=14) for seed in range(7)]
 # The first prompt is computed cold. Each later one shows a list for the first time, behind one of the first prompt's
 # and, from the third prompt on, behind the list that was new in the prompt before.
 SHOWN = [(0, 1, 2), (2, 1, 3), (1, 3, 4), (2, 4, 5), (1, 5, 6)]
 
 
-def prompt_of(instruction: int, shown: tuple[int, ...]) -> str:
+def prompt_of(instruction, shown):
     return render(INSTRUCTIONS[instruction], [LISTS[each].text for each in shown], LISTS[shown[-1]].questions[3].text)
 
 
@@ -36,22 +27,22 @@ PROMPTS = [prompt_of(number, shown) for number, shown in enumerate(SHOWN)]
 
 
 @pytest.fixture(scope="module")
-def runner() -> ModelRunner:
+def runner():
     return ModelRunner(shipped_model(), "float32", "cpu")
 
 
 @pytest.fixture(scope="module")
-def cold(runner: ModelRunner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def cold(runner, tmp_path_factory):
     engines = Engines(tmp_path_factory.mktemp("cold") / "audit.jsonl", model=shipped_model(), runner=runner)
     yield engines.cold()
     engines.shutdown()
 
 
 @pytest.fixture
-def verified(engine: Engines, runner: ModelRunner, tmp_path: Path) -> Callable[..., LLM]:
+def verified(engine, runner, tmp_path):
     """Engines under the shipped profile with so many generations."""
 
-    def build(generations: int, **settings: Any) -> LLM:
+    def build(generations, **settings):
         shipped, path = profile_of(None, None), tmp_path / f"{generations}.json"
         assert shipped is not None
         ReuseProfile.read(shipped).model_copy(update={"generations": generations}).write(path)
@@ -60,7 +51,7 @@ def verified(engine: Engines, runner: ModelRunner, tmp_path: Path) -> Callable[.
     return build
 
 
-def serve(llm: LLM, prompt: str, **options: Any) -> RequestOutput:
+def serve(llm, prompt, **options):
     """Serves a prompt, until its KV is kept in every tier."""
     output = serving.serve(llm, prompt, SamplingParams(max_tokens=6), **options)
     if llm.connector_worker is not None and llm.connector_worker.transfers is not None:
@@ -70,7 +61,7 @@ def serve(llm: LLM, prompt: str, **options: Any) -> RequestOutput:
     return output
 
 
-def generations_of(llm: LLM) -> list[int]:
+def generations_of(llm):
     return sorted(llm.connector_scheduler.donor_index.catalog.generations.values())
 
 
@@ -84,14 +75,14 @@ def generations_of(llm: LLM) -> list[int]:
     ],
 )
 def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
-    engine: Engines,
-    cold: LLM,
-    verified: Callable[..., LLM],
-    allowed: int,
-    contract: str,
-    reused: list[bool],
-    kept: list[int],
-) -> None:
+    engine,
+    cold,
+    verified,
+    allowed,
+    contract,
+    reused,
+    kept,
+):
     llm = verified(allowed, contract=contract)
     outputs = [serve(llm, prompt) for prompt in PROMPTS]
     assert [output.reused_tokens > 100 for output in outputs] == reused
@@ -102,9 +93,7 @@ def test_documents_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
     assert max(event["generation"] for event in plans) == min(allowed, max(kept, default=0))
 
 
-def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(
-    cold: LLM, verified: Callable[..., LLM]
-) -> None:
+def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(cold, verified):
     llm = verified(1)
     first, again = [serve(llm, prompt) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[1])][1:]
     assert generations_of(llm) == [1]
@@ -116,7 +105,7 @@ def test_an_approximate_donor_is_checked_when_its_own_prompt_comes_again(
     assert token_ids(again) == token_ids(serve(cold, PROMPTS[1]))
 
 
-def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified: Callable[..., LLM]) -> None:
+def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified):
     llm = verified(3)
     serve(llm, PROMPTS[0])
     llm.executor.model_runner.evidence_sink = None
@@ -126,7 +115,7 @@ def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified: Call
     assert (catalog.ready, catalog.saving, catalog.leases) == (1, 0, 0)
 
 
-def test_a_dropped_plan_leaves_an_exact_donor(verified: Callable[..., LLM]) -> None:
+def test_a_dropped_plan_leaves_an_exact_donor(verified):
     llm = verified(1)
     serve(llm, PROMPTS[0])
     headings, rows = zip(*(each.text.split("\n", 1) for each in LISTS), strict=True)
@@ -137,7 +126,7 @@ def test_a_dropped_plan_leaves_an_exact_donor(verified: Callable[..., LLM]) -> N
     assert (generations_of(llm), llm.connector_scheduler.donor_index.catalog.stats().ready) == ([], 2)
 
 
-def test_requests_of_another_salt_do_not_see_it(verified: Callable[..., LLM]) -> None:
+def test_requests_of_another_salt_do_not_see_it(verified):
     llm = verified(3)
     for prompt in PROMPTS[:2]:
         serve(llm, prompt, cache_salt="one")
@@ -146,9 +135,7 @@ def test_requests_of_another_salt_do_not_see_it(verified: Callable[..., LLM]) ->
 
 
 @pytest.mark.parametrize("allowed", [0, 3])
-def test_a_restarted_engine_finds_it_on_disk_with_its_generation(
-    cold: LLM, verified: Callable[..., LLM], tmp_path: Path, allowed: int
-) -> None:
+def test_a_restarted_engine_finds_it_on_disk_with_its_generation(cold, verified, tmp_path, allowed):
     disk = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}
     llm = verified(3, **disk)
     for prompt in ("hello", *PROMPTS[:2]):  # files are written once the folder has been read

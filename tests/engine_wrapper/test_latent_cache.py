@@ -1,7 +1,5 @@
 """Rows of a latent attention come back from the pool as Transformers' own cache holds them, and no other's are read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -18,24 +16,24 @@ FREE, TURNING, BLOCK, LAYERS = 12, 6, 4, 2
 GEOMETRY = KvGeometry(LAYERS, 1, FREE + TURNING, BLOCK, kv_factor=1)
 
 
-def parts(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(tokens, seed):
     rows = torch.randn(1, 1, tokens, FREE + TURNING, generator=torch.Generator().manual_seed(seed))
     return rows[..., :FREE], rows[..., FREE:]
 
 
-def test_channels_that_turn_stand_in_pairs() -> None:
+def test_channels_that_turn_stand_in_pairs():
     free, turning = torch.zeros(1, 1, 1, 2), torch.tensor([0.0, 2.0, 4.0, 1.0, 3.0, 5.0]).view(1, 1, 1, 6)
     assert latent_rows(free, turning).flatten().tolist() == [0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_version_that_caches_every_head_is_refused() -> None:
+def test_a_version_that_caches_every_head_is_refused():
     expanded = torch.zeros(1, 4, 8, 96)
     with pytest.raises(ConfigurationError, match="caches K and V of every head"):
         latent_rows(expanded, expanded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
-def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype: torch.dtype) -> None:
+def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype):
     """Two sequences, the first in two chunks; of no other block, and of what is not written, anything comes back. In
     e4m3 it is what the pool can hold."""
     pool = torch.full((8, LAYERS, 1, GEOMETRY.row_elements), float("nan")).to(dtype)
@@ -43,14 +41,14 @@ def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype:
     first, second = parts(10, 1), parts(5, 2)
     first[0][0, 0, 3, 1] = 1e4 if dtype is FP8 else 1.0
 
-    def held(part: torch.Tensor) -> torch.Tensor:
+    def held(part):
         return saturated(part, dtype).float()
 
-    def watch(rows: torch.Tensor, values: torch.Tensor | None) -> None:
+    def watch(rows, values):
         assert values is None
         watched.append(rows)
 
-    def update(*rows: SequenceRows, chunk: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(*rows, chunk):
         write = PagedAttention(pool, GEOMETRY, rows, watch).write
         return LatentCache(pool, GEOMETRY, rows, write).update(chunk[0], chunk[1], 1)
 
@@ -67,7 +65,7 @@ def test_what_comes_back_is_what_transformers_would_hold_of_each_sequence(dtype:
     assert bool(pool_view(pool, GEOMETRY)[:, 0].float().isnan().all()), "rows of the other layer are left"
 
 
-def test_rows_attend_to_their_own_sequence_up_to_themselves() -> None:
+def test_rows_attend_to_their_own_sequence_up_to_themselves():
     generator = torch.Generator().manual_seed(3)
     sequences = (
         SequenceRows(0, torch.tensor([1, 4]), torch.tensor([0, 1])),

@@ -5,23 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, schedule_of
+from engine_wrapper.layer_schedule import schedule_of
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import PlanKind, SemanticKvPlan, SpanCheck
+from semblend_trt.plan import CheckEvidence, PlanKind, SemanticKvPlan, SpanCheck
 from semblend_trt.ranks import Ranks
-
-if TYPE_CHECKING:
-    from semblend_trt.plan import CheckEvidence
 
 PlanMaker = Callable[..., SemanticKvPlan]
 Layers = list[list[list[int]]]
@@ -30,21 +26,21 @@ NUM_LAYERS, BLOCK_SIZE = 5, 8
 SIZES = {"num_layers": NUM_LAYERS, "block_size": BLOCK_SIZE}
 
 
-def tokens_of(length: int, request_id: int = 1) -> tuple[int, ...]:
+def tokens_of(length, request_id=1):
     """Distinct tokens, so that a token in the wrong place is seen."""
     return tuple(1000 * request_id + position for position in range(length))
 
 
-def blocks(request_id: int) -> tuple[int, ...]:
+def blocks(request_id):
     return tuple(range(100 * request_id, 100 * request_id + 12))
 
 
-def build_schedule(slices: list[SequenceSlice]) -> LayerSchedule:
+def build_schedule(slices):
     """The schedule of one forward that puts out the last row of each slice."""
     return schedule_of([replace(work, outputs=1) for work in works_of(slices, NUM_LAYERS)], NUM_LAYERS)
 
 
-def slice_of(plan: SemanticKvPlan, length: int | None = None) -> SequenceSlice:
+def slice_of(plan, length=None):
     end = plan.prompt_length if length is None else plan.prefix_end + length
     tokens = tuple(plan.prompt_token_ids[plan.prefix_end : end].tolist())
     return SequenceSlice(plan.request_id, plan.prefix_end, tokens, blocks(plan.request_id), plan)
@@ -88,7 +84,7 @@ requests = st.builds(
 )
 
 
-def drawn_slice(drawn: Drawn, request_id: int, make_plan: PlanMaker) -> SequenceSlice:
+def drawn_slice(drawn, request_id, make_plan):
     """`cuts` are lengths, of a hole and of a span in turn."""
     position, spans = drawn.num_computed, []
     for index, length in enumerate(drawn.cuts):
@@ -113,11 +109,11 @@ class Expected:
     is_dropped: bool
 
 
-def exact_positions(plan: SemanticKvPlan) -> set[int]:
+def exact_positions(plan):
     return {p for span in plan.spans if span.exact for p in range(span.target_start, span.target_end)}
 
 
-def widened(plan: SemanticKvPlan, skipped: set[int], keys_per_row: int) -> set[int]:
+def widened(plan, skipped, keys_per_row):
     """The positions of short gaps; a plan's slice follows its promise."""
     computed = set(range(plan.num_computed_tokens, plan.prefix_end + 1)) - exact_positions(plan) - skipped
     found: set[int] = set()
@@ -129,7 +125,7 @@ def widened(plan: SemanticKvPlan, skipped: set[int], keys_per_row: int) -> set[i
     return found
 
 
-def decide(plan: SemanticKvPlan, deviating: frozenset[int], keys_per_row: int) -> Expected:
+def decide(plan, deviating, keys_per_row):
     check, head = plan.execution.check, plan.execution.head_tokens
     assert check is not None
     checked, computed = [], set()
@@ -144,9 +140,7 @@ def decide(plan: SemanticKvPlan, deviating: frozenset[int], keys_per_row: int) -
     return Expected(set(checked) if is_dropped else computed, checked, is_dropped)
 
 
-def expected_rows(
-    slice_: SequenceSlice, deviating: frozenset[int], keys_per_row: int, layer: int
-) -> tuple[list[int], list[int]]:
+def expected_rows(slice_, deviating, keys_per_row, layer):
     """Positions whose K and V are computed in `layer`, and those that go through its attention."""
     own, plan = list(range(slice_.begin, slice_.end)), slice_.plan
     if plan is None:
@@ -165,7 +159,7 @@ def expected_rows(
     return written, attending
 
 
-def deviations_of(check: DeviationCheck, drawn: list[Drawn]) -> torch.Tensor:
+def deviations_of(check, drawn):
     """What the device would find: 1 at deviating positions, 0 elsewhere; wrong rows would show."""
     values = []
     for work, request in zip(check.works, drawn, strict=True):
@@ -174,9 +168,7 @@ def deviations_of(check: DeviationCheck, drawn: list[Drawn]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def walk(
-    schedule: LayerSchedule, slices: list[SequenceSlice], drawn: list[Drawn]
-) -> tuple[Layers, Layers, list[CheckEvidence]]:
+def walk(schedule, slices, drawn):
     """Walks as a forward does; of each layer and request the positions written and those that attend."""
     written: Layers = [[] for _ in range(NUM_LAYERS)]
     attending: Layers = [[] for _ in range(NUM_LAYERS)]
@@ -209,9 +201,7 @@ def walk(
 
 
 @given(drawn=st.lists(requests, min_size=1, max_size=4), keys_per_row=st.sampled_from([0, 1, 4, 12, 30]))
-def test_every_layer_computes_what_the_checks_leave(
-    drawn: list[Drawn], keys_per_row: int, make_plan: PlanMaker
-) -> None:
+def test_every_layer_computes_what_the_checks_leave(drawn, keys_per_row, make_plan):
     slices = [drawn_slice(request, index, make_plan) for index, request in enumerate(drawn, start=1)]
     schedule = schedule_of(works_of(slices, NUM_LAYERS, keys_per_row), NUM_LAYERS)
     written, attending, found = walk(schedule, slices, drawn)
@@ -226,9 +216,7 @@ def test_every_layer_computes_what_the_checks_leave(
         check_evidence(evidence, slices[number].plan, drawn[number].deviating, keys_per_row)
 
 
-def check_evidence(
-    evidence: CheckEvidence, plan: SemanticKvPlan | None, deviating: frozenset[int], keys_per_row: int
-) -> None:
+def check_evidence(evidence, plan, deviating, keys_per_row):
     assert plan is not None
     expected = decide(plan, deviating, keys_per_row)
     assert evidence.offered_tokens == sum(span.length for span in plan.spans)
@@ -240,7 +228,7 @@ def check_evidence(
     assert evidence.largest_kept == 0.0
 
 
-def test_a_discovery_plan_changes_nothing(make_plan: PlanMaker) -> None:
+def test_a_discovery_plan_changes_nothing(make_plan):
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, kind=PlanKind.DISCOVERY_ONLY, **SIZES)
     slice_ = slice_of(plan)
     bare, schedule = (build_schedule([each]) for each in (replace(slice_, plan=None), slice_))
@@ -256,16 +244,14 @@ def test_a_discovery_plan_changes_nothing(make_plan: PlanMaker) -> None:
         ({"token_ids": (5, 6, 7)}, "plan_of_another_prompt"),
     ],
 )
-def test_a_plan_that_does_not_fit_its_slice_is_refused(
-    make_plan: PlanMaker, change: dict[str, Any], invariant: str
-) -> None:
+def test_a_plan_that_does_not_fit_its_slice_is_refused(make_plan, change, invariant):
     plan = make_plan(tokens_of(30), [(4, 20)], **SIZES)
     with pytest.raises(PlanError) as refusal:
         build_schedule([replace(slice_of(plan), **change)])
     assert refusal.value.invariant == invariant
 
 
-def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
+def test_last_rows_survive_a_check(make_plan):
     plan = make_plan(tokens_of(30), [(4, 20)], check=SpanCheck(2, 0.5), **SIZES)
     schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
     assert schedule.check is not None
@@ -274,7 +260,7 @@ def test_last_rows_survive_a_check(make_plan: PlanMaker) -> None:
     assert rest.output_rows.tolist() == [13, 14]
 
 
-def test_a_schedule_is_moved_whole(make_plan: PlanMaker) -> None:
+def test_a_schedule_is_moved_whole(make_plan):
     plan = make_plan(tokens_of(30), [(4, 20)], boundary=2, **SIZES)
     schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
     moved = schedule.to("cpu")
@@ -290,7 +276,7 @@ def test_a_schedule_is_moved_whole(make_plan: PlanMaker) -> None:
     )
 
 
-def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan: PlanMaker) -> None:
+def test_the_deviations_are_of_the_rows_positions_and_blocks(make_plan):
     """Planted: fresh K and V differ from the pool at known positions of two requests, in both tensors in turn."""
     geometry = KvGeometry(NUM_LAYERS, 2, 16, BLOCK_SIZE)
     pool = torch.full((12, NUM_LAYERS, 2, geometry.row_elements), float("nan"))

@@ -1,7 +1,5 @@
 """Semantic neighbours of served requests: found, said and written down, and never a reason to reuse KV."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -10,13 +10,13 @@ from engine_wrapper.patches import AlreadyPatchedError, replace_method, replaced
 
 
 class Owner:
-    def double(self, number: int, *, fails: bool = False) -> int:
+    def double(self, number, *, fails=False):
         if fails:
             raise ValueError("it fails")
         return 2 * number
 
 
-def test_the_result_and_the_error_are_the_owners_and_both_are_noticed() -> None:
+def test_the_result_and_the_error_are_the_owners_and_both_are_noticed():
     owner, seen = Owner(), list[Any]()
     undo = watch_method(owner, "double", lambda *found: seen.append(found))
     assert owner.double(4) == 8
@@ -29,12 +29,12 @@ def test_the_result_and_the_error_are_the_owners_and_both_are_noticed() -> None:
     assert not vars(owner)
 
 
-def test_an_owner_without_the_method_is_refused() -> None:
+def test_an_owner_without_the_method_is_refused():
     with pytest.raises(AttributeError, match="triple"):
         watch_method(Owner(), "triple", print)
 
 
-def test_a_second_change_is_refused_until_the_first_is_undone() -> None:
+def test_a_second_change_is_refused_until_the_first_is_undone():
     owner, other = Owner(), Owner()
     with replaced_method(owner, "double", lambda _: 1):
         for change in (replace_method, watch_method):
@@ -46,7 +46,7 @@ def test_a_second_change_is_refused_until_the_first_is_undone() -> None:
     assert owner.double(3) == 2
 
 
-def test_a_method_of_the_object_itself_is_restored_and_a_later_one_is_kept() -> None:
+def test_a_method_of_the_object_itself_is_restored_and_a_later_one_is_kept():
     owner: Any = Owner()
     owner.double = own = lambda _: 7
     undo = replace_method(owner, "double", lambda _: 8)

@@ -3,8 +3,6 @@
 Several of these name a defect of public connectors that the same situation triggers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

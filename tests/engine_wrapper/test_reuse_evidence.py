@@ -1,8 +1,6 @@
 """A request's output, the report, the audit log and the metrics agree on what was reused; a reuse profile decides what
 may be reused on the engine that it was made for."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -34,7 +32,7 @@ def report_of(llm, output):
     return llm.connector_scheduler.reuse_of(output.request_id)
 
 
-def counted() -> dict[str, float]:
+def counted():
     return {kind: REGISTRY.get_sample_value("semblend_tokens_total", {"kind": kind}) for kind in TOKEN_KINDS}
 
 

@@ -1,7 +1,5 @@
 """What a self-check finds is the same on every rank."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,7 +1,5 @@
 """Switches and bounds that users know by name do what documentation says, seen from outside a served engine."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import pytest

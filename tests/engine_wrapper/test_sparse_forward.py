@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,31 +23,26 @@ from tests.engine_wrapper.forward_bench import (
     NUM_LAYERS,
     SIZES,
     Bench,
-    PlanMaker,
     close,
     load,
     tokens_of,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 @pytest.fixture(scope="module")
-def benches(tiny_model_paths: dict[str, Path]) -> Callable[[str], Bench]:
+def benches(tiny_model_paths):
     return cache(lambda family: Bench(load(tiny_model_paths[family])))
 
 
 @pytest.fixture(params=FAMILIES)
-def family_bench(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
+def family_bench(request, benches):
     bench = benches(request.param)
     bench.clear()
     return bench
 
 
 @pytest.fixture
-def bench(benches: Callable[[str], Bench]) -> Bench:
+def bench(benches):
     bench = benches("qwen2")
     bench.clear()
     return bench
@@ -57,12 +52,12 @@ def bench(benches: Callable[[str], Bench]) -> Bench:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 61])
-def test_a_prompt_equals_the_plain_forward(family_bench: Bench, length: int) -> None:
+def test_a_prompt_equals_the_plain_forward(family_bench, length):
     tokens = tokens_of(length)
     assert close(family_bench.cold(tokens)[0], family_bench.reference(tokens))
 
 
-def test_a_batch_equals_single_runs(family_bench: Bench) -> None:
+def test_a_batch_equals_single_runs(family_bench):
     prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 33), (2, 1), (3, 58), (4, 16))}
     together = family_bench.run(*(family_bench.slice(request_id, tokens) for request_id, tokens in prompts.items()))
     family_bench.clear()
@@ -71,7 +66,7 @@ def test_a_batch_equals_single_runs(family_bench: Bench) -> None:
         assert close(family_bench.cold(tokens, request_id)[0], logits)
 
 
-def test_chunks_and_decode_steps_equal_one_prompt(family_bench: Bench) -> None:
+def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
     first, second = tokens_of(50, 1), tokens_of(40, 2)
     family_bench.run(family_bench.slice(2, second, 0, 37))
     # Chunks of one request run beside decode steps of another.
@@ -87,7 +82,7 @@ def test_chunks_and_decode_steps_equal_one_prompt(family_bench: Bench) -> None:
     assert close(torch.cat(decoded), family_bench.reference(second)[37:])
 
 
-def test_the_model_itself_still_runs_plainly(tiny_model_paths: dict[str, Path], family_bench: Bench) -> None:
+def test_the_model_itself_still_runs_plainly(tiny_model_paths, family_bench):
     """A direct call of the model gets Transformers' own attention, padding mask and cache included."""
     tokens, model = tokens_of(20), family_bench.model
     plain: Any = AutoModelForCausalLM.from_pretrained(
@@ -113,9 +108,7 @@ def test_the_model_itself_still_runs_plainly(tiny_model_paths: dict[str, Path], 
 
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
 @pytest.mark.parametrize("spans", [[(0, 24)], [(5, 17), (17, 23), (30, 41)], [(8, 40)]])
-def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(
-    bench: Bench, make_plan: PlanMaker, boundary: int, spans: list[tuple[int, int]]
-) -> None:
+def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(bench, make_plan, boundary, spans):
     """NaN outside the spans: nothing but placed and computed KV is ever read."""
     tokens = tokens_of(50)
     logits, kv = bench.cold(tokens)
@@ -127,9 +120,7 @@ def test_a_plan_with_the_requests_own_kv_equals_the_plain_forward(
 
 
 @pytest.mark.parametrize("boundary", [1, NUM_LAYERS])
-def test_the_donor_is_not_read_below_the_boundary_nor_once_its_spans_are_lost(
-    bench: Bench, make_plan: PlanMaker, boundary: int
-) -> None:
+def test_the_donor_is_not_read_below_the_boundary_nor_once_its_spans_are_lost(bench, make_plan, boundary):
     tokens = tokens_of(50)
     plan = make_plan(tokens, [(3, 40)], boundary=boundary, **SIZES)
     if boundary < NUM_LAYERS:
@@ -138,7 +129,7 @@ def test_the_donor_is_not_read_below_the_boundary_nor_once_its_spans_are_lost(
 
 
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS))
-def test_donor_kv_stays_from_the_boundary_on(bench: Bench, make_plan: PlanMaker, boundary: int) -> None:
+def test_donor_kv_stays_from_the_boundary_on(bench, make_plan, boundary):
     """Below the boundary the request's own KV replaces the donor's; above it the donor's is what the suffix reads."""
     tokens = tokens_of(50)
     (cold, own), (_, donor) = bench.cold(tokens), bench.cold(tokens_of(50, seed=9))
@@ -152,7 +143,7 @@ def test_donor_kv_stays_from_the_boundary_on(bench: Bench, make_plan: PlanMaker,
 
 
 @pytest.mark.parametrize("terms", [{"boundary": 0}, {"boundary": 2}, {"check": SpanCheck(1, 0.1)}], ids=str)
-def test_exact_kv_is_neither_computed_nor_written(bench: Bench, make_plan: PlanMaker, terms: dict[str, Any]) -> None:
+def test_exact_kv_is_neither_computed_nor_written(bench, make_plan, terms):
     """The engine's prefix of 8, an exact span up to 24, and behind it a span that a check finds to deviate in one."""
     tokens = tokens_of(60)
     logits, own = bench.cold(tokens)
@@ -169,7 +160,7 @@ def test_exact_kv_is_neither_computed_nor_written(bench: Bench, make_plan: PlanM
     ]
 
 
-def test_heads_are_computed_without_a_check(bench: Bench, make_plan: PlanMaker) -> None:
+def test_heads_are_computed_without_a_check(bench, make_plan):
     tokens = tokens_of(50)
     logits, donor = bench.cold(tokens)
     donor[..., 4:7, :] = donor[..., 20:23, :] = float("nan")
@@ -179,12 +170,12 @@ def test_heads_are_computed_without_a_check(bench: Bench, make_plan: PlanMaker) 
 
 
 @contextmanager
-def rows_by_layer(model: Any, part: str = "") -> Iterator[list[int]]:
+def rows_by_layer(model, part=""):
     """Counts the rows that really enter each of the model's own layers, or this part of them."""
     counts = [0] * NUM_LAYERS
 
-    def counting(layer: int) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def counting(layer):
+        def hook(module, args):
             counts[layer] += args[0].shape[1]
 
         return hook
@@ -203,9 +194,7 @@ def rows_by_layer(model: Any, part: str = "") -> Iterator[list[int]]:
     ("family", "part"), [("qwen2", ""), *((family, "mlp") for family in (*MIXTURES, "deepseek_v3"))]
 )
 @pytest.mark.parametrize("boundary", range(NUM_LAYERS + 1))
-def test_dropped_rows_are_not_computed(
-    tiny_model_paths: dict[str, Path], make_plan: PlanMaker, boundary: int, family: str, part: str
-) -> None:
+def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, family, part):
     """Nor are they routed to experts."""
     tokens, bench = tokens_of(50), Bench(load(tiny_model_paths[family]))
     bench.place(1, bench.cold(tokens)[1], 5, 40)
@@ -214,7 +203,7 @@ def test_dropped_rows_are_not_computed(
     assert counts == [50] * boundary + [15] * (NUM_LAYERS - boundary)
 
 
-def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
+def test_hooks_surround_every_layer(tiny_qwen2_path):
     calls: list[tuple[str, int]] = []
     bench = Bench(load(tiny_qwen2_path))
     schedule = schedule_of(works_of([bench.slice(1, tokens_of(9))], NUM_LAYERS), NUM_LAYERS).to(DEVICE)
@@ -227,7 +216,7 @@ def test_hooks_surround_every_layer(tiny_qwen2_path: Path) -> None:
     assert calls == [(when, layer) for layer in range(NUM_LAYERS) for when in ("before, 0 rows", "after, 9 rows")]
 
 
-def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: PlanMaker) -> None:
+def test_half_precision_stays_close_to_full(tiny_qwen2_path, make_plan):
     tokens, half = tokens_of(50), Bench(load(tiny_qwen2_path, torch.bfloat16))
     half.place(1, half.cold(tokens)[1], 5, 40)
     logits = half.run(half.planned(make_plan(tokens, [(5, 40)], boundary=1, **SIZES)))[0]
@@ -241,9 +230,7 @@ def test_half_precision_stays_close_to_full(tiny_qwen2_path: Path, make_plan: Pl
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("boundary", [0, 2])
-def test_another_prompts_kv_is_found_out_and_the_result_is_cold(
-    bench: Bench, make_plan: PlanMaker, layer: int, boundary: int
-) -> None:
+def test_another_prompts_kv_is_found_out_and_the_result_is_cold(bench, make_plan, layer, boundary):
     tokens = tokens_of(50)
     logits, kv = bench.cold(tokens)
     bench.place(1, bench.cold(tokens_of(50, seed=9))[1], 4, 40)
@@ -254,7 +241,7 @@ def test_another_prompts_kv_is_found_out_and_the_result_is_cold(
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench: Bench, make_plan: PlanMaker, layer: int) -> None:
+def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench, make_plan, layer):
     """The same as a boundary at the layer over a donor whose KV of that layer is the request's own."""
     tokens = tokens_of(50)
     cold_logits, own = bench.cold(tokens)
@@ -276,9 +263,7 @@ def test_kept_kv_is_read_above_the_check_and_fresh_up_to_it(bench: Bench, make_p
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["K", "V"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_planted_tokens_are_computed_and_the_result_is_cold(
-    bench: Bench, make_plan: PlanMaker, layer: int, kind: int
-) -> None:
+def test_planted_tokens_are_computed_and_the_result_is_cold(bench, make_plan, layer, kind):
     """The donor's KV is the request's own but for a few tokens: wrong in the check's layer, NaN above."""
     tokens, planted = tokens_of(60), [9, 10, 23, 40]
     logits, own = bench.cold(tokens)
@@ -295,9 +280,7 @@ def test_planted_tokens_are_computed_and_the_result_is_cold(
 
 
 @pytest.mark.parametrize("max_rows", [None, 20])
-def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(
-    bench: Bench, make_plan: PlanMaker, max_rows: int | None
-) -> None:
+def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(bench, make_plan, max_rows):
     """Wrong in the check's layer at the planted tokens; NaN above in those and in short gaps."""
     tokens, planted = tokens_of(60), [9, 11, 16, 22, 40]
     between = [10, *range(12, 16), *range(17, 22), *range(41, 45)]
@@ -313,9 +296,7 @@ def test_rows_of_short_gaps_are_computed_and_the_result_is_cold(
     assert (evidence.checked_tokens, evidence.reused_tokens, evidence.recomputed_tokens) == (40, 21, 19)
 
 
-def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
-    family_bench: Bench, make_plan: PlanMaker
-) -> None:
+def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(family_bench, make_plan):
     bench = family_bench
     prompts = {request_id: tokens_of(length, length) for request_id, length in ((1, 50), (2, 61), (3, 40), (4, 33))}
     cold = {request_id: bench.cold(tokens, request_id) for request_id, tokens in prompts.items()}
@@ -341,9 +322,7 @@ def test_checks_in_two_layers_a_boundary_and_decode_share_one_forward(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the tests above run the kernels there")
-def test_the_kernels_find_the_same_tokens(
-    tiny_qwen3_path: Path, make_plan: PlanMaker, interpret: Callable[[], None]
-) -> None:
+def test_the_kernels_find_the_same_tokens(tiny_qwen3_path, make_plan, interpret):
     """The kernels through Triton's interpreter against torch."""
     tokens = tokens_of(44)
     plain, kernels = (Bench(load(tiny_qwen3_path)) for _ in range(2))
@@ -362,7 +341,7 @@ def test_the_kernels_find_the_same_tokens(
     assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
 
 
-def test_compiling_kernels_leaves_the_pool_alone(bench: Bench) -> None:
+def test_compiling_kernels_leaves_the_pool_alone(bench):
     tokens = tokens_of(30)
     logits, _ = bench.cold(tokens)
     bench.forward.compile_kernels()

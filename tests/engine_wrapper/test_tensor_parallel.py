@@ -1,10 +1,7 @@
 """Engines of two and of four processes serve what one does, and decide alike when something fails on one of them."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,28 +9,23 @@ from semblend_trt.ranks import Ranks
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.rank_life import DOCUMENT, SHIFTED, Life, live
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engine_wrapper.rank_life import Told
-
 JOINED_WITHIN = 120.0  # seconds, of which the processes take most to start
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Its heads can be divided by four."""
     folder = tmp_path_factory.mktemp("model")
     return save_tiny_model("qwen2", folder, num_attention_heads=8, num_key_value_heads=4)
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def alone(model, tmp_path_factory):
     return Life(model, tmp_path_factory.mktemp("alone"), Ranks()).run()
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def told(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+def told(request, model, tmp_path_factory):
     """What each rank of an engine of so many saw."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("forkserver")
@@ -49,18 +41,18 @@ def told(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 
-def alike(told: list[Told], name: str) -> Any:
+def alike(told, name):
     """What all ranks tell of one scenario."""
     assert all(each[name] == told[0][name] for each in told)
     return told[0][name]
 
 
-def test_cold_answers_are_those_of_one_process(told: list[Told], alone: Told) -> None:
+def test_cold_answers_are_those_of_one_process(told, alone):
     assert alike(told, "cold") == alone["cold"]
 
 
 @pytest.mark.known_defect(23)
-def test_each_rank_keeps_and_places_its_own_heads(told: list[Told], alone: Told) -> None:
+def test_each_rank_keeps_and_places_its_own_heads(told, alone):
     ours = alike(told, "shifted")
     assert ours["shifted"] == alone["shifted"]["shifted"]
     assert (ours["shifted"]["reused"], ours["shifted"]["computed"]) == (200, len(SHIFTED) - 200)
@@ -70,7 +62,7 @@ def test_each_rank_keeps_and_places_its_own_heads(told: list[Told], alone: Told)
         assert len(set(our_heads)) == 4
 
 
-def test_a_check_decides_once_over_all_heads(told: list[Told], alone: Told) -> None:
+def test_a_check_decides_once_over_all_heads(told, alone):
     ours, theirs = alike(told, "verified"), alone["verified"]
     assert (ours["told"], ours["evidence"]) == (theirs["told"], theirs["evidence"])
     assert ours["kept"] == pytest.approx(theirs["kept"], rel=1e-5)
@@ -81,24 +73,24 @@ def test_a_check_decides_once_over_all_heads(told: list[Told], alone: Told) -> N
     assert not any(ours["unread"])
 
 
-def test_donors_are_evicted_on_every_rank(told: list[Told], alone: Told) -> None:
+def test_donors_are_evicted_on_every_rank(told, alone):
     ours = alike(told, "evicted")
     assert ours["told"] == alone["evicted"]["told"]
     assert [each["reused"] for each in ours["told"]] == [240, 0]
     assert all(each == alone["evicted"]["held"][0] for each in ours["held"])
 
 
-def test_the_stock_connector_serves_identical_beginnings(told: list[Told], alone: Told) -> None:
+def test_the_stock_connector_serves_identical_beginnings(told, alone):
     ours = alike(told, "prefix")
     assert ours == alone["prefix"]
     assert ours["told"]["reused"] == 180
 
 
-def test_sampled_answers_agree_without_a_seed(told: list[Told]) -> None:
+def test_sampled_answers_agree_without_a_seed(told):
     assert alike(told, "drawn") == {"agree": True}
 
 
-def test_a_donor_that_one_rank_could_not_save_is_never_found(told: list[Told], alone: Told) -> None:
+def test_a_donor_that_one_rank_could_not_save_is_never_found(told, alone):
     ours = alike(told, "save_fails")
     assert not any(ours["held"])
     assert (ours["second"]["tokens"], ours["second"]["reused"]) == (alone["cold"]["tokens"][1], 0)
@@ -106,7 +98,7 @@ def test_a_donor_that_one_rank_could_not_save_is_never_found(told: list[Told], a
     assert ours["leaked"] == 0
 
 
-def test_a_load_that_fails_on_one_rank_is_used_on_none(told: list[Told], alone: Told) -> None:
+def test_a_load_that_fails_on_one_rank_is_used_on_none(told, alone):
     ours = alike(told, "load_fails")
     assert ours["failed"]["tokens"] == alone["cold"]["tokens"][1]
     assert (ours["failed"]["reused"], ours["failed"]["reason"]) == (0, "load_failed")
@@ -114,24 +106,24 @@ def test_a_load_that_fails_on_one_rank_is_used_on_none(told: list[Told], alone: 
     assert not any(ours["unread"])
 
 
-def test_a_stock_engine_ends_on_every_rank_when_a_promise_is_broken_on_one(told: list[Told]) -> None:
+def test_a_stock_engine_ends_on_every_rank_when_a_promise_is_broken_on_one(told):
     errors = [each["stock_load_fails"]["error"] for each in told]
     assert errors[:-1] == ["another rank could not place its part of the donors"] * (len(told) - 1)
     assert "fails in its test" in errors[-1]
 
 
-def test_the_disk_tier_is_refused_and_counted(told: list[Told], alone: Told) -> None:
+def test_the_disk_tier_is_refused_and_counted(told, alone):
     ours = alike(told, "disk")
     assert "disk_unavailable" in ours["events"]
     assert ours["shifted"] == alone["shifted"]["shifted"]
 
 
-def test_what_one_rank_refuses_all_refuse(told: list[Told]) -> None:
+def test_what_one_rank_refuses_all_refuse(told):
     ours = alike(told, "refusal")
     assert (ours["refusal"], ours["told"]["reason"]) == ("pool_layout", "pool_layout")
 
 
-def test_no_rank_starts_where_one_cannot(told: list[Told]) -> None:
+def test_no_rank_starts_where_one_cannot(told):
     errors = [each["start"]["error"] for each in told]
     assert all("SEMBLEND_DISK_PATH" in error for error in errors)
     assert all(error.startswith("another rank cannot start") for error in errors[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,33 +24,26 @@ from tests.engine_wrapper.serving import (
     text,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from engine_wrapper.embedded.llm import LLM, RequestOutput
-    from tests.engine_wrapper.serving import Engines
-
 FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True, return_generation_logits=True)
 
 
 @pytest.fixture
-def runner(tiny_qwen2_path: Path) -> ModelRunner:
+def runner(tiny_qwen2_path):
     """A model of its own: the others' stays as it is."""
     return ModelRunner(tiny_qwen2_path, "float32", "cpu")
 
 
-def scale(model: nn.Module, factor: float) -> None:
+def scale(model, factor):
     with torch.no_grad():
         for each in model.parameters():
             each.mul_(factor)
 
 
-def load(model: nn.Module, factor: float) -> None:
+def load(model, factor):
     model.load_state_dict({name: each * factor for name, each in model.state_dict().items()})
 
 
-def replace_one(model: nn.Module, factor: float) -> None:
+def replace_one(model, factor):
     norm = model.model.layers[0].input_layernorm
     norm.weight = nn.Parameter(norm.weight.detach() * factor, False)
 
@@ -58,7 +51,7 @@ def replace_one(model: nn.Module, factor: float) -> None:
 WRITES = [scale, load, replace_one]
 
 
-def assert_new(llm: LLM, output: RequestOutput) -> None:
+def assert_new(llm, output):
     """The first token's logits are those of Transformers' own forward with the weights of now."""
     with torch.inference_mode():
         expected = llm.executor.model_runner.model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
@@ -66,7 +59,7 @@ def assert_new(llm: LLM, output: RequestOutput) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_token_is_of_weights_that_were_replaced(engine: Engines, runner: ModelRunner, seed: int) -> None:
+def test_no_token_is_of_weights_that_were_replaced(engine, runner, seed):
     """Prompts, writes between and during them, prefix caches that are reset at once, later, or while requests run."""
     drawn = random.Random(seed)
     llm = engine(runner=runner, POLICY="exact")
@@ -100,9 +93,7 @@ def test_no_token_is_of_weights_that_were_replaced(engine: Engines, runner: Mode
     assert from_donors > 200
 
 
-def test_a_profile_of_other_weights_moves_nothing_and_holds_again_with_its_own(
-    engine: Engines, runner: ModelRunner, profile: Callable[..., Path]
-) -> None:
+def test_a_profile_of_other_weights_moves_nothing_and_holds_again_with_its_own(engine, runner, profile):
     path = profile(check=SOME_KEPT)
     llm = engine(runner=runner, PROFILE=path)
     model = llm.executor.model_runner.model
@@ -126,7 +117,7 @@ def test_a_profile_of_other_weights_moves_nothing_and_holds_again_with_its_own(
     assert [each["are_first"] for each in engine.events("weights_changed")] == [False, True]
 
 
-def test_donors_go_from_every_tier_and_so_do_saves(engine: Engines, runner: ModelRunner, tmp_path: Path) -> None:
+def test_donors_go_from_every_tier_and_so_do_saves(engine, runner, tmp_path):
     llm = engine(runner=runner, POLICY="exact", DISK_BYTES=1 << 24, DISK_PATH=tmp_path / "disk")
     llm.connector_worker.transfers.drain()
     teach(llm, DONOR, SHIFTED)

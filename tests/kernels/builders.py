@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,11 +13,6 @@ from kernels.deviation import FreshRows
 from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, Pool, indexable, layer_view, pool_view
 from kernels.rope import LayerRotations, RopeRotation
 from kernels.sparse_prefill import SequenceRows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pytest
 
 BLOCK = 4
 FP8 = torch.float8_e4m3fn
@@ -28,7 +23,7 @@ FP8_TOLERANCE = 0.1  # three bits of mantissa, and the interpreter truncates
 Kv = TypeVar("Kv", PagedKv, ContiguousKv, FreshRows)
 
 
-def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpret(monkeypatch):
     """Sends Triton kernels to the interpreter, and lets loops run to bounds that a kernel computed.
 
     The interpreter holds scalars in arrays of one element. Triton 3.6 reads them by `int`, which NumPy 2.4 refuses.
@@ -37,7 +32,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patch(tensor: type, scope: Any) -> None:
+    def patch(tensor, scope):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -45,16 +40,16 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def seeded(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rotation_of(rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> RopeRotation:
+def rotation_of(rotary_dim=8, interleaved=False, first_channel=0):
     frequencies = tuple(1e4 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2))
     return RopeRotation(frequencies, rotary_dim, interleaved, first_channel)
 
 
-def rotations_of(layers: int, rotary_dim: int = 8, interleaved: bool = False, first_channel: int = 0) -> LayerRotations:
+def rotations_of(layers, rotary_dim=8, interleaved=False, first_channel=0):
     """Two kinds of layers that turn differently, and a third that does not turn at all."""
     fast = rotation_of(rotary_dim, interleaved, first_channel)
     slow = replace(fast, inverse_frequencies=tuple(each / 7 for each in fast.inverse_frequencies))
@@ -62,26 +57,22 @@ def rotations_of(layers: int, rotary_dim: int = 8, interleaved: bool = False, fi
     return LayerRotations((fast, none, slow), tuple((0, 2, 2, 1)[layer % 4] for layer in range(layers)))
 
 
-def geometry_of(
-    kv_heads: int = 2, head_dim: int = 8, block_size: int = BLOCK, kv_factor: int = 2, layers: int = 2
-) -> KvGeometry:
+def geometry_of(kv_heads=2, head_dim=8, block_size=BLOCK, kv_factor=2, layers=2):
     return KvGeometry(layers, kv_heads, head_dim, block_size, kv_factor)
 
 
-def donor_of(geometry: KvGeometry, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> ContiguousKv:
+def donor_of(geometry, tokens, seed, dtype=torch.float32):
     sizes = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, tokens, geometry.head_dim)
     return ContiguousKv(seeded(*sizes, seed=seed, dtype=dtype))
 
 
-def target_of(
-    geometry: KvGeometry, dtype: torch.dtype = torch.float32, blocks: Sequence[int] = (6, 1, 8, 3, 5)
-) -> PagedKv:
+def target_of(geometry, dtype=torch.float32, blocks=(6, 1, 8, 3, 5)):
     """A pool of 9 blocks that holds nothing."""
     pool = torch.full((9, geometry.num_layers, geometry.kv_factor, geometry.row_elements), math.nan).to(dtype)
     return PagedKv(pool, torch.tensor(blocks), geometry)
 
 
-def paged(donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
+def paged(donor, block_size=BLOCK):
     """The donor's tokens in a shuffled pool."""
     layers, kinds, kv_heads, tokens, head_dim = donor.tensor.shape
     geometry = KvGeometry(layers, kv_heads, head_dim, block_size, kinds)
@@ -107,14 +98,12 @@ LATENT_LAYOUTS = ["apart", "padded", "layers_inside"]
 POOL_BLOCKS, TABLE = 9, torch.tensor([6, 1, 8, 3, 5])
 
 
-def nan(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", skipped: int = 0) -> torch.Tensor:
+def nan(*shape, dtype=torch.float32, device="cpu", skipped=0):
     """NaN that begins `skipped` elements into its memory."""
     return torch.full((skipped + math.prod(shape),), math.nan, device=device).to(dtype)[skipped:].view(shape)
 
 
-def pool_of(
-    layout: str, sizes: KvGeometry, device: str = "cpu", dtype: torch.dtype = torch.float32, skipped: int = 0
-) -> PagedKv:
+def pool_of(layout, sizes, device="cpu", dtype=torch.float32, skipped=0):
     """The blocks of TABLE in a pool of NaN: in one tensor, or layer by layer in one of the layouts above."""
     layers, rows = sizes.num_layers, (sizes.block_size, sizes.head_dim)
     pool: Pool
@@ -131,7 +120,7 @@ def pool_of(
     return PagedKv(pool, TABLE, sizes)
 
 
-def _layers_of(layout: str, sizes: KvGeometry, device: str, dtype: torch.dtype, skipped: int) -> LayeredPool:
+def _layers_of(layout, sizes, device, dtype, skipped):
     axes = CACHES.get(layout, ("blocks", "heads", "kinds", "tokens"))
     lengths = {"blocks": POOL_BLOCKS, "kinds": 2, "heads": sizes.kv_heads, "tokens": sizes.block_size}
     shape = [*(lengths[axis] for axis in axes), sizes.head_dim]
@@ -143,7 +132,7 @@ def _layers_of(layout: str, sizes: KvGeometry, device: str, dtype: torch.dtype, 
     return LayeredPool(keys, values)
 
 
-def filled(layout: str, device: str, donor: ContiguousKv, block_size: int = BLOCK) -> PagedKv:
+def filled(layout, device, donor, block_size=BLOCK):
     """The donor's tokens in a pool whose other rows are NaN."""
     layers, kinds, heads, tokens, dim = donor.tensor.shape
     sizes = geometry_of(heads, dim, block_size, kinds, layers)
@@ -157,13 +146,13 @@ def filled(layout: str, device: str, donor: ContiguousKv, block_size: int = BLOC
     return pool
 
 
-def content(kv: PagedKv) -> torch.Tensor:
+def content(kv):
     """All that the pool holds, float32 [layers * kinds, blocks, kv_heads, block_size, head_dim], on the host."""
     layers, kinds = range(kv.geometry.num_layers), range(kv.geometry.kv_factor)
     return torch.stack([layer_view(kv.pool, kv.geometry, at, kind).float() for at in layers for kind in kinds]).cpu()
 
 
-def on(kv: Kv, device: str) -> Kv:
+def on(kv, device):
     """The same on another device."""
     if isinstance(kv, FreshRows):
         return FreshRows(kv.k.to(device), None if kv.v is None else kv.v.to(device), kv.first_position)
@@ -172,30 +161,30 @@ def on(kv: Kv, device: str) -> Kv:
     return ContiguousKv(kv.tensor.to(device))
 
 
-def memory_of(kv: PagedKv | ContiguousKv) -> torch.Tensor:
+def memory_of(kv):
     return kv.pool if isinstance(kv, PagedKv) else kv.tensor
 
 
-def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def error_of(actual, expected):
     """The relative error in the 2-norm, where both are numbers."""
     actual, expected = actual.cpu().double().nan_to_num(), expected.cpu().double().nan_to_num()
     return float((actual - expected).norm() / expected.norm())
 
 
-def assert_same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+def assert_same(actual, expected, dtype=None):
     """NaN stands in the same places, and the rest is as near as `dtype` allows, by default that of `actual`."""
     assert torch.equal(actual.cpu().float().isnan(), expected.cpu().float().isnan())
     assert error_of(actual, expected) <= TOLERANCE.get(dtype or actual.dtype, FP8_TOLERANCE)
 
 
-def assert_stored(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_stored(actual, expected):
     """The bytes of two tensors in fp8 are the same; where Triton's interpreter rounds, they are as near as it can."""
     if actual.is_cuda or os.environ.get("TRITON_INTERPRET") != "1":
         assert torch.equal(actual.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
     assert_same(actual, expected)
 
 
-def rows_at(first_row: int, positions: Sequence[int], block_ids: Sequence[int]) -> SequenceRows:
+def rows_at(first_row, positions, block_ids):
     return SequenceRows(first_row, torch.tensor(positions), torch.tensor(block_ids))
 
 
@@ -208,16 +197,16 @@ class Batch:
 
     def __init__(
         self,
-        positions: Sequence[Sequence[int]],
+        positions,
         *,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 16,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        window: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        window=None,
+        kv_dtype=None,
+    ):
         self.geometry = KvGeometry(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
         generator = torch.Generator().manual_seed(3)
         needed = [self.geometry.blocks_for(own[-1] + 1) for own in positions]
@@ -238,13 +227,13 @@ class Batch:
         self.pool = self.pool.to(kv_dtype or dtype)
         self.q = torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
 
-    def on(self, device: str) -> tuple[torch.Tensor, torch.Tensor, list[SequenceRows]]:
+    def on(self, device):
         """Queries, pool and sequences, copied."""
         sequences = [sequence.to(device) for sequence in self.sequences]
         return self.q.to(device), self.pool.to(device, copy=True), sequences
 
 
-def token_rows(kv: PagedKv, positions: torch.Tensor) -> torch.Tensor:
+def token_rows(kv, positions):
     """Copy K and V of single positions in all layers, [layers, kv_factor, tokens, kv_heads, head_dim]. `positions`:
     int64 [tokens], on the host."""
     size = kv.geometry.block_size

@@ -3,31 +3,25 @@
 Every tensor that `torch.empty` makes is NaN in these tests, so that an output left unwritten fails.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.kernels.builders import interpret
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 HAS_TRITON = find_spec("triton") is not None
 
 
 @pytest.fixture(autouse=True)
-def interpreted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted_without_cuda(monkeypatch):
     """A kernel is interpreted when TRITON_INTERPRET is set while its module is imported, which the tests do lazily."""
     if HAS_TRITON and not torch.cuda.is_available():
         interpret(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
-def nan_in_new_tensors() -> Iterator[None]:
+def nan_in_new_tensors():
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
     yield
@@ -35,7 +29,7 @@ def nan_in_new_tensors() -> Iterator[None]:
 
 
 @pytest.fixture
-def triton_device() -> str:
+def triton_device():
     """Where the Triton kernels run; a test that asks for it is skipped without Triton."""
     if not HAS_TRITON:
         pytest.skip("skipped: Triton is not installed (the extra `gpu`)")
@@ -43,7 +37,7 @@ def triton_device() -> str:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request, monkeypatch):
     """Where an operation runs, by one path or the other."""
     if request.param == "triton":
         return str(request.getfixturevalue("triton_device"))

@@ -1,10 +1,7 @@
 """deviation against its plain form; the rest of the pools is NaN, so a row that is wrongly read shows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 from kernels.deviation import FreshRows, Move, deviation, naive, relative, squares
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
-from kernels.rope import RopeRotation, still
+from kernels.rope import still
 from tests.kernels.builders import (
     BLOCK,
     FP8,
@@ -25,24 +22,21 @@ from tests.kernels.builders import (
     rotation_of,
 )
 
-if TYPE_CHECKING:
-    from kernels.moves import Fresh
-
 ROTATION = rotation_of()
 
 
 def kv_of(
-    seed: int,
-    tokens: int = 21,
-    kv_heads: int = 2,
-    head_dim: int = 8,
-    dtype: torch.dtype = torch.float32,
-    kinds: int = 2,
-) -> ContiguousKv:
+    seed,
+    tokens=21,
+    kv_heads=2,
+    head_dim=8,
+    dtype=torch.float32,
+    kinds=2,
+):
     return donor_of(geometry_of(kv_heads, head_dim, kv_factor=kinds, layers=3), tokens, seed, dtype)
 
 
-def rows(kv: ContiguousKv, layer: int, first_position: int) -> FreshRows:
+def rows(kv, layer, first_position):
     """The rows as views of a wider tensor, as a fused projection makes them: K's strides are not V's."""
     k, v = (kv.tensor[layer, kind].transpose(0, 1) for kind in (0, -1))
     wide = torch.full((v.shape[0], v.shape[1] + 2, v.shape[2]), math.nan, dtype=v.dtype)
@@ -50,18 +44,18 @@ def rows(kv: ContiguousKv, layer: int, first_position: int) -> FreshRows:
     return FreshRows(k, wide[:, 2:] if kv.tensor.shape[1] == 2 else None, first_position)
 
 
-def on_device(spans: list[Move], device: str) -> list[Move]:
+def on_device(spans, device):
     return [replace(span, source=on(span.source, device)) for span in spans]
 
 
 def assert_matches_naive(
-    device: str,
-    spans: list[Move],
-    fresh: Fresh,
-    layer: int = 1,
-    rotation: RopeRotation = ROTATION,
-    tolerance: float = 1e-5,
-) -> torch.Tensor:
+    device,
+    spans,
+    fresh,
+    layer=1,
+    rotation=ROTATION,
+    tolerance=1e-5,
+):
     actual = deviation(on_device(spans, device), on(fresh, device), layer, rotation).cpu()
     expected = naive.deviation(spans, fresh, layer, rotation)
     assert (actual.dtype, actual.shape) == (torch.float32, expected.shape)
@@ -71,7 +65,7 @@ def assert_matches_naive(
 
 
 @pytest.mark.parametrize("kinds", [1, 2])
-def test_squares_of_shared_heads_add_up_to_the_deviation_over_all(kinds: int, device: str) -> None:
+def test_squares_of_shared_heads_add_up_to_the_deviation_over_all(kinds, device):
     donor, fresh = kv_of(seed=1, kv_heads=4, kinds=kinds), kv_of(seed=2, kv_heads=4, kinds=kinds)
     fresh.tensor[:, 0, :, 7] = donor.tensor[:, 0, :, 4]  # with a shift of 0 below, nothing of K deviates there
     parts = []
@@ -101,9 +95,7 @@ def test_squares_of_shared_heads_add_up_to_the_deviation_over_all(kinds: int, de
         (3, 64, 64, 5, FP8, True),
     ],
 )
-def test_heads_widths_blocks_and_dtypes(
-    kv_heads: int, head_dim: int, rotary_dim: int, block: int, dtype: torch.dtype, interleaved: bool, device: str
-) -> None:
+def test_heads_widths_blocks_and_dtypes(kv_heads, head_dim, rotary_dim, block, dtype, interleaved, device):
     donor, fresh = kv_of(1, 6, kv_heads, head_dim, dtype), kv_of(2, 9, kv_heads, head_dim, dtype)
     rotation = rotation_of(rotary_dim, interleaved)
     for layer in (0, 1):
@@ -112,7 +104,7 @@ def test_heads_widths_blocks_and_dtypes(
             assert_matches_naive(device, spans, each, layer, rotation, TOLERANCE.get(dtype, 1e-2))
 
 
-def test_spans_of_several_donors_follow_one_another(device: str) -> None:
+def test_spans_of_several_donors_follow_one_another(device):
     donors, fresh = [kv_of(seed, 12) for seed in range(3)], paged(kv_of(7))
     places = [(4, 11, 5), (8, 0, 2), (3, 3, 0), (3, 3, 7)]
     sources = (donors[0], paged(donors[1]), donors[2], donors[2])
@@ -122,7 +114,7 @@ def test_spans_of_several_donors_follow_one_another(device: str) -> None:
     torch.testing.assert_close(together, torch.cat(apart, dim=1), rtol=1e-5, atol=1e-6)
 
 
-def test_fresh_rows_that_a_donor_holds_do_not_deviate_in_fp8(device: str) -> None:
+def test_fresh_rows_that_a_donor_holds_do_not_deviate_in_fp8(device):
     """The scale cancels: what is stored is compared."""
     donor = kv_of(1, dtype=FP8)
     found = deviation([Move(on(paged(donor), device), 2, 2, 9)], on(rows(donor, 1, 0), device), 1, ROTATION).cpu()
@@ -130,7 +122,7 @@ def test_fresh_rows_that_a_donor_holds_do_not_deviate_in_fp8(device: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_moved_donor_does_not_deviate(dtype: torch.dtype, device: str) -> None:
+def test_a_moved_donor_does_not_deviate(dtype, device):
     donor = kv_of(1, dtype=dtype)
     fresh, spans = ContiguousKv(torch.zeros_like(donor.tensor)), [Move(donor, 2, 7, 9), Move(donor, 0, 0, 3)]
     kv_move(spans, fresh, ROTATION)
@@ -140,7 +132,7 @@ def test_a_moved_donor_does_not_deviate(dtype: torch.dtype, device: str) -> None
     assert torch.equal(result[0, 9:], torch.zeros(3))
 
 
-def test_a_layer_without_rope_is_compared_as_it_is(device: str) -> None:
+def test_a_layer_without_rope_is_compared_as_it_is(device):
     donor, fresh = kv_of(1), kv_of(2)
     fresh.tensor[1, :, :, 9] = donor.tensor[1, :, :, 4]
     found = assert_matches_naive(device, [Move(donor, 2, 7, 5)], paged(fresh), 1, still(8))
@@ -148,7 +140,7 @@ def test_a_layer_without_rope_is_compared_as_it_is(device: str) -> None:
     assert bool((found[:, [0, 1, 3, 4]] > 0).all())
 
 
-def test_zero_rows_and_no_rows(device: str) -> None:
+def test_zero_rows_and_no_rows(device):
     zero, fresh = on(ContiguousKv(torch.zeros(3, 2, 2, 4, 8)), device), on(kv_of(2, 4), device)
     assert bool((deviation([Move(zero, 0, 0, 4)], zero, 0, ROTATION) == 0).all())
     assert bool(deviation([Move(zero, 0, 0, 4)], fresh, 0, ROTATION).isinf().all())
@@ -157,13 +149,13 @@ def test_zero_rows_and_no_rows(device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: only a CUDA device compiles")
-def test_no_plan_compiles_the_kernel_again() -> None:
+def test_no_plan_compiles_the_kernel_again():
     from kernels.deviation import triton_deviation
 
     fresh = on(kv_of(2, head_dim=64), "cuda")
     donors = [on(kv_of(seed, tokens, head_dim=64), "cuda") for seed, tokens in enumerate((1, 9, 16, 20))]
 
-    def variants() -> int:
+    def variants():
         return len(triton_deviation.deviation_kernel.device_caches[torch.cuda.current_device()][0])
 
     deviation([Move(donors[3], 0, 0, 16)], fresh, 1, rotation_of(64))
@@ -197,6 +189,6 @@ K = torch.zeros(8, 2, 8)
         ((0, 0), FreshRows(K, K.half()), 0, "fresh.v is torch.float16"),
     ],
 )
-def test_bad_input_is_refused(place: tuple[int, int], fresh: Fresh, layer: int, message: str) -> None:
+def test_bad_input_is_refused(place, fresh, layer, message):
     with pytest.raises(ValueError, match=message):
         deviation([Move(kv_of(1), *place, 8)], fresh, layer, ROTATION)

@@ -1,7 +1,5 @@
 """Triton serves where it can and is never needed where it cannot; the package is found wherever it lies."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -27,13 +25,13 @@ deviation([Move(donor, 0, 1, 3)], target, 0, RopeRotation((1.0,), 2))
 """
 
 
-def test_the_kernels_work_without_triton() -> None:
+def test_the_kernels_work_without_triton():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("package", ["semblend_trt", "engine_wrapper", "validation"])
-def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_path: Path, package: str) -> None:
+def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_path, package):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("theirs = 7")
     places = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
@@ -45,7 +43,7 @@ def test_a_checkout_is_found_beside_another_package_that_is_called_kernels(tmp_p
     assert done.returncode == 0, done.stderr
 
 
-def test_on_the_cpu_only_the_interpreter_serves(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_only_the_interpreter_serves(triton_device, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tensor = torch.zeros(4, 8)
     assert triton_serves(tensor, [tensor])
@@ -53,7 +51,7 @@ def test_on_the_cpu_only_the_interpreter_serves(triton_device: str, monkeypatch:
     assert not triton_serves(tensor, [tensor])
 
 
-def test_channels_must_be_side_by_side(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_must_be_side_by_side(triton_device, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tensor, apart = torch.zeros(8, 8, device=triton_device), torch.zeros(8, 8, device=triton_device).T
     assert triton_serves(tensor, [])
@@ -61,13 +59,13 @@ def test_channels_must_be_side_by_side(triton_device: str, monkeypatch: pytest.M
     assert not triton_serves(tensor, [tensor, apart])
 
 
-def test_without_triton_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_nothing_is_served(monkeypatch):
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     assert not triton_serves(torch.zeros(4, 8), [])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
-def test_sources_in_host_memory_are_served_if_they_are_pinned() -> None:
+def test_sources_in_host_memory_are_served_if_they_are_pinned():
     card, host = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 8)
     assert triton_serves(card, [card, host.pin_memory()])
     assert not triton_serves(card, [card, host])

@@ -1,7 +1,5 @@
 """Rows that see their own chunk alone: as sequences of their own they attend and are written as they should."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,7 +18,7 @@ POSITIONS = [
 ]
 
 
-def by_windows(batch: Batch, chunk: int) -> torch.Tensor:
+def by_windows(batch, chunk):
     """Each row by itself: of its chunk it sees what a window of so many tokens shows."""
     kv, rows = PoolLayer(batch.pool, 1, batch.geometry), []
     for each in batch.sequences:
@@ -32,7 +30,7 @@ def by_windows(batch: Batch, chunk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("chunk", [BLOCK, 2 * BLOCK, 6 * BLOCK, 256])
-def test_a_row_sees_its_own_chunk_up_to_itself(device: str, positions: list[list[int]], chunk: int) -> None:
+def test_a_row_sees_its_own_chunk_up_to_itself(device, positions, chunk):
     batch = Batch(positions, block_size=BLOCK)
     q, pool, sequences = batch.on(device)
     seen = in_chunks(sequences, chunk, BLOCK)
@@ -44,7 +42,7 @@ def test_a_row_sees_its_own_chunk_up_to_itself(device: str, positions: list[list
 
 
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
-def test_rows_are_written_to_the_same_slots(device: str, positions: list[list[int]]) -> None:
+def test_rows_are_written_to_the_same_slots(device, positions):
     batch = Batch(positions, block_size=BLOCK)
     _, pool, sequences = batch.on(device)
     rows, size = sum(each.count for each in sequences), (batch.geometry.kv_heads, batch.geometry.head_dim)
@@ -56,13 +54,13 @@ def test_rows_are_written_to_the_same_slots(device: str, positions: list[list[in
     assert torch.equal(pools[0].cpu().isnan(), pools[1].cpu().isnan())
 
 
-def test_sequences_within_the_first_chunk_are_left_as_they_are() -> None:
+def test_sequences_within_the_first_chunk_are_left_as_they_are():
     first = rows_at(0, [0, 7], [3, 4])
     assert in_chunks([first], 8, BLOCK) == (first,)
     assert in_chunks([first], 9, BLOCK) == (first,)  # no end of a chunk is reached
     assert in_chunks([], 8, BLOCK) == ()
 
 
-def test_blocks_that_do_not_divide_a_chunk_are_refused() -> None:
+def test_blocks_that_do_not_divide_a_chunk_are_refused():
     with pytest.raises(ValueError, match="chunk is 6; it must be a multiple of the block size 4"):
         in_chunks([rows_at(0, [5, 6], [0, 1])], 6, BLOCK)

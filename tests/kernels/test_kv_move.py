@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, pool_view
-from kernels.rope import RopeRotation, Rotation, rotate_keys
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
+from kernels.rope import Rotation, rotate_keys
 from tests.kernels.builders import (
     BLOCK,
     FP8,
@@ -42,14 +41,11 @@ from tests.kernels.builders import (
     token_rows,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 ROTATION = rotation_of()
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
 
 
-def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+def move_on(device, moves, target, rotation):
     """Moves on `device` what lies on the CPU, and brings the target back."""
     placed = on(target, device)
     sources = {id(move.source): on(move.source, device) for move in moves} | {id(target): placed}
@@ -57,9 +53,7 @@ def move_on(device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, 
     memory_of(target).copy_(memory_of(placed))
 
 
-def assert_matches_naive(
-    device: str, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation = ROTATION
-) -> torch.Tensor:
+def assert_matches_naive(device, moves, target, rotation=ROTATION):
     """Moves into `target`, which holds nothing, and returns its memory."""
     expected = on(target, "cpu")
     expected = replace(expected, **{"pool" if isinstance(target, PagedKv) else "tensor": memory_of(target).clone()})
@@ -110,9 +104,7 @@ GRID = [
     GRID,
     ids=[f"{layout}-{sizes.kv_heads}x{sizes.head_dim}-{dtype}" for layout, sizes, _, dtype, _ in GRID],
 )
-def test_moves_into_every_pool_and_out_of_it(
-    layout: str, sizes: KvGeometry, rotation: RopeRotation, dtype: torch.dtype, skipped: int, device: str
-) -> None:
+def test_moves_into_every_pool_and_out_of_it(layout, sizes, rotation, dtype, skipped, device):
     donor = donor_of(sizes, 12, 1, dtype)
     actual, expected = (pool_of(layout, sizes, each, dtype, skipped) for each in (device, "cpu"))
     kv_move([Move(on(donor, device), 2, 4, 9)], actual, rotation)
@@ -138,9 +130,7 @@ def test_moves_into_every_pool_and_out_of_it(
     ("source_start", "target_start", "length"),
     [(0, 0, 1), (3, 3, BLOCK - 1), (1, 6, BLOCK), (6, 2, BLOCK + 1), (7, 2, 13), (0, 19, 1)],
 )
-def test_spans_that_begin_and_end_within_blocks(
-    layout: str, source_start: int, target_start: int, length: int, device: str
-) -> None:
+def test_spans_that_begin_and_end_within_blocks(layout, source_start, target_start, length, device):
     sizes = geometry_of(layers=3)
     actual, expected, donor = pool_of(layout, sizes, device), pool_of(layout, sizes), donor_of(sizes, 20, seed=length)
     kv_move([Move(on(donor, device), source_start, target_start, length)], actual, ROTATION)
@@ -155,7 +145,7 @@ def test_spans_that_begin_and_end_within_blocks(
 
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS, *LATENT_LAYOUTS])
 @pytest.mark.parametrize("are_alike", [True, False])
-def test_some_layers_at_a_time(layout: str, are_alike: bool, device: str) -> None:
+def test_some_layers_at_a_time(layout, are_alike, device):
     latent = 32 if layout in LATENT_LAYOUTS else 0
     sizes = geometry_of(1, 40, kv_factor=1, layers=3) if latent else geometry_of(layers=3)
     rotation: Rotation = rotation_of(8, True, latent) if are_alike else rotations_of(3, 8, True, latent)
@@ -182,7 +172,7 @@ def test_some_layers_at_a_time(layout: str, are_alike: bool, device: str) -> Non
 
 
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS])
-def test_sources_of_every_kind_in_one_call(layout: str, device: str) -> None:
+def test_sources_of_every_kind_in_one_call(layout, device):
     sizes, donors = geometry_of(layers=3), [donor_of(geometry_of(layers=3), 9, seed) for seed in range(4)]
     sources = [
         on(donors[0], device),
@@ -198,7 +188,7 @@ def test_sources_of_every_kind_in_one_call(layout: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS])
-def test_moves_within_a_pool_may_not_overlap_but_may_share_blocks(layout: str, device: str) -> None:
+def test_moves_within_a_pool_may_not_overlap_but_may_share_blocks(layout, device):
     donor = donor_of(geometry_of(layers=3), 6, seed=3)
     actual, expected = filled(layout, device, donor), filled(layout, "cpu", donor)
     before = content(actual)
@@ -212,7 +202,7 @@ def test_moves_within_a_pool_may_not_overlap_but_may_share_blocks(layout: str, d
 
 
 @pytest.mark.parametrize("position", [(0, 1), (1, 0)])
-def test_a_layer_with_strides_of_its_own_is_moved_as_well(position: tuple[int, int], device: str) -> None:
+def test_a_layer_with_strides_of_its_own_is_moved_as_well(position, device):
     sizes, (layer, kind) = geometry_of(layers=3), position
     donor, found = donor_of(sizes, 9, seed=6), []
     for each in (device, "cpu"):
@@ -226,7 +216,7 @@ def test_a_layer_with_strides_of_its_own_is_moved_as_well(position: tuple[int, i
 
 
 @pytest.mark.parametrize(("kv_factor", "dim", "latent"), [(2, 8, 0), (1, 40, 32)])
-def test_fp8_saturates_where_a_rotation_leaves_its_range(kv_factor: int, dim: int, latent: int, device: str) -> None:
+def test_fp8_saturates_where_a_rotation_leaves_its_range(kv_factor, dim, latent, device):
     geometry, rotation = geometry_of(1, dim, kv_factor=kv_factor), rotation_of(8, bool(latent), first_channel=latent)
     target, highest = target_of(geometry, FP8), torch.full((2, kv_factor, 1, 3, dim), 448.0)
     move_on(device, [Move(ContiguousKv(highest.to(FP8)), 0, 6, 3)], target, rotation)
@@ -237,14 +227,14 @@ def test_fp8_saturates_where_a_rotation_leaves_its_range(kv_factor: int, dim: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_that_is_not_aligned_to_16_bytes(dtype: torch.dtype, device: str) -> None:
+def test_memory_that_is_not_aligned_to_16_bytes(dtype, device):
     geometry = geometry_of(head_dim=6)
     donor = donor_of(geometry, 13, seed=7, dtype=dtype)
     moves = [Move(ContiguousKv(donor.tensor[:, :, :, 1:]), 0, 5, 7), Move(paged(donor), 11, 13, 2)]
     assert_matches_naive(device, moves, target_of(geometry, dtype), rotation_of(6))
 
 
-def test_a_tensor_whose_channels_are_apart_takes_the_other_path(device: str) -> None:
+def test_a_tensor_whose_channels_are_apart_takes_the_other_path(device):
     donor, placed, expected = donor_of(geometry_of(), 9, seed=1), target_of(geometry_of()), target_of(geometry_of())
     apart = ContiguousKv(donor.tensor.transpose(3, 4).contiguous().transpose(3, 4))
     kv_move([Move(apart, 0, 2, 5), Move(donor, 1, 9, 4)], placed, ROTATION)
@@ -256,7 +246,7 @@ def test_a_tensor_whose_channels_are_apart_takes_the_other_path(device: str) -> 
     ("heads", "tokens_first", "tile_bytes"),
     [(1, False, 64), (1, True, 16384), (2, True, 64), (2, False, 16384), (4, False, 64), (4, True, 64)],
 )
-def test_tilings(heads: int, tokens_first: bool, tile_bytes: int, triton_device: str) -> None:
+def test_tilings(heads, tokens_first, tile_bytes, triton_device):
     from kernels.kv_move import triton_move
     from kernels.span_table import Tiling
 
@@ -271,14 +261,14 @@ def test_tilings(heads: int, tokens_first: bool, tile_bytes: int, triton_device:
 
 
 @needs_cuda
-def test_no_plan_compiles_the_kernel_again() -> None:
+def test_no_plan_compiles_the_kernel_again():
     from kernels.kv_move import triton_move
 
     geometry = geometry_of(head_dim=64)
     target = on(target_of(geometry), "cuda")
     donors = [on(donor_of(geometry, tokens, seed=tokens), "cuda") for tokens in (1, 9, 16, 20)]
 
-    def variants() -> int:
+    def variants():
         return len(triton_move.move_kernel.device_caches[torch.cuda.current_device()][0])
 
     kv_move([Move(donors[3], 0, 0, 16)], target, rotation_of(64))
@@ -295,7 +285,7 @@ def test_no_plan_compiles_the_kernel_again() -> None:
 
 
 @needs_cuda
-def test_a_donor_in_pinned_host_memory_is_read_in_place() -> None:
+def test_a_donor_in_pinned_host_memory_is_read_in_place():
     from kernels.dispatch import triton_serves
 
     donor = donor_of(geometry_of(), 12, seed=2)
@@ -308,7 +298,7 @@ def test_a_donor_in_pinned_host_memory_is_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_shift_zero_copies_bit_for_bit_and_v_is_never_touched(dtype: torch.dtype, device: str) -> None:
+def test_shift_zero_copies_bit_for_bit_and_v_is_never_touched(dtype, device):
     donor, target = donor_of(geometry_of(), 12, seed=4, dtype=dtype), target_of(geometry_of(), dtype)
     copied, shifted = (ContiguousKv(torch.full_like(donor.tensor, math.nan)) for _ in range(2))
     move_on(device, [Move(donor, 3, 3, 9)], target, ROTATION)
@@ -320,7 +310,7 @@ def test_shift_zero_copies_bit_for_bit_and_v_is_never_touched(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("turn", [0, 5, -3])
-def test_a_turn_replaces_the_difference_of_the_indices(turn: int, device: str) -> None:
+def test_a_turn_replaces_the_difference_of_the_indices(turn, device):
     """A staged copy begins anywhere: what its keys rotate by is said, not read off the indices."""
     source = seeded(3, 2, 2, 9, 8, seed=2).to(device)
     target = torch.full_like(source, math.nan)
@@ -332,7 +322,7 @@ def test_a_turn_replaces_the_difference_of_the_indices(turn: int, device: str) -
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_disjoint_moves_match_naive(data: st.DataObject, device: str) -> None:
+def test_any_disjoint_moves_match_naive(data, device):
     geometry = geometry_of(kv_heads=data.draw(st.integers(1, 3)), block_size=data.draw(st.integers(1, 5)))
     capacity, position, moves = 5 * geometry.block_size, 0, []
     for seed in range(data.draw(st.integers(1, 3))):
@@ -379,7 +369,7 @@ GOOD = {"source": donor_of(geometry_of(), 9, seed=2), "source_start": 2, "target
         ),
     ],
 )
-def test_a_bad_move_is_refused_before_anything_is_written(change: dict[str, object], message: str) -> None:
+def test_a_bad_move_is_refused_before_anything_is_written(change, message):
     good, target = Move(donor_of(geometry_of(), 9, seed=1), 0, 0, 6), target_of(geometry_of())
     with pytest.raises(ValueError, match=message):
         kv_move([good, Move(**GOOD | change)], target, ROTATION)  # type: ignore[arg-type]
@@ -397,7 +387,7 @@ def test_a_bad_move_is_refused_before_anything_is_written(change: dict[str, obje
         (target_of(geometry_of()), 16, "target has head_dim 8, below the rotary_dim 16"),
     ],
 )
-def test_a_bad_target_is_refused(target: PagedKv, rotary_dim: int, message: str) -> None:
+def test_a_bad_target_is_refused(target, rotary_dim, message):
     with pytest.raises(ValueError, match=message):
         kv_move([Move(GOOD["source"], 0, 0, 2)], target, rotation_of(rotary_dim))  # type: ignore[arg-type]
 
@@ -413,9 +403,9 @@ def test_a_bad_target_is_refused(target: PagedKv, rotary_dim: int, message: str)
     ],
 )
 def test_each_layer_turns_by_its_own_rotation(
-    layers: int, kv_heads: int, head_dim: int, rotary_dim: int, block: int, dtype: torch.dtype, interleaved: bool,
-    device: str,
-) -> None:  # fmt: skip
+    layers, kv_heads, head_dim, rotary_dim, block, dtype, interleaved,
+    device,
+):  # fmt: skip
     geometry = geometry_of(kv_heads, head_dim, block, layers=layers)
     rotation = rotations_of(layers, rotary_dim, interleaved)
     donor, other = (donor_of(geometry, 9, seed, dtype) for seed in (1, 2))
@@ -435,7 +425,7 @@ def test_each_layer_turns_by_its_own_rotation(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 @pytest.mark.parametrize("together", [True, False])
-def test_a_layer_without_rope_is_copied_bit_for_bit(dtype: torch.dtype, together: bool, device: str) -> None:
+def test_a_layer_without_rope_is_copied_bit_for_bit(dtype, together, device):
     geometry = geometry_of(layers=4)
     donor, target = donor_of(geometry, 9, 4, dtype), target_of(geometry, dtype)
     donor.tensor[3, 0, 0, 3, :2] = torch.tensor([math.inf, -0.0]).to(dtype)
@@ -445,7 +435,7 @@ def test_a_layer_without_rope_is_copied_bit_for_bit(dtype: torch.dtype, together
     assert torch.equal(placed, donor.tensor[3, :, :, 2:6].view(torch.uint8))
 
 
-def test_a_rotation_of_other_layers_is_refused_unless_nothing_turns(device: str) -> None:
+def test_a_rotation_of_other_layers_is_refused_unless_nothing_turns(device):
     target, donor = on(target_of(geometry_of()), device), on(donor_of(geometry_of(), 9, 1), device)
     for make in (
         lambda: kv_move([Move(donor, 0, 3, 4)], target, rotations_of(3)),
@@ -463,16 +453,14 @@ LAYERS, TOKENS = 5, 11
 DEEP = geometry_of(kv_heads=3, layers=LAYERS)
 
 
-def staged(dtype: torch.dtype, device: str, layers: int) -> ContiguousKv:
+def staged(dtype, device, layers):
     return ContiguousKv(torch.full((layers, 2, 3, TOKENS, 8), math.nan, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize(
     ("layers", "first"), [(range(4, 6), 0), (range(-1, 1), 0), (range(3), 0), (range(2), 1), (range(1), -1)]
 )
-def test_layers_that_are_not_there_are_refused_before_anything_is_written(
-    layers: range, first: int, device: str
-) -> None:
+def test_layers_that_are_not_there_are_refused_before_anything_is_written(layers, first, device):
     target = staged(torch.float32, device, 2)
     some = LayerMoves([Move(on(donor_of(DEEP, 13, 2), device), 0, 0, 4)], target, ROTATION)
     told = f"layers {layers.start}..{layers.stop - 1} cannot be moved to layers from {first} on: the sources have 5"
@@ -481,7 +469,7 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_written(
     assert target.tensor.isnan().all()
 
 
-def test_a_source_of_fewer_layers_moves_those_that_it_has() -> None:
+def test_a_source_of_fewer_layers_moves_those_that_it_has():
     donor, target = donor_of(DEEP, 13, 2), staged(torch.float32, "cpu", 3)
     for source in (donor.layers(0, 2), paged(donor).layers(0, 2)):
         some = LayerMoves([Move(source, 0, 0, 4)], target, ROTATION)
@@ -490,7 +478,7 @@ def test_a_source_of_fewer_layers_moves_those_that_it_has() -> None:
         assert target.tensor.isnan().all()
 
 
-def test_no_moves_and_no_layers_write_nothing(device: str) -> None:
+def test_no_moves_and_no_layers_write_nothing(device):
     target = staged(torch.float32, device, 2)
     kv_move([], target, ROTATION)
     LayerMoves([], target, ROTATION).make(range(0))

@@ -8,7 +8,6 @@ device and interpreted where there is none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch
 from kernels.deviation import FreshRows, deviation, relative, row_squares, squares
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move
-from kernels.layout import ContiguousKv, KvGeometry, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
 from kernels.moves import lie_alike, planes_of
 from kernels.rope import saturated
 from kernels.sparse_prefill import naive as naive_prefill
@@ -44,9 +43,6 @@ from tests.kernels.builders import (
     token_rows,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 GEOMETRY, LATENT = geometry_of(layers=3), geometry_of(1, 40, kv_factor=1, layers=3)
 LAYERS, HEADS, DIM = GEOMETRY.num_layers, GEOMETRY.kv_heads, GEOMETRY.head_dim
 ROTATION, LATENT_ROTATION = rotation_of(), rotation_of(8, True, first_channel=32)
@@ -60,7 +56,7 @@ every_pool = pytest.mark.parametrize(
 )
 
 
-def fresh_rows(kv: ContiguousKv, layer: int, first_position: int) -> FreshRows:
+def fresh_rows(kv, layer, first_position):
     """The rows from a position on, as a fused projection makes them: K's strides are not V's."""
     k, *values = (plane.transpose(0, 1)[first_position:] for plane in kv.tensor[layer])
     return FreshRows(k, torch.cat([values[0]] * 2, dim=1)[:, : k.shape[1]] if values else None, first_position)
@@ -71,9 +67,7 @@ def fresh_rows(kv: ContiguousKv, layer: int, first_position: int) -> FreshRows:
 @pytest.mark.parametrize(
     ("source_start", "target_start", "length"), [(3, 3, 1), (6, 2, BLOCK), (1, 5, BLOCK + 1), (6, 2, 13)]
 )
-def test_deviation_from_it_and_of_it(
-    layout: str, sizes: KvGeometry, dtype: torch.dtype, source_start: int, target_start: int, length: int, device: str
-) -> None:
+def test_deviation_from_it_and_of_it(layout, sizes, dtype, source_start, target_start, length, device):
     """e4m3 is compared in float32 as it is stored, so that no tolerance is needed for its rounding."""
     donor, fresh = donor_of(sizes, 20, 4, dtype), donor_of(sizes, 20, 5, dtype)
     rotation = ROTATION if sizes.kv_factor == 2 else LATENT_ROTATION
@@ -88,9 +82,7 @@ def test_deviation_from_it_and_of_it(
 
 @every_pool
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
-def test_single_rows_are_compared_as_spans_of_one_token(
-    layout: str, sizes: KvGeometry, dtype: torch.dtype, device: str
-) -> None:
+def test_single_rows_are_compared_as_spans_of_one_token(layout, sizes, dtype, device):
     donor = donor_of(sizes, 17, seed=3, dtype=dtype)
     held, changed = filled(layout, device, donor), ContiguousKv(donor.tensor[:, :, :, 4:13].clone())
     changed.tensor[1, 0, :, 2], changed.tensor[1, -1, :, 5] = (torch.tensor(each).to(dtype) for each in (3.0, -1.0))
@@ -114,9 +106,7 @@ def test_single_rows_are_compared_as_spans_of_one_token(
         (4, 4, 64, 32, torch.bfloat16),
     ],
 )
-def test_rows_attend_to_it_and_are_written_into_it(
-    layout: str, heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype, device: str
-) -> None:
+def test_rows_attend_to_it_and_are_written_into_it(layout, heads, kv_heads, dim, block, dtype, device):
     positions = [[0, block - 1, block, 3 * block, 4 * block - 2], list(range(2, block + 1))]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "block_size": block}
     batch = Batch(positions, dtype=dtype, **sizes)
@@ -139,9 +129,7 @@ def test_rows_attend_to_it_and_are_written_into_it(
 @pytest.mark.parametrize(
     ("channels", "block", "dtype"), [(576, 16, torch.bfloat16), (30, 5, torch.float16), (576, 16, FP8), (9, 3, FP8)]
 )
-def test_latent_rows_are_written_into_it(
-    layout: str, channels: int, block: int, dtype: torch.dtype, device: str
-) -> None:
+def test_latent_rows_are_written_into_it(layout, channels, block, dtype, device):
     """Those of a model in float16 into a pool in e4m3, where they saturate."""
     sizes = geometry_of(1, channels, block, kv_factor=1, layers=3)
     actual, expected = (pool_of(layout, sizes, each, dtype) for each in (device, "cpu"))
@@ -164,7 +152,7 @@ def test_latent_rows_are_written_into_it(
     assert torch.equal(taken, rows[:4])
 
 
-def uses_of_it(layout: str, device: str) -> Sequence[Callable[[], object]]:
+def uses_of_it(layout, device):
     """What is served of a pool: it is placed into, saved from, copied within, moved by layers, compared, and rows are
     written into it and attend to it."""
     donor = donor_of(GEOMETRY, 6, seed=1)
@@ -184,14 +172,12 @@ def uses_of_it(layout: str, device: str) -> Sequence[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_triton_serves_it_where_k_and_v_lie_alike(
-    layout: str, triton_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeypatch):
     served_by_torch: list[str] = []
     by_torch = ["kv_move.kv_move", "deviation.squares", "sparse_prefill.write_rows", "sparse_prefill.sparse_prefill"]
     for name in by_torch:
 
-        def noted(*_: object, name: str = name) -> torch.Tensor:
+        def noted(*_, name=name):
             served_by_torch.append(name)
             return torch.empty(2, 2, 0)
 
@@ -203,7 +189,7 @@ def test_triton_serves_it_where_k_and_v_lie_alike(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: only a CUDA device compiles")
-def test_what_is_compiled_for_the_pool_in_one_tensor_serves_it() -> None:
+def test_what_is_compiled_for_the_pool_in_one_tensor_serves_it():
     from kernels.kv_move import triton_move
 
     sizes, rotation = geometry_of(HEADS, 64, 16, layers=LAYERS), rotation_of(64)
@@ -217,7 +203,7 @@ def test_what_is_compiled_for_the_pool_in_one_tensor_serves_it() -> None:
     assert len(set(found)) == 1
 
 
-def test_it_is_told_as_the_pool_in_one_tensor_is() -> None:
+def test_it_is_told_as_the_pool_in_one_tensor_is():
     pool = pool_of("transposed_keys", GEOMETRY).pool
     assert isinstance(pool, LayeredPool)
     assert pool.shape == (POOL_BLOCKS, LAYERS, 2, HEADS * BLOCK * DIM)
@@ -242,7 +228,7 @@ def test_it_is_told_as_the_pool_in_one_tensor_is() -> None:
         lambda pool: LayeredPool(pool.keys, (*pool.values[1:], pool.values[0].half())),
     ],
 )
-def test_layers_that_do_not_fit_are_refused(broken: Callable[[LayeredPool], LayeredPool]) -> None:
+def test_layers_that_do_not_fit_are_refused(broken):
     pool = pool_of("blocks_heads_channels", GEOMETRY).pool
     assert isinstance(pool, LayeredPool)
     check_pool(pool, GEOMETRY)
@@ -250,7 +236,7 @@ def test_layers_that_do_not_fit_are_refused(broken: Callable[[LayeredPool], Laye
         check_pool(broken(pool), GEOMETRY)
 
 
-def test_latent_rows_that_do_not_fit_are_refused() -> None:
+def test_latent_rows_that_do_not_fit_are_refused():
     pool = pool_of("apart", LATENT).pool
     assert isinstance(pool, LayeredPool)
     check_pool(pool, LATENT)

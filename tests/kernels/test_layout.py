@@ -1,7 +1,5 @@
 """The pool's layout is TensorRT-LLM's HND, and geometry errors name the tensor and its bound."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from kernels.layout import ContiguousKv, KvGeometry, PagedKv, pool_view
 
 
 @pytest.mark.known_defect(27)
-def test_pool_view_follows_the_offset_formula_of_tensorrt_llm() -> None:
+def test_pool_view_follows_the_offset_formula_of_tensorrt_llm():
     geometry = KvGeometry(num_layers=2, kv_heads=3, head_dim=4, block_size=5)
     pool = torch.arange(7 * 2 * 2 * geometry.row_elements, dtype=torch.float32).view(7, 2, 2, -1)
     view = pool_view(pool, geometry)
@@ -19,14 +17,14 @@ def test_pool_view_follows_the_offset_formula_of_tensorrt_llm() -> None:
     assert view.data_ptr() == pool.data_ptr()
 
 
-def test_pool_view_of_some_of_a_pools_layers_is_no_copy() -> None:
+def test_pool_view_of_some_of_a_pools_layers_is_no_copy():
     geometry = KvGeometry(num_layers=2, kv_heads=1, head_dim=4, block_size=2)
     pool = torch.zeros(3, 5, 2, 8)
     pool_view(pool[:, 1:3], geometry)[2, 1, 0, 0, 1, 3] = 9
     assert pool[2, 2, 0, 7] == 9
 
 
-def test_sizes() -> None:
+def test_sizes():
     geometry = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
     assert geometry.row_elements == 64
     assert geometry.bytes_per_token(torch.bfloat16) == 3 * 2 * 2 * 8 * 2
@@ -39,7 +37,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_layers", "kv_heads", "head_dim", "block_size"])
-def test_sizes_below_one_are_refused(name: str) -> None:
+def test_sizes_below_one_are_refused(name):
     sizes = {"num_layers": 1, "kv_heads": 1, "head_dim": 1, "block_size": 1, name: 0}
     with pytest.raises(ValueError, match=rf"{name} is 0"):
         KvGeometry(**sizes)
@@ -57,6 +55,6 @@ def test_sizes_below_one_are_refused(name: str) -> None:
         (torch.empty(4, 2, 2, 128)[..., ::2], "stride 2"),
     ],
 )
-def test_a_pool_of_another_layout_is_refused(pool: torch.Tensor, message: str) -> None:
+def test_a_pool_of_another_layout_is_refused(pool, message):
     with pytest.raises(ValueError, match=message):
         pool_view(pool, KvGeometry(num_layers=2, kv_heads=2, head_dim=8, block_size=4))

@@ -54,19 +54,19 @@ MODELS: dict[str, tuple[Any, PretrainedConfig]] = {
 class RotaryModel:
     """A model's own rotary module and the function that applies it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         modeling, config = MODELS[name]
         self.rotary = next(kind for each, kind in vars(modeling).items() if each.endswith("RotaryEmbedding"))(config)
         self.apply = modeling.apply_rotary_pos_emb
         frequencies = tuple(self.rotary.inv_freq.double().tolist())
         self.rotation = RopeRotation(frequencies, 2 * len(frequencies), interleaved="interleaved" in name)
 
-    def keys_at(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+    def keys_at(self, keys, start):
         """`keys` [1, heads, tokens, head_dim] rotated to positions start.. by the model's code, in float32."""
         cos, sin = self.rotary(keys, torch.arange(start, start + keys.shape[2])[None])
         return self.apply(keys, keys, cos, sin)[1]
 
-    def exact_keys_at(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+    def exact_keys_at(self, keys, start):
         """The same with exact angles: the module itself rounds position * frequency to float32."""
         positions = torch.arange(start, start + keys.shape[2], dtype=torch.float64)
         angles = positions[:, None] * self.rotary.inv_freq.double()
@@ -75,14 +75,14 @@ class RotaryModel:
         return self.apply(keys.double(), keys.double(), cos, sin)[1].float()
 
 
-def sample_keys(tokens: int = 80) -> torch.Tensor:
+def sample_keys(tokens=80):
     return seeded(1, 2, tokens, 64, seed=7)
 
 
 @pytest.mark.known_defect(6, 27)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("start", "shift"), [(0, 37), (3, 512), (11, 4000), (900, -37), (600, -512), (4100, -4000)])
-def test_a_moved_key_is_the_models_key_at_the_new_position(name: str, start: int, shift: int) -> None:
+def test_a_moved_key_is_the_models_key_at_the_new_position(name, start, shift):
     model, keys = RotaryModel(name), sample_keys()
     moved = rotate_keys(model.exact_keys_at(keys, start), shift, model.rotation)
     assert error_of(moved, model.exact_keys_at(keys, start + shift)) <= 1e-6
@@ -90,7 +90,7 @@ def test_a_moved_key_is_the_models_key_at_the_new_position(name: str, start: int
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("start", "shift"), [(0, 37), (3, 512), (11, 4000), (600, -512)])
-def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name: str, start: int, shift: int) -> None:
+def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name, start, shift):
     model, keys = RotaryModel(name), sample_keys()
     before, after = model.keys_at(keys, start), model.keys_at(keys, start + shift)
     own_rounding = error_of(before, model.exact_keys_at(keys, start))
@@ -102,13 +102,13 @@ def test_the_distance_to_the_models_float32_keys_is_the_models_own_rounding(name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_shift_zero_returns_the_keys_bit_for_bit(dtype: torch.dtype) -> None:
+def test_shift_zero_returns_the_keys_bit_for_bit(dtype):
     keys = sample_keys().to(dtype)
     assert rotate_keys(keys, 0, RotaryModel("qwen2").rotation) is keys
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
+def test_half_precision_rounds_once(dtype):
     keys, rotation = sample_keys().to(dtype), RotaryModel("qwen2").rotation
     rotated = rotate_keys(keys, 1234, rotation)
     assert rotated.dtype == dtype
@@ -117,7 +117,7 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 
 @settings(max_examples=50)
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000), interleaved=st.booleans())
-def test_rotating_to_a_position_and_moving_by_shifts_are_one(first: int, second: int, interleaved: bool) -> None:
+def test_rotating_to_a_position_and_moving_by_shifts_are_one(first, second, interleaved):
     rotation, keys, positions = rotation_of(32, interleaved), sample_keys(5), torch.arange(5)
     placed, expected = (
         rotate(keys, rotary_factors(at, rotation), rotation) for at in (positions, positions + first + second)
@@ -126,7 +126,7 @@ def test_rotating_to_a_position_and_moving_by_shifts_are_one(first: int, second:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_channels_beyond_the_rotary_dim_pass_and_the_input_stays(interleaved: bool) -> None:
+def test_channels_beyond_the_rotary_dim_pass_and_the_input_stays(interleaved):
     rotation = RopeRotation((1.0, 0.25), 4, interleaved)
     keys = sample_keys(9)
     copy = keys.clone()
@@ -137,18 +137,18 @@ def test_channels_beyond_the_rotary_dim_pass_and_the_input_stays(interleaved: bo
 
 
 @pytest.mark.parametrize(("frequencies", "rotary_dim"), [((1.0,), 4), ((), 0), ((1.0, 0.5), 3)])
-def test_frequencies_and_rotary_dim_must_agree(frequencies: tuple[float, ...], rotary_dim: int) -> None:
+def test_frequencies_and_rotary_dim_must_agree(frequencies, rotary_dim):
     with pytest.raises(ValueError, match=f"rotary_dim {rotary_dim}"):
         RopeRotation(frequencies, rotary_dim)
 
 
-def test_keys_narrower_than_the_rotary_dim_are_refused() -> None:
+def test_keys_narrower_than_the_rotary_dim_are_refused():
     with pytest.raises(ValueError, match="head_dim 2, below the rotary_dim 4"):
         rotate_keys(torch.zeros(1, 2), 1, RopeRotation((1.0, 0.5), 4))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_channels_before_first_channel_pass(interleaved: bool) -> None:
+def test_channels_before_first_channel_pass(interleaved):
     keys = seeded(2, 3, 20, seed=1)
     rotation = RopeRotation((1.0, 0.1), 4, interleaved, first_channel=12)
     rotated = rotate_keys(keys, 5, rotation)
@@ -162,7 +162,7 @@ def test_channels_before_first_channel_pass(interleaved: bool) -> None:
         RopeRotation((1.0, 0.1), 4, first_channel=-1)
 
 
-def test_layers_that_rotate_alike_have_one_rotation() -> None:
+def test_layers_that_rotate_alike_have_one_rotation():
     turning, none = rotation_of(), still(8)
     assert by_layer([turning] * 3) is turning
     rotations = by_layer([turning, none, turning, turning])
@@ -184,8 +184,6 @@ def test_layers_that_rotate_alike_have_one_rotation() -> None:
         ((rotation_of(),), (-1,), r"kind_of_layer is \(-1,\)"),
     ],
 )
-def test_layers_of_other_planes_or_no_kind_are_refused(
-    kinds: tuple[RopeRotation, ...], kind_of_layer: tuple[int, ...], told: str
-) -> None:
+def test_layers_of_other_planes_or_no_kind_are_refused(kinds, kind_of_layer, told):
     with pytest.raises(ValueError, match=told):
         LayerRotations(kinds, kind_of_layer)

@@ -8,7 +8,6 @@ joined, and kernels that serve every length.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +35,7 @@ SMALL = TileConfig(16, 16, 4, 2)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: needs a CUDA device")
 
 
-def assert_matches_naive(
-    device: str, batch: Batch, window: int | None = None, sinks: torch.Tensor | None = None
-) -> None:
+def assert_matches_naive(device, batch, window=None, sinks=None):
     q, pool, sequences = batch.on(device)
     own = None if sinks is None else sinks.to(device)
     actual = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, window, own)
@@ -49,19 +46,19 @@ def assert_matches_naive(
     assert torch.equal(pool.cpu().view(torch.uint8), batch.pool.view(torch.uint8))
 
 
-def plain(batch: Batch, window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def plain(batch, window=None, sinks=None):
     kv = PoolLayer(batch.pool, 1, batch.geometry)
     return naive.sparse_prefill(batch.q, kv, batch.sequences, SCALE, window, sinks)
 
 
 def tiled(
-    device: str,
-    batch: Batch,
-    config: TileConfig | None = None,
-    piece: int | None = None,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    device,
+    batch,
+    config=None,
+    piece=None,
+    window=None,
+    sinks=None,
+):
     """By the Triton kernels, with a tile and a piece of KV of one's own."""
     from kernels.sparse_prefill import triton_attention
 
@@ -82,9 +79,7 @@ def tiled(
         ([[2], list(range(9)), [1, 7, 8, 30, 31], [36]], 4, 2),
     ],
 )
-def test_windows_with_and_without_sinks(
-    device: str, positions: list[list[int]], heads: int, kv_heads: int, window: int | None, with_sinks: bool
-) -> None:
+def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, window, with_sinks):
     batch = Batch(positions, heads=heads, kv_heads=kv_heads, head_dim=8, block_size=BLOCK, window=window)
     assert_matches_naive(device, batch, window, 2 * seeded(heads, seed=4) if with_sinks else None)
 
@@ -104,15 +99,15 @@ def test_windows_with_and_without_sinks(
     ],
 )
 def test_widths_blocks_groups_and_dtypes(
-    device: str,
-    head_dim: int,
-    block_size: int,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    window: int | None,
-    kv_dtype: torch.dtype | None,
-) -> None:
+    device,
+    head_dim,
+    block_size,
+    heads,
+    kv_heads,
+    dtype,
+    window,
+    kv_dtype,
+):
     """As near to naive as the queries' dtype allows: KV in fp8 is read as the numbers that it holds."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
     positions = [[*range(50, 75), 200, 201], [9], [2 * block_size], list(range(7))]
@@ -131,15 +126,15 @@ def test_widths_blocks_groups_and_dtypes(
     kv_dtype=st.sampled_from([None, FP8]),
 )
 def test_any_positions_and_any_window_match_naive(
-    device: str,
-    positions: list[list[int]],
-    kv_heads: int,
-    block_size: int,
-    window: int | None,
-    with_sinks: bool,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-) -> None:
+    device,
+    positions,
+    kv_heads,
+    block_size,
+    window,
+    with_sinks,
+    dtype,
+    kv_dtype,
+):
     sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
     batch = Batch(positions, dtype=dtype, window=window, kv_dtype=kv_dtype, **sizes)
     assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
@@ -147,25 +142,25 @@ def test_any_positions_and_any_window_match_naive(
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 @pytest.mark.parametrize("count", [CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1])
-def test_chunks_join(device: str, count: int) -> None:
+def test_chunks_join(device, count):
     positions = [*list(range(2, 2 * count, 2))[: count - 1], 2 * count]
     assert_matches_naive(device, Batch([positions], heads=1, kv_heads=1, head_dim=8))
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 30.0])
-def test_sinks_far_from_all_scores(device: str, sink: float) -> None:
+def test_sinks_far_from_all_scores(device, sink):
     batch = Batch([list(range(9)), [2, 30]])
     assert_matches_naive(device, batch, sinks=torch.full((4,), sink))
 
 
 @pytest.mark.parametrize("device", ["torch"], indirect=True)
 @pytest.mark.parametrize("scores", [1, 4 * 31 * 7])
-def test_chunks_with_sinks_join(device: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_with_sinks_join(device, scores, monkeypatch):
     monkeypatch.setattr("kernels.sparse_prefill.SINK_SCORES", scores)
     assert_matches_naive(device, Batch([[*range(20), 30], [5]]), sinks=seeded(4, seed=4))
 
 
-def test_a_window_over_all_positions_is_none(device: str) -> None:
+def test_a_window_over_all_positions_is_none(device):
     batch = Batch([list(range(30)), [4, 29]])
     q, pool, sequences = batch.on(device)
     attended = sparse_prefill(q, PoolLayer(pool, 1, batch.geometry), sequences, SCALE, 30)
@@ -176,9 +171,7 @@ def test_a_window_over_all_positions_is_none(device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("layout", ["one tensor", "layers apart"])
-def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(
-    device: str, dtype: torch.dtype, in_fp8: bool, layout: str
-) -> None:
+def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(device, dtype, in_fp8, layout):
     kv_dtype = FP8 if in_fp8 else dtype
     batch = Batch([[0, 5, 6], [BLOCK], list(range(9))], kv_heads=3, heads=3, block_size=BLOCK, kv_dtype=kv_dtype)
     k, v = 100 * seeded(2, 13, 3, 16, seed=6, dtype=dtype)
@@ -200,7 +193,7 @@ def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(
         torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_no_rows_return_at_once() -> None:
+def test_no_rows_return_at_once():
     geometry = geometry_of()
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
     nothing = torch.empty(0, 2, 8)
@@ -209,7 +202,7 @@ def test_no_rows_return_at_once() -> None:
     assert sparse_prefill(torch.empty(0, 4, 8), PoolLayer(pool, 0, geometry), [], 1.0).shape == (0, 4, 8)
 
 
-def test_rows_moved_to_a_device_keep_their_bounds() -> None:
+def test_rows_moved_to_a_device_keep_their_bounds():
     rows = rows_at(3, [1, 2, 7], [5, 2])
     moved = rows.to("cpu")
     assert (moved.first_row, moved.count, moved.first_position, moved.last_position) == (3, 3, 1, 7)
@@ -230,7 +223,7 @@ def test_rows_moved_to_a_device_keep_their_bounds() -> None:
         (0, [0.5], [0], "positions is torch.float32"),
     ],
 )
-def test_bad_rows_are_refused(first_row: int, positions: list[int], block_ids: list[int], message: str) -> None:
+def test_bad_rows_are_refused(first_row, positions, block_ids, message):
     with pytest.raises(ValueError, match=message):
         rows_at(first_row, positions, block_ids)
 
@@ -249,9 +242,7 @@ def test_bad_rows_are_refused(first_row: int, positions: list[int], block_ids: l
         (0, [rows_at(0, [0, 1], [0])], (2, 2, 8), FP8, "the pool is torch.float32"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_written(
-    layer: int, sequences: list[SequenceRows], shape: tuple[int, ...], dtype: torch.dtype, message: str
-) -> None:
+def test_bad_arguments_are_refused_before_anything_is_written(layer, sequences, shape, dtype, message):
     geometry = geometry_of()
     pool = torch.full((3, 2, 2, geometry.row_elements), math.nan)
     rows = torch.zeros(shape, dtype=dtype)
@@ -279,7 +270,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(
         ({"sinks": torch.zeros(2, device="meta")}, "sinks is .* on meta"),
     ],
 )
-def test_what_attention_cannot_run_with_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_attention_cannot_run_with_is_refused(changes, message):
     asked = {"heads": 2, "scale": 1.0, "kinds": 2, "window": None, "sinks": None} | changes
     geometry = geometry_of(kv_factor=asked["kinds"])
     kv = PoolLayer(torch.zeros(3, 2, asked["kinds"], geometry.row_elements), 0, geometry)
@@ -288,7 +279,7 @@ def test_what_attention_cannot_run_with_is_refused(changes: dict[str, Any], mess
         sparse_prefill(queries, kv, [rows_at(0, [0], [0])], asked["scale"], asked["window"], asked["sinks"])
 
 
-def test_rows_are_checked_once_for_a_pool() -> None:
+def test_rows_are_checked_once_for_a_pool():
     geometry = geometry_of()
     pool = torch.zeros(3, 2, 2, geometry.row_elements)
     sequences = (rows_at(0, [0, 1], [2]), rows_at(2, [4], [0, 1]))
@@ -309,9 +300,7 @@ def test_rows_are_checked_once_for_a_pool() -> None:
         *((64, 16, 32), (64, 32, 64), (24, 16, 16), (24, 64, 64)),
     ],
 )
-def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(
-    triton_device: str, block_size: int, block_m: int, block_n: int
-) -> None:
+def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(triton_device, block_size, block_m, block_n):
     positions = [list(range(1, 100, 2)), [3, 50, 51, 99]]
     batch = Batch(positions, heads=3, kv_heads=1, block_size=block_size, dtype=torch.float16)
     assert_same(tiled(triton_device, batch, TileConfig(block_m, block_n, 4, 2)), plain(batch))
@@ -320,9 +309,7 @@ def test_tiles_of_any_height_and_of_several_blocks_and_of_parts_of_one(
 @pytest.mark.parametrize(("heads", "block_m", "piece"), [(2, 16, 16), (6, 128, 48)])
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_pieces_are_joined(
-    triton_device: str, heads: int, block_m: int, piece: int, window: int | None, with_sinks: bool
-) -> None:
+def test_pieces_are_joined(triton_device, heads, block_m, piece, window, with_sinks):
     positions = [[0, 15, 16, 90], [*range(50, 70)], list(range(20))]
     batch = Batch(positions, heads=heads, dtype=torch.float16, window=window)
     sinks = 2 * seeded(heads, seed=4) if with_sinks else None
@@ -330,20 +317,20 @@ def test_pieces_are_joined(
     assert_same(actual, plain(batch, window, sinks))
 
 
-def test_more_pieces_than_are_joined_at_a_time(triton_device: str) -> None:
+def test_more_pieces_than_are_joined_at_a_time(triton_device):
     batch = Batch([[37, 350]], heads=1, kv_heads=1)
     assert_same(tiled(triton_device, batch, SMALL, 16), plain(batch))
 
 
 @pytest.mark.parametrize("piece", [None, 32])
-def test_large_scores_do_not_overflow(triton_device: str, piece: int | None) -> None:
+def test_large_scores_do_not_overflow(triton_device, piece):
     batch = Batch([[0, 40, 77]])
     batch.q *= 300
     # Scores of several hundred leave exponents of about four digits.
     assert error_of(tiled(triton_device, batch, SMALL, piece), plain(batch)) <= 1e-3
 
 
-def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device: str) -> None:
+def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device):
     batch = Batch([list(range(9)), [3, 20]])
     _, pool, sequences = batch.on(triton_device)
     fused, expected = seeded(11, 8, 16, seed=8), batch.pool.clone()
@@ -357,7 +344,7 @@ def test_rows_of_a_fused_projection_are_read_and_written_in_place(triton_device:
         assert_same(sparse_prefill(queries, PoolLayer(pool, 0, batch.geometry), sequences, SCALE), attended)
 
 
-def test_a_pool_with_gaps_between_its_blocks(triton_device: str) -> None:
+def test_a_pool_with_gaps_between_its_blocks(triton_device):
     batch = Batch([[4, 30]])
     q, pool, sequences = batch.on(triton_device)
     wide = torch.full((len(pool), 5, 2, batch.geometry.row_elements), math.nan, device=triton_device)
@@ -369,7 +356,7 @@ def test_a_pool_with_gaps_between_its_blocks(triton_device: str) -> None:
 @pytest.mark.parametrize("positions", ["dense", "suffix", "scattered", "last"])
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads"), [(64, 1, 8), (80, 4, 2), (128, 7, 4), (256, 2, 4)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_thousands_of_tokens(head_dim: int, group: int, kv_heads: int, positions: str, dtype: torch.dtype) -> None:
+def test_thousands_of_tokens(head_dim, group, kv_heads, positions, dtype):
     tokens = 2999
     generator = torch.Generator().manual_seed(5)
     own = {
@@ -393,17 +380,17 @@ def test_thousands_of_tokens(head_dim: int, group: int, kv_heads: int, positions
 
 
 @needs_cuda
-def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
+def test_other_lengths_rows_layers_and_blocks_compile_nothing():
     from kernels.sparse_prefill import triton_attention
 
-    def compiled() -> list[int]:
+    def compiled():
         kernels = (triton_attention.attention_kernel, triton_attention.join_kernel, triton_attention.write_kernel)
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
     geometry = KvGeometry(num_layers=17, kv_heads=2, head_dim=64, block_size=32)
     pool = torch.randn(64, 17, 2, geometry.row_elements, device="cuda", dtype=torch.bfloat16)
 
-    def run(positions: list[list[int]], layer: int, piece: int) -> None:
+    def run(positions, layer, piece):
         first_rows = [sum(len(own) for own in positions[:index]) for index in range(len(positions))]
         sequences = [
             SequenceRows(first, torch.tensor(own), torch.arange(index, index + geometry.blocks_for(own[-1] + 1)))
@@ -425,7 +412,7 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing() -> None:
 
 
 @needs_cuda
-def test_a_captured_launch_follows_positions_and_blocks() -> None:
+def test_a_captured_launch_follows_positions_and_blocks():
     """Positions and blocks of a single sequence are read from its own tensors when the graph is replayed."""
     from kernels.sparse_prefill import triton_attention
 

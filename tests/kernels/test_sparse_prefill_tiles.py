@@ -1,9 +1,6 @@
 """The plan of a launch: every packed row in one tile, every token of its KV in one item."""
 
-from __future__ import annotations
-
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,15 +19,12 @@ from kernels.sparse_prefill.tiles import (
 )
 from tests.kernels.builders import rows_at
 
-if TYPE_CHECKING:
-    from kernels.sparse_prefill import SequenceRows
-
 PROCESSORS = 132
 # Programs of one of 4 KV heads that run at a time, two a multiprocessor.
 PROGRAMS = 66
 
 
-def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
+def batch_of(*positions):
     first_rows = np.cumsum([0, *map(len, positions)]).tolist()
     return tuple(
         rows_at(first, own, range(own[-1] // 4 + 1)) for first, own in zip(first_rows, positions, strict=False)
@@ -44,13 +38,11 @@ def batch_of(*positions: list[int]) -> tuple[SequenceRows, ...]:
     piece=st.sampled_from([None, 16, 64, 512]),
     window=st.one_of(st.none(), st.integers(1, 400)),
 )
-def test_every_row_and_every_token_that_it_sees_is_covered_once(
-    positions: list[list[int]], group: int, piece: int | None, window: int | None
-) -> None:
+def test_every_row_and_every_token_that_it_sees_is_covered_once(positions, group, piece, window):
     sequences = batch_of(*positions)
     work = attention_work(sequences, group, 2, TileConfig(16, 16, 4, 2), PROCESSORS, piece, window)
 
-    def first_of(position: int) -> int:
+    def first_of(position):
         return 0 if window is None else max(0, position - window + 1)
 
     covered = set()
@@ -87,14 +79,14 @@ def test_every_row_and_every_token_that_it_sees_is_covered_once(
     assert joined == sorted(slots.items())
 
 
-def test_the_heaviest_items_come_first() -> None:
+def test_the_heaviest_items_come_first():
     work = attention_work(batch_of(list(range(100)), [399]), 1, 1, TileConfig(16, 16, 4, 2), 1)
     assert not work.slots
     assert work.items[:, 0].tolist() == [100] + [0] * 7
     assert work.items[1:, 2].tolist() == list(range(100, 0, -16))
 
 
-def test_one_plan_serves_all_layers_of_a_window() -> None:
+def test_one_plan_serves_all_layers_of_a_window():
     sequences = batch_of([0, 3, 9], [5])
     config = TileConfig(16, 16, 4, 2)
     windowed = attention_work(sequences, 2, 2, config, 4, window=4)
@@ -106,7 +98,7 @@ def test_one_plan_serves_all_layers_of_a_window() -> None:
     assert attention_work(sequences[:1], 2, 2, config, 4) is not attention_work(sequences, 2, 2, config, 4)
 
 
-def test_a_single_sequence_lends_its_own_index_tensors() -> None:
+def test_a_single_sequence_lends_its_own_index_tensors():
     (rows,) = batch_of([2, 4, 7])
     index = batch_index((rows,))
     assert index.positions is rows.positions
@@ -123,7 +115,7 @@ def test_a_single_sequence_lends_its_own_index_tensors() -> None:
         (list(range(3000, 3100)), 0),
     ],
 )
-def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions: list[int], in_front: int) -> None:
+def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions, in_front):
     table, begins, reach = cut_rows(batch_of(positions), 7, 128)
     assert not begins.any()
     cut = 7 * in_front
@@ -133,7 +125,7 @@ def test_rows_in_front_of_a_wide_gap_share_no_tile_with_those_behind(positions: 
     assert len(table) == tiles
 
 
-def test_rows_whose_windows_leave_out_tokens_share_no_tile() -> None:
+def test_rows_whose_windows_leave_out_tokens_share_no_tile():
     sequences = batch_of([0, 1, 2, 10, 14, 15, 90, 94], [7])
     table, begins, ends = cut_rows(sequences, 2, 64, 8)
     assert table[:, 1:3].tolist() == [[0, 12], [12, 16], [0, 2]]
@@ -146,21 +138,21 @@ def test_rows_whose_windows_leave_out_tokens_share_no_tile() -> None:
     assert begins.tolist() == [0, 10, 14, 90, 94, 7]
 
 
-def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one() -> None:
+def test_rows_are_cut_where_sequences_end_and_the_first_tile_is_the_short_one():
     table, _, reach = cut_rows(batch_of([0, 1, 2, 30], [7]), 3, 8)
     assert table.tolist() == [[0, 0, 4, 0], [0, 4, 12, 0], [4, 0, 3, 8]]
     assert reach.tolist() == [2, 31, 8]
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(8192, 128), (24576, 128), (32768, 128), (24576, 64), (None, 64)])
-def test_dense_prefill_and_short_kv_are_not_split(tokens: int | None, tile: int) -> None:
+def test_dense_prefill_and_short_kv_are_not_split(tokens, tile):
     reach = np.full(3, 200)
     if tokens is not None:
         reach = np.minimum((np.arange(0, tokens * 7, tile) + tile) // 7 + 1, tokens)
     assert balanced_pieces(reach, PROGRAMS, 64).tolist() == [[index, 0, end] for index, end in enumerate(reach)]
 
 
-def end_of(pieces: np.ndarray, programs: int) -> int:
+def end_of(pieces, programs):
     """When the last program ends that takes the heaviest piece left, in tokens of KV."""
     free = [0] * programs
     for tokens in sorted((pieces[:, 2] - pieces[:, 1]).tolist(), reverse=True):
@@ -170,7 +162,7 @@ def end_of(pieces: np.ndarray, programs: int) -> int:
 
 @pytest.mark.parametrize("tiles", [1, 7, 14, 67, 100, 135, 336])
 @pytest.mark.parametrize("kind", ["same", "spread", "random"])
-def test_programs_end_together(tiles: int, kind: str) -> None:
+def test_programs_end_together(tiles, kind):
     reach = {
         "same": np.full(tiles, 24576),
         "spread": np.linspace(24576 / tiles, 24576, tiles).astype(int),
@@ -181,7 +173,7 @@ def test_programs_end_together(tiles: int, kind: str) -> None:
     assert end_of(pieces, PROGRAMS) <= 1.2 * reach.sum() / PROGRAMS + 3 * PIECE_OVERHEAD
 
 
-def test_a_cut_never_ends_later_than_whole_tiles_or_one_round() -> None:
+def test_a_cut_never_ends_later_than_whole_tiles_or_one_round():
     random = np.random.default_rng(5)
     for _ in range(50):
         reach = random.integers(1, 30_000, random.integers(1, 60))
@@ -190,6 +182,6 @@ def test_a_cut_never_ends_later_than_whole_tiles_or_one_round() -> None:
 
 
 @pytest.mark.parametrize("piece", [0, -16, 24])
-def test_pieces_are_whole_tiles(piece: int) -> None:
+def test_pieces_are_whole_tiles(piece):
     with pytest.raises(ValueError, match="it must be a multiple of block_n, 16"):
         attention_work(batch_of([5]), 1, 1, TileConfig(16, 16, 4, 2), PROCESSORS, piece)

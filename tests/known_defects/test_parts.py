@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,13 +16,10 @@ from semblend_trt.connector import SemBlendKvConnectorScheduler, SemBlendKvConne
 from semblend_trt.discovery.span_index import SpanIndex
 from tests.kernels.builders import interpret
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.mark.known_defect(16)
 @pytest.mark.parametrize(("spans", "tokens"), [(1, 40), (8, 40), (8, 2000)])
-def test_a_plan_of_any_size_is_one_launch(monkeypatch: pytest.MonkeyPatch, spans: int, tokens: int) -> None:
+def test_a_plan_of_any_size_is_one_launch(monkeypatch, spans, tokens):
     """Spans, tokens, layers and blocks are one table that one kernel reads."""
     pytest.importorskip("triton", reason="skipped: Triton is not installed")
     if not torch.cuda.is_available():
@@ -44,7 +40,7 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch: pytest.MonkeyPatch, spans
 
 @pytest.mark.known_defect(26)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
-def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_path: Path, dtype: torch.dtype) -> None:
+def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_path, dtype):
     """What a dtype allows is known when the caches are registered, not when KV is to be loaded."""
     args = LlmArgs(model=tiny_qwen2_path)
     scheduler, worker = SemBlendKvConnectorScheduler(args), SemBlendKvConnectorWorker(args)
@@ -57,7 +53,7 @@ def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_p
 
 
 @pytest.mark.known_defect(36)
-def test_ten_thousand_donors_come_and_go_in_the_memory_of_ten_thousand() -> None:
+def test_ten_thousand_donors_come_and_go_in_the_memory_of_ten_thousand():
     """Donors enter and leave one by one; the next ones take their room, and none is renumbered."""
     count, length = 10_000, 128
     random = np.random.default_rng(0)

@@ -1,7 +1,5 @@
 """Defects of public connectors that show in served requests, each by the situation that triggers it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -10,7 +10,7 @@ from tests.pages import Page, code_in, named_tests
 NUMBERS = range(1, 38)
 
 
-def marked() -> dict[int, set[str]]:
+def marked():
     """The tests with a `known_defect` mark, by the mark's numbers."""
     found: dict[int, set[str]] = defaultdict(set)
     for name, test in named_tests().items():
@@ -21,7 +21,7 @@ def marked() -> dict[int, set[str]]:
     return found
 
 
-def test_every_defect_has_its_tests_and_the_page_names_them() -> None:
+def test_every_defect_has_its_tests_and_the_page_names_them():
     rows = [row for row in Page("docs/failure-modes.md").rows if row[0].isdigit()]
     assert [int(number) for number, *_ in rows] == list(NUMBERS)
     assert {int(number): set(code_in(tests)) for number, *_, tests in rows} == marked()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
-def _call(number: int, name: str, arguments: str, **more: Any) -> dict[str, Any]:
+def _call(number, name, arguments, **more):
     return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
 
 
-def _text(text: str, **more: Any) -> dict[str, Any]:
+def _text(text, **more):
     return {"type": "text", "text": text, **more}
 
 
-def _chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def _chat(*messages, **fields):
     return {"messages": list(messages), **fields}
 
 
@@ -32,7 +32,7 @@ TOOLS = {"tools": [WEATHER, CLOCK]}
 DOCUMENTS = [{"title": "Rome", "text": "Rome is warm."}, {"text": "Oslo is not.", "doc_id": "7"}]
 
 
-def _asked(content: Any = None, **fields: Any) -> dict[str, Any]:
+def _asked(content=None, **fields):
     """The call with its result, where a message of the assistant has these fields."""
     return _chat(USER, {"role": "assistant", "content": content, **fields}, RESULT, THANKS, **TOOLS)
 

@@ -10,14 +10,11 @@ import sysconfig
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from semblend_trt.fleet.directory import Directory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 READY_SECONDS = 30
 
@@ -25,7 +22,7 @@ READY_SECONDS = 30
 class NatsServer:
     """One server process at a time. `url`, and what its streams hold, stay when it is started again."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder, *arguments):
         self._folder, self._arguments = folder, arguments
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -33,13 +30,13 @@ class NatsServer:
         self.url = f"nats://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
+    def start(self):
         """Returns when the server takes connections."""
         command = [_program(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._folder)]
         self._process = subprocess.Popen([*command, *self._arguments], stderr=subprocess.PIPE, text=True)
         ready, log = threading.Event(), []
 
-        def read(lines: Any) -> None:
+        def read(lines):
             for line in lines:
                 log.append(line)
                 if "Server is ready" in line:
@@ -50,7 +47,7 @@ class NatsServer:
         assert ready.wait(READY_SECONDS), "".join(log)
         assert self._process.poll() is None, "".join(log)
 
-    def kill(self) -> None:
+    def kill(self):
         """Ends the server at once, as a crash would."""
         if self._process is not None:
             self._process.kill()
@@ -61,15 +58,15 @@ class NatsServer:
 class WatchedDirectory(Directory):
     """A directory for which no time passes, with the number of problems by name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.problems: Counter[str] = Counter()
         super().__init__(clock=lambda: 0.0, on_problem=lambda reason, _: self.problems.update([reason]))
 
-    def is_synced(self, worker: tuple[int, int]) -> bool:
+    def is_synced(self, worker):
         followed = self.workers().get(worker)
         return followed is not None and followed.is_synced
 
-    def compared(self, worker: tuple[int, int]) -> int:
+    def compared(self, worker):
         """How many of the worker's heartbeats were compared with what is known."""
         followed = self.workers().get(worker)
         return 0 if followed is None else followed.compared
@@ -81,7 +78,7 @@ class Reader:
     It asks for a resync whenever it reconnects; `ask` does so at any time.
     """
 
-    def __init__(self, url: str, subject: str = "semantic-kv-events", **arguments: Any) -> None:
+    def __init__(self, url, subject="semantic-kv-events", **arguments):
         self.directory = WatchedDirectory()
         self.payloads: list[bytes] = []
         self._url, self._subject, self._arguments = url, subject, arguments
@@ -92,49 +89,49 @@ class Reader:
         self._thread.start()
         self._do(self._connect())
 
-    def wait_for(self, holds: Callable[[Reader], bool], timeout: float = 60) -> bool:
+    def wait_for(self, holds, timeout=60):
         """Waits for a message after which `holds`; False when none came in `timeout` seconds."""
         with self._news:
             return self._news.wait_for(lambda: holds(self), timeout)
 
-    def publish(self, payload: bytes, subject: str | None = None) -> None:
+    def publish(self, payload, subject=None):
         from semblend_trt.fleet.connection import flush
 
-        async def send() -> None:
+        async def send():
             await self._client.publish(subject or self._subject, payload)
             await flush(self._client)
 
         self._do(send())
 
-    def ask(self) -> None:
+    def ask(self):
         self.publish(b"", self._subject + ".resync")
 
-    def kinds(self) -> list[str]:
+    def kinds(self):
         from semblend_trt.fleet.events import decode
 
         return [decode(payload).data.kind for payload in self.payloads]
 
-    def close(self) -> None:
+    def close(self):
         self._do(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _connect(self) -> None:
+    async def _connect(self):
         import nats
 
         from semblend_trt.fleet.connection import flush
 
-        async def take(message: Any) -> None:
+        async def take(message):
             with self._news:
                 self.payloads.append(message.data)
                 self.directory.observe(message.data)
                 self._news.notify_all()
 
-        async def back() -> None:
+        async def back():
             await self._client.publish(self._subject + ".resync", b"")
 
-        async def ignored(_: Exception) -> None: ...
+        async def ignored(_): ...
 
         self._client = await nats.connect(
             self._url,
@@ -147,11 +144,11 @@ class Reader:
         await self._client.subscribe(self._subject, cb=take)
         await flush(self._client)
 
-    def _do(self, work: Any) -> Any:
+    def _do(self, work):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
 
-def _program() -> str:
+def _program():
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
@@ -160,11 +157,11 @@ def _program() -> str:
 
 
 @pytest.fixture
-def make_nats_server(tmp_path: Path) -> Iterator[Callable[..., NatsServer]]:
+def make_nats_server(tmp_path):
     """Makes started servers with the command-line arguments that are given; all end with the test."""
     servers: list[NatsServer] = []
 
-    def make(*arguments: str) -> NatsServer:
+    def make(*arguments):
         server = NatsServer(tmp_path / f"nats-{len(servers)}", *arguments)
         servers.append(server)
         server.start()
@@ -176,17 +173,17 @@ def make_nats_server(tmp_path: Path) -> Iterator[Callable[..., NatsServer]]:
 
 
 @pytest.fixture
-def nats_server(make_nats_server: Callable[..., NatsServer]) -> NatsServer:
+def nats_server(make_nats_server):
     """A started server; `kill()` and `start()` restart it."""
     return make_nats_server()
 
 
 @pytest.fixture
-def make_reader() -> Iterator[Callable[..., Reader]]:
+def make_reader():
     """Makes readers of a server's events; all end with the test."""
     readers: list[Reader] = []
 
-    def make(*arguments: Any, **keywords: Any) -> Reader:
+    def make(*arguments, **keywords):
         reader = Reader(*arguments, **keywords)
         readers.append(reader)
         return reader

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.connector.engine_spec import from_llm_args
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.connector.engine_spec import EngineSpec
 
 # All that a namespace is made from.
 KNOWN: dict[str, Any] = {
@@ -24,11 +19,11 @@ KNOWN: dict[str, Any] = {
 }
 
 
-def engine(model: str | Path = "", **llm_args: Any) -> EngineSpec:
+def engine(model="", **llm_args):
     """The engine of these fields of TensorRT-LLM's LlmArgs, and of no others."""
     return from_llm_args(SimpleNamespace(model=str(model), **llm_args))
 
 
-def known_engine(model: str | Path, **llm_args: Any) -> EngineSpec:
+def known_engine(model, **llm_args):
     """The engine of a model, of which a namespace leaves nothing unknown, with these fields otherwise."""
     return engine(model, **KNOWN | llm_args)

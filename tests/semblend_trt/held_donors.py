@@ -1,70 +1,58 @@
 """Donors that are held: in a catalog, in the host tier as a save puts them there, and in files."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kernels.layout import ContiguousKv
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, TierMoves
+from semblend_trt.donors.catalog import Capacities, DonorCatalog
 from semblend_trt.donors.disk_tier import DonorText, KvForm, file_bytes
 from semblend_trt.donors.host_tier import HostKv
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.host_tier import HostTier
-    from semblend_trt.donors.store import DonorStore
 
 BYTES_PER_TOKEN = 10
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
-def catalog_of(
-    host_tokens: int = 100, max_donors: int = 10, eviction: Eviction = Eviction.LRU, **limits: int
-) -> DonorCatalog:
+def catalog_of(host_tokens=100, max_donors=10, eviction=Eviction.LRU, **limits):
     """A catalog of donors with BYTES_PER_TOKEN a token; `limits` are the other `Capacities`."""
     sizes = partial(file_bytes, 1, BYTES_PER_TOKEN)
     limited = Capacities(host_tokens * BYTES_PER_TOKEN, BYTES_PER_TOKEN, max_donors, file_bytes=sizes, **limits)
     return DonorCatalog(limited, eviction)
 
 
-def keep(catalog: DonorCatalog, donor_id: str, tokens: int) -> TierMoves:
+def keep(catalog, donor_id, tokens):
     """Has the catalog hold a ready donor; returns what made room for it."""
     moves = catalog.reserve(donor_id, tokens)
     catalog.commit(donor_id, tokens)
     return moves
 
 
-def held_kv(tier: HostTier, donor_id: str) -> HostKv:
+def held_kv(tier, donor_id):
     """The donor's KV, valid until it is dropped."""
     with tier.reading(donor_id) as held:
         return held
 
 
-def held_in(store: DonorStore) -> set[str]:
+def held_in(store):
     """Donors that either tier holds or is being given."""
     return {*store.host._slots, *(() if store.device is None else store.device._donors)}
 
 
-def used_blocks(tier: DeviceTier) -> int:
+def used_blocks(tier):
     """Blocks of the arena that are not free."""
     return tier._arena.shape[0] - len(tier._free)
 
 
-def save(tier: HostTier, donor_id: str, tensor: torch.Tensor) -> None:
+def save(tier, donor_id, tensor):
     """Copies `tensor`, [layers, 2, kv_heads, tokens, head_dim] on any device and of any strides, into the tier."""
     with tier.writing(donor_id, tensor.shape, tensor.dtype) as held:
         fill(held, tensor)
 
 
-def fill(held: HostKv, tensor: torch.Tensor) -> None:
+def fill(held, tensor):
     """Copies `tensor`, of as many tokens as `held` has, into its parts."""
     first = 0
     for part in held.parts:
@@ -72,7 +60,7 @@ def fill(held: HostKv, tensor: torch.Tensor) -> None:
         first += part.capacity
 
 
-def host_kv(*sizes: int, form: KvForm = FORM, fill: float | None = None) -> HostKv:
+def host_kv(*sizes, form=FORM, fill=None):
     """KV in parts of so many tokens as the host tier holds it, random unless it is filled."""
     generator = torch.Generator().manual_seed(sum(sizes))
     parts = []
@@ -83,15 +71,15 @@ def host_kv(*sizes: int, form: KvForm = FORM, fill: float | None = None) -> Host
     return HostKv(tuple(parts))
 
 
-def text_of(tokens: int) -> DonorText:
+def text_of(tokens):
     return DonorText("key", np.arange(7, 7 + tokens, dtype=np.int32))
 
 
-def at_once(call: Callable[[], Any]) -> Any:
+def at_once(call):
     """What the call gives or raises; one that waits for another side fails here and keeps no process from ending."""
     ended = []
 
-    def run() -> None:
+    def run():
         try:
             ended.append((call(), None))
         except Exception as error:

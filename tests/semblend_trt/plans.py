@@ -1,27 +1,23 @@
 """Plans of a few spans, for tests that need one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, SemanticKvPlan
 
 
 def plan_of(
-    *spans: PlanSpan,
-    request_id: int = 1,
-    kind: PlanKind = PlanKind.REQUEST_LOCAL,
-    prompt: int = 24,
-    computed: int = 0,
-    matched: int | None = None,
-    block_size: int = 8,
-    blocks: tuple[int, ...] | None = None,
-    mode: EngineMode = EngineMode.WRAPPER,
-    layers: int = 3,
-    **execution: Any,
-) -> SemanticKvPlan:
+    *spans,
+    request_id=1,
+    kind=PlanKind.REQUEST_LOCAL,
+    prompt=24,
+    computed=0,
+    matched=None,
+    block_size=8,
+    blocks=None,
+    mode=EngineMode.WRAPPER,
+    layers=3,
+    **execution,
+):
     """A plan over a prompt of 0, 1, 2 ...; it promises everything up to the last span's end, or `matched` tokens."""
     if matched is None:
         end = max((span.target_end for span in spans), default=computed)

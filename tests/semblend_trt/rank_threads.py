@@ -5,25 +5,22 @@ from __future__ import annotations
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-from semblend_trt.ranks import EngineRanks, Ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from semblend_trt.ranks import EngineRanks
 
 T = TypeVar("T")
 
 PATIENCE = 20.0  # seconds; a rank that makes a call too few or too many ends its test as a broken barrier
 
 
-def on_ranks(size: int, work: Callable[[Ranks], T]) -> list[T]:
+def on_ranks(size, work):
     """What `work` returns on each of `size` ranks."""
     given: list[bytes] = [b""] * size
     barrier = threading.Barrier(size, timeout=PATIENCE)
 
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        def gather(value: Any) -> list[Any]:
+    def gather_of(rank):
+        def gather(value):
             given[rank] = pickle.dumps(value)
             barrier.wait()
             gathered = [pickle.loads(each) for each in given]

@@ -1,11 +1,8 @@
 """A namespace and texts that tests share."""
 
-from __future__ import annotations
-
 import numpy as np
-import numpy.typing as npt
 
-from semblend_trt.fleet.sketch import PromptFingerprints, fingerprints_of
+from semblend_trt.fleet.sketch import fingerprints_of
 from semblend_trt.namespace import UNKNOWN_PREFIX, CacheNamespace
 
 BASE_NAMESPACE = CacheNamespace(
@@ -27,15 +24,15 @@ BASE_NAMESPACE = CacheNamespace(
 NAMESPACE = BASE_NAMESPACE.for_request(None, None)
 
 
-def text(seed: int | np.random.Generator, length: int, vocabulary: int = 30_000) -> npt.NDArray[np.int32]:
+def text(seed, length, vocabulary=30_000):
     """Token ids below `vocabulary`, int32 [length]."""
     return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
 
 
-def prompt_fingerprints(tokens: npt.ArrayLike, key: bytes) -> PromptFingerprints:
+def prompt_fingerprints(tokens, key):
     return fingerprints_of(tokens, [key])[0]
 
 
-def unknown_fields(namespace: CacheNamespace) -> list[str]:
+def unknown_fields(namespace):
     """Names of the fields that could not be determined."""
     return [name for name, value in namespace.to_dict().items() if UNKNOWN_PREFIX in str(value)]

@@ -21,23 +21,23 @@ from semblend_trt.outcome import Outcome
 os_write = os.write
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path):
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def lost(log: AuditLog) -> dict[str, int]:
+def lost(log):
     return {reason: count for reason, count in log.dropped.items() if count}
 
 
 class Writes:
     """What `os.write` is asked for: `gate` closed holds it back, `begun` says that it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.gate, self.begun = threading.Event(), threading.Event()
         self.threads: set[str] = set()
         self.gate.set()
 
-    def write(self, descriptor: int, data: bytes) -> int:
+    def write(self, descriptor, data):
         self.threads.add(threading.current_thread().name)
         self.begun.set()
         assert self.gate.wait(60)
@@ -45,19 +45,19 @@ class Writes:
 
 
 @pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+def writes(monkeypatch):
     held = Writes()
     monkeypatch.setattr(os, "write", held.write)
     return held
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "logs" / "audit.jsonl"
 
 
 @pytest.mark.known_defect(35)
-def test_line_carries_schema_time_rank_and_event(path: Path) -> None:
+def test_line_carries_schema_time_rank_and_event(path):
     before = time.time()
     log = AuditLog(path, rank=3)
     log.event("lookup", request_id=7, found=True)
@@ -67,7 +67,7 @@ def test_line_carries_schema_time_rank_and_event(path: Path) -> None:
     assert line == {"schema": SCHEMA, "rank": 3, "event": "lookup", "request_id": 7, "found": True}
 
 
-def test_lines_are_written_without_being_asked_for(path: Path, writes: Writes) -> None:
+def test_lines_are_written_without_being_asked_for(path, writes):
     log = AuditLog(path)
     log.event("first")
     assert writes.begun.wait(60)
@@ -81,7 +81,7 @@ def test_lines_are_written_without_being_asked_for(path: Path, writes: Writes) -
     assert lost(log) == {"closed": 1}
 
 
-def test_who_records_an_event_never_touches_the_file(path: Path, writes: Writes) -> None:
+def test_who_records_an_event_never_touches_the_file(path, writes):
     """The disk does not answer: events are taken, in order, up to the bound, and written when it answers again."""
     log = AuditLog(path, max_waiting_bytes=1000)
     writes.gate.clear()
@@ -102,9 +102,7 @@ def test_who_records_an_event_never_touches_the_file(path: Path, writes: Writes)
     assert threading.current_thread().name not in writes.threads
 
 
-def test_a_disk_that_never_answers_holds_up_no_shutdown(
-    path: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_never_answers_holds_up_no_shutdown(path, writes, monkeypatch, caplog):
     monkeypatch.setattr("semblend_trt.audit._CLOSE_SECONDS", 0.0)
     log = AuditLog(path)
     writes.gate.clear()
@@ -117,7 +115,7 @@ def test_a_disk_that_never_answers_holds_up_no_shutdown(
     writes.gate.set()
 
 
-def test_a_log_may_end_on_its_own_thread(path: Path) -> None:
+def test_a_log_may_end_on_its_own_thread(path):
     """Where the garbage collector happens to run."""
     log = AuditLog(path)
     assert log._file is not None
@@ -128,7 +126,7 @@ def test_a_log_may_end_on_its_own_thread(path: Path) -> None:
 
 
 @pytest.mark.known_defect(35)
-def test_one_file_stays_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_stays_open(path, monkeypatch):
     opened: list[Any] = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda *args: opened.append(args[0]) or real(*args))
@@ -141,14 +139,14 @@ def test_one_file_stays_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("ends", ["del log; gc.collect(); assert pathlib.Path(sys.argv[1]).stat().st_size", ""])
-def test_a_log_or_process_that_ends_writes_its_lines(path: Path, ends: str) -> None:
+def test_a_log_or_process_that_ends_writes_its_lines(path, ends):
     code = "import gc, pathlib, sys; from semblend_trt.audit import AuditLog; log = AuditLog(sys.argv[1])"
     subprocess.run([sys.executable, "-c", f"{code}; log.event('last'); {ends}", str(path)], check=True)
     assert [line["event"] for line in read(path)] == ["last"]
 
 
 @pytest.mark.known_defect(35)
-def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
+def test_ranks_that_share_a_file_never_mix_within_a_line(path):
     code = (
         "import sys; from semblend_trt.audit import AuditLog\n"
         "log = AuditLog(sys.argv[1], rank=int(sys.argv[2]))\n"
@@ -161,7 +159,7 @@ def test_ranks_that_share_a_file_never_mix_within_a_line(path: Path) -> None:
         assert [line["number"] for line in lines if line["rank"] == rank] == list(range(2000))
 
 
-def test_values_of_every_kind_become_json(path: Path) -> None:
+def test_values_of_every_kind_become_json(path):
     log = AuditLog(path)
     log.event(
         "kinds",
@@ -196,7 +194,7 @@ def test_values_of_every_kind_become_json(path: Path) -> None:
     }
 
 
-def test_fields_cannot_forge_the_heading(path: Path) -> None:
+def test_fields_cannot_forge_the_heading(path):
     log = AuditLog(path, rank=1)
     log.event("real", rank=9, event="forged", schema=0, name="kept", self="kept")
     log.close()
@@ -204,7 +202,7 @@ def test_fields_cannot_forge_the_heading(path: Path) -> None:
     assert (line["rank"], line["event"], line["schema"], line["name"], line["self"]) == (1, "real", 1, "kept", "kept")
 
 
-def test_value_without_a_json_form_costs_its_line(path: Path) -> None:
+def test_value_without_a_json_form_costs_its_line(path):
     log = AuditLog(path)
     endless: list[Any] = []
     endless.append(endless)
@@ -216,7 +214,7 @@ def test_value_without_a_json_form_costs_its_line(path: Path) -> None:
     assert [line["event"] for line in read(path)] == ["good"]
 
 
-def test_unwritable_path_is_counted_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_path_is_counted_and_told_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     log = AuditLog(tmp_path / "file" / "audit.jsonl")
     for _ in range(5):
@@ -228,12 +226,12 @@ def test_unwritable_path_is_counted_and_told_once(tmp_path: Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
-def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_only_what_did_not_fit(path, monkeypatch):
     log = AuditLog(path)
     real = os.write
     room = 0
 
-    def write(descriptor: int, data: bytes) -> int:
+    def write(descriptor, data):
         nonlocal room
         if room == 0:
             raise OSError(errno.ENOSPC, "full")
@@ -243,7 +241,7 @@ def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "write", write)
 
-    def record(numbers: range, free: int) -> None:
+    def record(numbers, free):
         """Events that go out in one append, to a disk with so many bytes free."""
         nonlocal room
         gate = threading.Event()
@@ -270,7 +268,7 @@ def test_full_disk_loses_only_what_did_not_fit(path: Path, monkeypatch: pytest.M
     assert lost(log) == {"not_written": 6}
 
 
-def test_a_pipe_without_a_reader_holds_nothing_up(path: Path) -> None:
+def test_a_pipe_without_a_reader_holds_nothing_up(path):
     path.parent.mkdir()
     os.mkfifo(path)
     log = AuditLog(path)

@@ -1,7 +1,5 @@
 """Calls run in order on one thread, also behind one that raises."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,11 +1,8 @@
 """Chats as text: what a template is handed, and what is refused by which name. vLLM's own test compares the tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -17,21 +14,18 @@ from tests.conftest import byte_tokenizer
 from tests.semblend_trt.chat_bodies import READ, REFUSED, TEMPLATES, USER
 from validation.estimate.prompts import HEAD_BYTES, Encoder, PromptLog, encoded
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 WHOLE = "{{ messages | tojson }}"
 MACRO = "{% macro w(i) %}{% for c in i %}{% endfor %}{% endmacro %}"
 
 
-def rendered(body: dict[str, Any], template: str) -> str:
+def rendered(body, template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     return render_chat(body, tokenizer)[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_read_alike_is_refused_by_name(name: str) -> None:
+def test_what_is_not_read_alike_is_refused_by_name(name):
     body, expected = REFUSED[name]
     for template in (WHOLE, *TEMPLATES.values()):
         with pytest.raises(ChatError) as refused:
@@ -39,7 +33,7 @@ def test_what_is_not_read_alike_is_refused_by_name(name: str) -> None:
         assert refused.value.name == expected
 
 
-def test_arguments_of_calls_are_objects_and_keep_the_order_of_vllm() -> None:
+def test_arguments_of_calls_are_objects_and_keep_the_order_of_vllm():
     (call,) = json.loads(rendered(READ["a call and its result"], WHOLE))[1]["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Rome", "days": [1, 2]}
     assert [list(call), list(call["function"])] == [["id", "function", "type"], ["arguments", "name"]]
@@ -57,11 +51,11 @@ def test_arguments_of_calls_are_objects_and_keep_the_order_of_vllm() -> None:
         ("glm", "<arg_key>city</arg_key><arg_value>Rome</arg_value>"),
     ],
 )
-def test_templates_that_go_through_the_arguments_of_a_call_are_rendered(kind: str, shown: str) -> None:
+def test_templates_that_go_through_the_arguments_of_a_call_are_rendered(kind, shown):
     assert shown in rendered(READ["a call without tools"], TEMPLATES[kind])
 
 
-def test_documents_variables_and_effort_reach_the_template() -> None:
+def test_documents_variables_and_effort_reach_the_template():
     assert "Oslo is not." in rendered(READ["documents"], TEMPLATES["granite"])
     assert "Today: 1 May 2030" in rendered(READ["a variable of the template"], TEMPLATES["llama3"])
     shown = "{{ reasoning_effort }} {{ enable_thinking }}"
@@ -83,13 +77,13 @@ def test_documents_variables_and_effort_reach_the_template() -> None:
         ("{% for k, m in messages %}{% for c in content %}{% endfor %}{% endfor %}", False),
     ],
 )
-def test_templates_that_go_through_a_content_get_its_parts(template: str, takes_parts: bool) -> None:
+def test_templates_that_go_through_a_content_get_its_parts(template, takes_parts):
     body, seen = READ["content as parts"], "{{ messages[0].content is string }}"
     # What the template itself does with them is not rendered.
     assert rendered(body, f"{{% if false %}}{template}{{% endif %}}{seen}") == str(not takes_parts)
 
 
-def test_developers_are_the_system_where_a_template_does_not_know_them() -> None:
+def test_developers_are_the_system_where_a_template_does_not_know_them():
     body = READ["developer after a system"]
     merged, *_ = json.loads(rendered(body, WHOLE))
     assert merged == {"role": "system", "content": "Be brief.\n\nShort."}
@@ -97,14 +91,14 @@ def test_developers_are_the_system_where_a_template_does_not_know_them() -> None
     assert [message["role"] for message in known] == ["system", "user", "assistant", "developer", "user"]
 
 
-def test_a_tokenizer_without_a_template_and_one_of_gpt_oss_are_named() -> None:
+def test_a_tokenizer_without_a_template_and_one_of_gpt_oss_are_named():
     for template, name in ((None, "no_template"), ("<|channel|>" + WHOLE, "own_code")):
         with pytest.raises(ChatError) as refused:
             rendered({"messages": [USER]}, template)
         assert refused.value.name == name
 
 
-def test_placement_and_the_estimate_read_the_same_tokens(tmp_path: Path) -> None:
+def test_placement_and_the_estimate_read_the_same_tokens(tmp_path):
     for kind, template in TEMPLATES.items():
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
@@ -136,7 +130,7 @@ FIELDS = ["role", "content", "tool_calls", "name", "reasoning", "tool_call_id", 
     st.lists(st.dictionaries(st.sampled_from(FIELDS), JSON), max_size=3),
     st.dictionaries(st.sampled_from(["tools", "documents", "chat_template_kwargs", "kv_transfer_params"]), JSON),
 )
-def test_no_body_makes_it_fail(messages: list[Any], fields: dict[str, Any]) -> None:
+def test_no_body_makes_it_fail(messages, fields):
     body = {"messages": [{"role": "user", **each} for each in messages], **fields}
     for read in (read_messages, lambda chat: rendered(chat, TEMPLATES["glm"])):
         with contextlib.suppress(ChatError):

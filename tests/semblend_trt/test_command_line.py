@@ -1,7 +1,5 @@
 """Text from outside is shown, and controls no terminal."""
 
-from __future__ import annotations
-
 import logging
 import sys
 
@@ -11,13 +9,13 @@ FORGED = "a\x1b[2J\x9b1m\r\nb\u202e\u2028\ud800\x7f\0"
 SHOWN = r"a\x1b[2J\x9b1m\r\nb\u202e\u2028\ud800\x7f\x00"
 
 
-def test_what_a_terminal_would_obey_is_escaped() -> None:
+def test_what_a_terminal_would_obey_is_escaped():
     assert printable(FORGED) == SHOWN
     assert printable("Größe 3 \\n 北") == "Größe 3 \\n 北"
     assert printable(ValueError("a\nb")) == r"a\nb"
 
 
-def test_a_log_record_is_one_line_and_its_traceback_several() -> None:
+def test_a_log_record_is_one_line_and_its_traceback_several():
     try:
         raise ValueError("\x1b[2J")
     except ValueError:

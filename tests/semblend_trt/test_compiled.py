@@ -1,7 +1,5 @@
 """Compiled code that is kept on disk is made again only when its own file changes, so it takes nothing from others."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -13,15 +11,15 @@ PACKAGE = Path(semblend_trt.__file__).parent
 FLOORS = [PACKAGE.parent / name for name in ("validation", "engine_wrapper", "semblend_trt", "kernels")]
 
 
-def parsed_files() -> dict[Path, ast.Module]:
+def parsed_files():
     return {path: ast.parse(path.read_text(encoding="utf-8")) for floor in FLOORS for path in floor.rglob("*.py")}
 
 
-def names_in(*nodes: ast.AST) -> set[str]:
+def names_in(*nodes):
     return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def test_compiled_functions_and_their_constants_take_nothing_from_another_file() -> None:
+def test_compiled_functions_and_their_constants_take_nothing_from_another_file():
     for path, tree in parsed_files().items():
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         compiled = [each for each in functions if names_in(*each.decorator_list) & {"entry", "inner"}]
@@ -33,9 +31,9 @@ def test_compiled_functions_and_their_constants_take_nothing_from_another_file()
         assert not used & taken, path
 
 
-def test_nothing_is_compiled_in_another_way() -> None:
+def test_nothing_is_compiled_in_another_way():
     assert [path.name for path in parsed_files() if "njit" in path.read_text(encoding="utf-8")] == ["compiled.py"]
 
 
-def test_who_looks_at_all_that_is_loaded_finds_a_dictionary() -> None:
+def test_who_looks_at_all_that_is_loaded_finds_a_dictionary():
     assert vars(ffi.lib).get("kernel") is None

@@ -19,7 +19,6 @@ from semblend_trt.config import (
     EmbedderKind,
     EventFormat,
     Eviction,
-    SettingInUse,
     Settings,
     load_settings,
     masked,
@@ -85,13 +84,13 @@ VARIABLES = [(row.name, variable) for row in settings_table() for variable in ro
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(config, "_warned", set())
 
 
-def test_every_setting_has_a_sample_a_description_and_bounds() -> None:
+def test_every_setting_has_a_sample_a_description_and_bounds():
     assert {row.name for row in settings_table()} == set(SAMPLES) == set(Settings.model_fields)
     for row in settings_table():
         assert row.description.endswith(".")
@@ -101,14 +100,14 @@ def test_every_setting_has_a_sample_a_description_and_bounds() -> None:
 
 
 @pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])
-def test_every_variable_is_read(name: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_read(name, variable, monkeypatch):
     text, value = SAMPLES[name]
     assert getattr(load_settings(), name) != value
     monkeypatch.setenv(variable, f" {text} ")
     assert getattr(load_settings(), name) == value
 
 
-def test_trtllm_name_wins_then_the_current_then_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trtllm_name_wins_then_the_current_then_the_old(monkeypatch):
     monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "100")
     assert load_settings().min_span_tokens == 100
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "101")
@@ -118,7 +117,7 @@ def test_trtllm_name_wins_then_the_current_then_the_old(monkeypatch: pytest.Monk
     assert load_settings(min_span_tokens=103).min_span_tokens == 103
 
 
-def test_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variable_is_unset(monkeypatch):
     monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", " ")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "77")
     monkeypatch.setenv("SEMBLEND_ADAPTER_ID", "")
@@ -126,7 +125,7 @@ def test_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings().adapter_id is None
 
 
-def test_field_names_alone_are_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_names_alone_are_no_variables(monkeypatch):
     for name in SAMPLES:
         monkeypatch.setenv(name, "off")
         monkeypatch.setenv(name.upper(), "off")
@@ -159,15 +158,13 @@ def test_field_names_alone_are_no_variables(monkeypatch: pytest.MonkeyPatch) -> 
         ("SEMBLEND_POLICY", "most", "SEMBLEND_POLICY: policy 'most' is not known; use one of off, exact"),
     ],
 )
-def test_wrong_value_names_variable_value_and_bound(
-    variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_value_names_variable_value_and_bound(variable, value, told, monkeypatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match=told):
         load_settings()
 
 
-def test_wrong_override_names_the_setting() -> None:
+def test_wrong_override_names_the_setting():
     with pytest.raises(ConfigurationError, match="min_span_tokens is '0'; allowed is 1"):
         load_settings(min_span_tokens=0)
     with pytest.raises(ConfigurationError, match="host_byte is not a setting; did you mean host_bytes"):
@@ -179,7 +176,7 @@ def test_wrong_override_names_the_setting() -> None:
 @pytest.mark.parametrize(
     "url", [",", "http://alice:hunter2@host", "nats://alice:hunter2@host:99999", "alice hunter2", "nats://hunter2@"]
 )
-def test_a_wrong_address_of_nats_is_refused_and_never_shown(url: str) -> None:
+def test_a_wrong_address_of_nats_is_refused_and_never_shown(url):
     with pytest.raises(ConfigurationError, match="nats_url: this is no address such as") as refused:
         load_settings(nats_url=url)
     assert "hunter2" not in "".join(traceback.format_exception(refused.value))
@@ -188,27 +185,25 @@ def test_a_wrong_address_of_nats_is_refused_and_never_shown(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["localhost", "host-1.example:4222", "tls://u:p/w@[::1]:4222", "nats://a:1, nats://b:2,", "wss://h:443/nats"]
 )
-def test_addresses_of_nats(url: str) -> None:
+def test_addresses_of_nats(url):
     assert load_settings(nats_url=url).nats_url == SecretStr(url)
 
 
-def test_no_traceback_shows_a_secret() -> None:
+def test_no_traceback_shows_a_secret():
     token = "".join(("hunter", "2")) * 1000  # in two parts, because a traceback shows this line
     with pytest.raises(ConfigurationError) as refused:
         load_settings(nats_token=token)
     assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
 
-def test_settings_cannot_be_changed() -> None:
+def test_settings_cannot_be_changed():
     settings = load_settings()
     with pytest.raises(ValidationError):
         settings.policy = ReusePolicy.OFF  # type: ignore[misc]
 
 
 @pytest.mark.known_defect(34)
-def test_unknown_variable_warns_once_with_the_nearest_name(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_variable_warns_once_with_the_nearest_name(monkeypatch, caplog):
     monkeypatch.setenv("SEMBLEND_MIN_SPANS", "secret-value")
     monkeypatch.setenv("TRTLLM_SEMBLEND_ZZZ", "1")
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1024")
@@ -228,9 +223,7 @@ def test_unknown_variable_warns_once_with_the_nearest_name(
         ("FUZZY_CHUNKS", "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"),
     ],
 )
-def test_a_retired_setting_is_ignored_with_one_warning_that_says_why(
-    setting: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_retired_setting_is_ignored_with_one_warning_that_says_why(setting, why, monkeypatch, caplog):
     for prefix in PREFIXES:
         monkeypatch.setenv(f"{prefix}{setting}", "model")
     for _ in range(2):
@@ -241,18 +234,18 @@ def test_a_retired_setting_is_ignored_with_one_warning_that_says_why(
 
 
 @pytest.mark.known_defect(34)
-def test_every_setting_is_read_by_the_product() -> None:
+def test_every_setting_is_read_by_the_product():
     package = Path(config.__file__).parent
     sources = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
     text = "\n".join(path.read_text() for path in sources)
     assert [name for name in SAMPLES if not re.search(rf"settings\.{name}\b", text)] == []
 
 
-def in_use() -> dict[str, SettingInUse]:
+def in_use():
     return {row.name: row for row in settings_in_use(load_settings())}
 
 
-def test_every_setting_is_there_with_its_default() -> None:
+def test_every_setting_is_there_with_its_default():
     rows = in_use()
     assert list(rows) == list(Settings.model_fields)
     assert {(row.source, row.ignored) for row in rows.values()} == {(None, ())}
@@ -261,7 +254,7 @@ def test_every_setting_is_there_with_its_default() -> None:
     assert (rows["disk_path"].value, rows["disk_path"].text) == (None, "unset")
 
 
-def test_the_variable_that_decides_is_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_variable_that_decides_is_the_source(monkeypatch, tmp_path):
     monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "96")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "128")
     monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "256")
@@ -274,7 +267,7 @@ def test_the_variable_that_decides_is_the_source(monkeypatch: pytest.MonkeyPatch
     assert rows["policy"].source is None
 
 
-def test_no_secret_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_told(monkeypatch):
     monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")
     monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://alice:hunter2@127.0.0.1:4222")
     rows = in_use()
@@ -285,7 +278,7 @@ def test_no_secret_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "address", ["nats://127.0.0.1:4222", "tls://nats-0.example:4222, nats://[::1]:4222", "wss://broker/"]
 )
-def test_an_address_without_a_user_is_no_secret(address: str) -> None:
+def test_an_address_without_a_user_is_no_secret(address):
     assert masked(address) == address
 
 
@@ -301,5 +294,5 @@ def test_an_address_without_a_user_is_no_secret(address: str) -> None:
         "nats://broker, alice:12@other",
     ],
 )
-def test_what_may_hold_a_password_is_masked(secret: str) -> None:
+def test_what_may_hold_a_password_is_masked(secret):
     assert masked(secret) == MASK

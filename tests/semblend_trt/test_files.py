@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,11 +15,8 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
 from tests.semblend_trt.held_donors import at_once
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_a_file_is_replaced_with_a_new_one(tmp_path: Path) -> None:
+def test_a_file_is_replaced_with_a_new_one(tmp_path):
     path = tmp_path / "folder" / ("n" * 255)
     write_bytes(path, b"old")
     with path.open("rb") as earlier:
@@ -30,7 +26,7 @@ def test_a_file_is_replaced_with_a_new_one(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_symlink_is_followed(tmp_path: Path) -> None:
+def test_a_symlink_is_followed(tmp_path):
     target, link, further = tmp_path / "far" / "target", tmp_path / "link", tmp_path / "further"
     further.symlink_to(link)
     link.symlink_to(target)
@@ -43,7 +39,7 @@ def test_a_symlink_is_followed(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+def test_a_pipe_is_written_to(tmp_path):
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
@@ -57,7 +53,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 
-def test_a_device_is_written_to(tmp_path: Path) -> None:
+def test_a_device_is_written_to(tmp_path):
     # A pseudo-terminal is a device that nothing else needs.
     ours, theirs = os.openpty()
     try:
@@ -72,7 +68,7 @@ def test_a_device_is_written_to(tmp_path: Path) -> None:
         os.close(theirs)
 
 
-def places_that_cannot_be_written(folder: Path) -> dict[str, Path]:
+def places_that_cannot_be_written(folder):
     (folder / "file").touch()
     (folder / "loop").symlink_to(folder / "loop")
     with socket.socket(socket.AF_UNIX) as ours:
@@ -87,7 +83,7 @@ def places_that_cannot_be_written(folder: Path) -> dict[str, Path]:
     }
 
 
-def test_what_cannot_be_written_is_refused_and_nothing_made(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused_and_nothing_made(tmp_path):
     check_writable(tmp_path / "new" / "folder" / ("n" * 255))
     places = places_that_cannot_be_written(tmp_path)
     found = sorted(tmp_path.iterdir())
@@ -98,11 +94,11 @@ def test_what_cannot_be_written_is_refused_and_nothing_made(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("error", "reason"), [(28, "No space left"), (30, "Read-only file system")])
-def test_a_folder_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, reason: str) -> None:
+def test_a_folder_is_tried(tmp_path, monkeypatch, error, reason):
     """Permissions say nothing of full disks and read-only file systems, and nothing at all to root."""
     opened = os.open
 
-    def refuse(path: str, flags: int, *rest: int, **named: int) -> int:
+    def refuse(path, flags, *rest, **named):
         if flags & os.O_CREAT:
             raise OSError(error, os.strerror(error))
         return opened(path, flags, *rest, **named)
@@ -125,7 +121,7 @@ def test_a_folder_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
     ],
     ids=["pipe", "folder", "device", "socket", "missing", "large"],
 )
-def test_what_is_no_file_for_a_command_is_not_waited_for(make, why: str, tmp_path: Path, may_be_pipe: bool) -> None:
+def test_what_is_no_file_for_a_command_is_not_waited_for(make, why, tmp_path, may_be_pipe):
     path = tmp_path / "given"
     make(path)
     with pytest.raises(OSError, match=why) as refused:
@@ -134,7 +130,7 @@ def test_what_is_no_file_for_a_command_is_not_waited_for(make, why: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
-def test_standard_input_is_read_where_a_pipe_may_be_given(name: str) -> None:
+def test_standard_input_is_read_where_a_pipe_may_be_given(name):
     for may_be_pipe, told in ((True, "b'of a pipe'"), (False, "it ")):
         code = (
             f"from semblend_trt.files import read_input\n"
@@ -145,7 +141,7 @@ def test_standard_input_is_read_where_a_pipe_may_be_given(name: str) -> None:
         assert done.stdout.decode().startswith(told)
 
 
-def test_a_pipe_that_gives_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_that_gives_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr("semblend_trt.files.PIPE_SECONDS", 0.001)
     ours, theirs = os.pipe()
     os.write(theirs, b"a line\nhalf")
@@ -157,7 +153,7 @@ def test_a_pipe_that_gives_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     os.close(ours)
 
 
-def test_long_lines_are_cut_and_counted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lines_are_cut_and_counted_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "lines").write_bytes(b"a" * (1 << 20) + b"\n" + b"b" * (3 << 20) + b"\nc")
     with open_input(tmp_path / "lines") as file:
@@ -166,7 +162,7 @@ def test_long_lines_are_cut_and_counted_whole(tmp_path: Path, monkeypatch: pytes
     assert found == [((1 << 20) + 1, (1 << 20) + 1, long), ((1 << 20) + 1, (3 << 20) + 1, long), (1, 1, None)]
 
 
-def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path):
     (tmp_path / "text").write_bytes("eins\nzwei ü\n\n\xe9t\xe9".encode("latin-1", "replace"))
     with pytest.raises(ConfigurationError, match=r"text, line 2: byte 0xfc is not UTF-8; write the file in UTF-8"):
         read_text(tmp_path / "text")

@@ -1,7 +1,5 @@
 """A bad PROMETHEUS_MULTIPROC_DIR ends no process and no start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -50,7 +48,7 @@ print(json.dumps([counted, len(warnings)]))
 """
 
 
-def counts(folder: str | Path, fault: str) -> tuple[dict[str, float], int]:
+def counts(folder, fault):
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
     found = subprocess.run(
         [sys.executable, "-c", COUNTS, fault], env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -61,7 +59,7 @@ def counts(folder: str | Path, fault: str) -> tuple[dict[str, float], int]:
 
 
 @pytest.mark.parametrize("fault", ["sound", "missing", "file", "unwritable", "torn", "full", "gone"])
-def test_the_process_starts_and_counts(tmp_path: Path, fault: str) -> None:
+def test_the_process_starts_and_counts(tmp_path, fault):
     (tmp_path / "file").touch()
     places = {"missing": tmp_path / "missing", "file": tmp_path / "file", "unwritable": Path("/proc/self")}
     (tmp_path / "folder").mkdir()

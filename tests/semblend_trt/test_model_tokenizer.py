@@ -1,9 +1,6 @@
 """A model's tokenizer: by its own rules where Transformers would take those of the model's type, or a clear refusal."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,13 +9,10 @@ from transformers import AutoTokenizer
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import load_tokenizer, reason_of, tokenizer_file
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 TEXT = "It's 12 345 o'clock,  and naïve."
 
 
-def test_the_files_own_rules_hold(tiny_qwen2_path: Path) -> None:
+def test_the_files_own_rules_hold(tiny_qwen2_path):
     """Transformers would split text as Qwen2's tokenizer does, against the file."""
     written = Tokenizer.from_file(str(tiny_qwen2_path / "tokenizer.json"))
     assert load_tokenizer(str(tiny_qwen2_path)).encode(TEXT) == written.encode(TEXT).ids
@@ -31,7 +25,7 @@ def test_the_files_own_rules_hold(tiny_qwen2_path: Path) -> None:
     assert json.loads(used.to_str())["pre_tokenizer"] == by_file
 
 
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=f"tokenizer {tmp_path} cannot be read"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
@@ -41,5 +35,5 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"), [("\n Gone:\nadvice", "Gone"), ("", "OSError"), ("one line", "one line")]
 )
-def test_of_another_packages_message_the_first_line_is_told(message: str, reason: str) -> None:
+def test_of_another_packages_message_the_first_line_is_told(message, reason):
     assert reason_of(OSError(message)) == reason

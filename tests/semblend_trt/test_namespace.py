@@ -50,15 +50,15 @@ KEY = "8b8b13d2321b499273e0db5e71af9fddc8181f617210978676b2a7cc2fe6f0d7"
 SALTED_KEY = "8e4e014159574d2cc7b2a39aae1a7c61cff1a44f85f0ece7790b684abbad5cd8"
 
 
-def namespace(**changes: Any) -> CacheNamespace:
+def namespace(**changes):
     return CacheNamespace(**{**copy.deepcopy(FIELDS), **changes})
 
 
-def parallel(**changes: Any) -> dict[str, Any]:
+def parallel(**changes):
     return {**FIELDS["tensor_parallel"], **changes}
 
 
-def rope(**changes: Any) -> dict[str, Any]:
+def rope(**changes):
     return {**FIELDS["rope_config"], **changes}
 
 
@@ -84,31 +84,31 @@ CHANGES: list[tuple[str, Any]] = [
 ]
 
 
-def test_key_is_frozen() -> None:
+def test_key_is_frozen():
     assert namespace().key == KEY
     assert namespace().for_request("s3cret", "lora-7").key == SALTED_KEY
 
 
 @pytest.mark.parametrize(("name", "value"), CHANGES, ids=[f"{i}-{name}" for i, (name, _) in enumerate(CHANGES)])
-def test_every_hard_field_changes_the_key(name: str, value: Any) -> None:
+def test_every_hard_field_changes_the_key(name, value):
     changed = namespace(**{name: value})
     assert changed.key != namespace().key
     assert changed != namespace()
 
 
-def test_every_field_is_among_the_changes() -> None:
+def test_every_field_is_among_the_changes():
     assert {name for name, _ in CHANGES} == set(FIELDS)
 
 
 @pytest.mark.known_defect(23)
-def test_ranks_agree_on_the_key() -> None:
+def test_ranks_agree_on_the_key():
     other_rank = namespace(tensor_parallel=parallel(tp_rank=1))
     assert other_rank.key == namespace().key
     assert other_rank != namespace()
     assert namespace(tensor_parallel={"tp_size": 2, "pp_size": 1, "cp_size": 1}) == namespace()
 
 
-def test_order_and_number_type_do_not_matter() -> None:
+def test_order_and_number_type_do_not_matter():
     reordered = dict(reversed(list(FIELDS["rope_config"].items())))
     assert namespace(rope_config={**reordered, "rope_theta": 1_000_000}) == namespace()
     assert namespace(rope_config=rope(mscale=True)) != namespace(rope_config=rope(mscale=1))
@@ -117,7 +117,7 @@ def test_order_and_number_type_do_not_matter() -> None:
 # -- salts ---------------------------------------------------------------------------------------------------------
 
 
-def test_salt_is_bound_by_its_digest_and_never_kept() -> None:
+def test_salt_is_bound_by_its_digest_and_never_kept():
     bound = namespace().for_request("s3cret", None)
     assert bound.extra["cache_salt"] == "semblend:ns:salt:" + hashlib.sha256(b"s3cret").hexdigest()[:32]
     assert "s3cret" not in json.dumps(bound.to_dict())
@@ -128,25 +128,25 @@ def test_salt_is_bound_by_its_digest_and_never_kept() -> None:
     assert bound.key != namespace().for_request(" s3cret ", None).key
 
 
-def test_salted_and_unsalted_requests_never_meet() -> None:
+def test_salted_and_unsalted_requests_never_meet():
     keys = {namespace().for_request(salt, None).key for salt in (None, "", " ", "a", "a ", " a", "b", NO_SALT, "none")}
     assert len(keys) == 9
 
 
-def test_absent_salt_equals_the_engines_own_key() -> None:
+def test_absent_salt_equals_the_engines_own_key():
     unsalted = namespace().for_request(None, None)
     assert unsalted.key == namespace().key
     assert "cache_salt" not in unsalted.extra
     assert namespace(extra={**FIELDS["extra"], "cache_salt": NO_SALT}).key == unsalted.key
 
 
-def test_tenant_key_vectors() -> None:
+def test_tenant_key_vectors():
     assert tenant_key("tenant-acme") == "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"
     assert tenant_key(None) == tenant_key("") == "semblend:tenant:v1:none"
     assert tenant_key(" a") != tenant_key("a")
 
 
-def test_tenant_key_is_on_the_wire_and_not_in_the_key() -> None:
+def test_tenant_key_is_on_the_wire_and_not_in_the_key():
     bound = namespace().for_request("tenant-acme", None)
     assert bound.to_dict()["extra"]["tenant_key"] == tenant_key("tenant-acme")
     without = dict(bound.extra)
@@ -155,28 +155,28 @@ def test_tenant_key_is_on_the_wire_and_not_in_the_key() -> None:
 
 
 @pytest.mark.parametrize("salt", [7, b"salt", True, ["salt"], "x" * (MAX_TEXT + 1), "\ud800"])
-def test_bad_salts_are_refused_without_being_repeated(salt: Any) -> None:
+def test_bad_salts_are_refused_without_being_repeated(salt):
     for use in (lambda: namespace().for_request(salt, None), lambda: salt_digest(salt), lambda: tenant_key(salt)):
         with pytest.raises(NamespaceError) as caught:
             use()
         assert "xxxx" not in str(caught.value)
 
 
-def test_raw_salt_in_extra_is_refused() -> None:
+def test_raw_salt_in_extra_is_refused():
     for extra in ({"cache_salt": "s3cret"}, {"cache_salt": 3}, {"tenant_key": "s3cret"}):
         with pytest.raises(NamespaceError) as caught:
             namespace(extra=extra)
         assert "s3cret" not in str(caught.value)
 
 
-def test_adapters_of_the_request_and_of_the_engine() -> None:
+def test_adapters_of_the_request_and_of_the_engine():
     base, tuned = namespace(), namespace(adapter="merged")
     bound = [base, tuned, base.for_request(None, "lora-1"), tuned.for_request(None, "lora-1")]
     assert len({item.key for item in bound}) == 4
     assert tuned.for_request(None, None).key == tuned.key
 
 
-def test_a_bound_namespace_is_not_bound_again() -> None:
+def test_a_bound_namespace_is_not_bound_again():
     with pytest.raises(NamespaceError, match="bound to a request already"):
         namespace().for_request("a", None).for_request(None, None)
 
@@ -185,7 +185,7 @@ def test_a_bound_namespace_is_not_bound_again() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("rope_config", "tensor_parallel", "extra")])
-def test_namespaces_with_an_unknown_field_never_meet(name: str) -> None:
+def test_namespaces_with_an_unknown_field_never_meet(name):
     first, second = namespace(**{name: unknown_value()}), namespace(**{name: unknown_value()})
     assert first != second
     assert first.key != second.key
@@ -194,7 +194,7 @@ def test_namespaces_with_an_unknown_field_never_meet(name: str) -> None:
     assert unknown_fields(first) == [name]
 
 
-def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content() -> None:
+def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content():
     for name, revision in REVISION_OF.items():
         named = {namespace(**{name: other}).key for other in ("one", "two")}
         digested = {namespace(**{name: other, revision: content_value("0f")}).key for other in ("one", "two")}
@@ -205,7 +205,7 @@ def test_a_name_binds_unless_its_revision_is_a_digest_of_the_content() -> None:
         assert CacheNamespace.from_dict(shown).key in digested
 
 
-def test_unknown_values_inside_mappings_count() -> None:
+def test_unknown_values_inside_mappings_count():
     first = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
     second = namespace(rope_config=rope(rope_theta=unknown_value()), tensor_parallel=parallel(tp_size=unknown_value()))
     assert unknown_fields(first) == ["rope_config", "tensor_parallel"]
@@ -224,7 +224,7 @@ _mappings = st.dictionaries(_text.filter(lambda name: "_" not in name), _values,
 
 
 @st.composite
-def namespaces(draw: st.DrawFn) -> CacheNamespace:
+def namespaces(draw):
     texts = {name: draw(_text) for name, value in FIELDS.items() if isinstance(value, str)}
     sizes = {name: draw(st.integers(1, 8)) for name in ("tp_size", "pp_size", "cp_size")}
     ranks = {"tp_rank": draw(st.integers(0, sizes["tp_size"] - 1))} if draw(st.booleans()) else {}
@@ -240,7 +240,7 @@ def namespaces(draw: st.DrawFn) -> CacheNamespace:
 
 
 @given(namespaces(), st.none() | st.text(max_size=8, alphabet=string.printable))
-def test_round_trips(base: CacheNamespace, salt: str | None) -> None:
+def test_round_trips(base, salt):
     for item in (base, base.for_request(salt, None)):
         for read in (
             CacheNamespace.from_dict(item.to_dict()),
@@ -254,12 +254,12 @@ def test_round_trips(base: CacheNamespace, salt: str | None) -> None:
 
 
 @given(namespaces(), namespaces())
-def test_equal_keys_mean_equal_hard_fields(first: CacheNamespace, second: CacheNamespace) -> None:
+def test_equal_keys_mean_equal_hard_fields(first, second):
     hard = [json.dumps(item._key_fields(), sort_keys=True) for item in (first, second)]
     assert (first.key == second.key) == (hard[0] == hard[1])
 
 
-def test_namespace_cannot_be_changed_behind_its_key() -> None:
+def test_namespace_cannot_be_changed_behind_its_key():
     source = rope()
     built = namespace(rope_config=source)
     source["rope_theta"] = 1.0
@@ -296,12 +296,12 @@ def test_namespace_cannot_be_changed_behind_its_key() -> None:
         ("extra", "tenant"),
     ],
 )
-def test_bad_fields_are_refused_by_name(name: str, value: Any) -> None:
+def test_bad_fields_are_refused_by_name(name, value):
     with pytest.raises(NamespaceError, match=name):
         namespace(**{name: value})
 
 
-def test_endless_nesting_is_refused() -> None:
+def test_endless_nesting_is_refused():
     nested: dict[str, Any] = {}
     nested["deeper"] = nested
     with pytest.raises(NamespaceError, match="nested deeper"):
@@ -309,7 +309,7 @@ def test_endless_nesting_is_refused() -> None:
 
 
 @pytest.mark.parametrize("values", [None, [], "x", {}, {**FIELDS, "surplus": 1}])
-def test_from_dict_refuses_other_forms(values: Any) -> None:
+def test_from_dict_refuses_other_forms(values):
     with pytest.raises(NamespaceError):
         CacheNamespace.from_dict(values)
 

@@ -1,28 +1,22 @@
 """A warning that repeats is said once a minute, with its count."""
 
-from __future__ import annotations
-
 import errno
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
 from semblend_trt.once_a_minute import MAX_KINDS, OnceAMinute
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 logger = logging.getLogger("test_once_a_minute")
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def said(caplog):
     """said(): the messages that the filter let through; a log call's `now` sets the filter's clock."""
     seconds = [0.0]
 
     class Clocked(OnceAMinute):
-        def filter(self, record: logging.LogRecord) -> bool:
+        def filter(self, record):
             seconds[0] = getattr(record, "now", seconds[0])
             return super().filter(record)
 
@@ -33,7 +27,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     caplog.handler.removeFilter(quiet)  # all tests have one handler
 
 
-def test_one_kind_is_said_once_a_minute_with_its_count(said: Callable[[], list[str]]) -> None:
+def test_one_kind_is_said_once_a_minute_with_its_count(said):
     for now in (0, 1, 59, 61, 62, 200):
         logger.error("no descriptors: %s", "EMFILE", extra={"now": now})
     assert said() == [
@@ -43,7 +37,7 @@ def test_one_kind_is_said_once_a_minute_with_its_count(said: Callable[[], list[s
     ]
 
 
-def test_other_kinds_are_said(said: Callable[[], list[str]]) -> None:
+def test_other_kinds_are_said(said):
     for name in ("a", "b", "a"):
         logger.warning("stream %s was cut", name)
     for error in (ValueError("x"), KeyError("x"), ValueError("y")):
@@ -53,7 +47,7 @@ def test_other_kinds_are_said(said: Callable[[], list[str]]) -> None:
     assert said() == ["stream a was cut", "stream b was cut", "it failed", "it failed", "as asked", "as asked"]
 
 
-def test_kinds_are_forgotten_when_there_are_too_many() -> None:
+def test_kinds_are_forgotten_when_there_are_too_many():
     quiet = OnceAMinute(lambda: 0.0)
     for number in range(2 * MAX_KINDS):
         record = logging.LogRecord("n", logging.ERROR, "p", 1, "%d", (number,), None)
@@ -61,7 +55,7 @@ def test_kinds_are_forgotten_when_there_are_too_many() -> None:
     assert len(quiet._kinds) == MAX_KINDS
 
 
-def test_a_donors_name_makes_no_new_kind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_donors_name_makes_no_new_kind(caplog):
     quiet = OnceAMinute(lambda: 0.0, by_values=False)
     logger.addFilter(quiet)
     full, broken = OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken")

@@ -1,7 +1,5 @@
 """Every request ends in exactly one outcome, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,11 +14,11 @@ USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens
 COLD = ReuseReport(Outcome.COLD_FALLBACK.value, None)
 
 
-def declined(reason: str | None) -> ReuseReport:
+def declined(reason):
     return ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason)
 
 
-def test_the_six_outcomes() -> None:
+def test_the_six_outcomes():
     assert {outcome.value for outcome in Outcome} == {
         "exact_prefix_route",
         "semantic_discovery_only",
@@ -31,7 +29,7 @@ def test_the_six_outcomes() -> None:
     }
 
 
-def test_what_is_recorded_is_counted_and_remembered() -> None:
+def test_what_is_recorded_is_counted_and_remembered():
     ledger = OutcomeLedger()
     for request_id, report in enumerate((USED, declined("low_reuse"), ReuseReport(COLD.outcome, "low_reuse"))):
         ledger.record(request_id, report)
@@ -46,7 +44,7 @@ def test_what_is_recorded_is_counted_and_remembered() -> None:
 
 
 @pytest.mark.parametrize("second", Outcome)
-def test_second_outcome_is_refused_and_counts_nothing(second: Outcome) -> None:
+def test_second_outcome_is_refused_and_counts_nothing(second):
     ledger = OutcomeLedger()
     ledger.record(1, COLD)
     with pytest.raises(SemBlendError, match="request 1 ended as cold_fallback"):
@@ -56,7 +54,7 @@ def test_second_outcome_is_refused_and_counts_nothing(second: Outcome) -> None:
 
 
 @pytest.mark.parametrize("reason", [None, ""])
-def test_declined_reuse_needs_a_reason(reason: str | None) -> None:
+def test_declined_reuse_needs_a_reason(reason):
     ledger = OutcomeLedger()
     with pytest.raises(SemBlendError, match="needs a reason"):
         ledger.record(1, declined(reason))
@@ -64,7 +62,7 @@ def test_declined_reuse_needs_a_reason(reason: str | None) -> None:
     assert sum(ledger.counts().values()) == 0
 
 
-def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json() -> None:
+def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json():
     rows = [code_in(cell) for cell, _ in Page("docs/receipts.md").rows]
     report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens=3, largest_kept=0.25)
     assert list(report.receipt) == [codes[0] for codes in rows if codes and codes[0] in report.receipt]
@@ -74,12 +72,12 @@ def test_a_receipt_has_what_docs_receipts_md_describes_and_only_json() -> None:
 
 
 @pytest.mark.parametrize("largest", [None, float("nan"), float("inf")])
-def test_what_is_no_number_is_null_in_a_receipt(largest: float | None) -> None:
+def test_what_is_no_number_is_null_in_a_receipt(largest):
     report = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, largest_kept=largest)
     assert report.receipt["largest_kept"] is None
 
 
-def test_forgotten_request_may_end_again_and_stays_counted() -> None:
+def test_forgotten_request_may_end_again_and_stays_counted():
     ledger = OutcomeLedger()
     ledger.record(1, COLD)
     ledger.forget(1)
@@ -89,7 +87,7 @@ def test_forgotten_request_may_end_again_and_stays_counted() -> None:
     assert ledger.counts()[Outcome.COLD_FALLBACK] == 2
 
 
-def test_reports_and_reasons_are_bounded_and_none_is_lost() -> None:
+def test_reports_and_reasons_are_bounded_and_none_is_lost():
     ledger = OutcomeLedger()
     for request_id in range(MAX_REPORTS + 8):
         ledger.record(request_id, declined("low_reuse" if request_id % 2 else f"reason-{request_id}"))
@@ -97,10 +95,10 @@ def test_reports_and_reasons_are_bounded_and_none_is_lost() -> None:
     assert ledger.reasons() == dict.fromkeys(("low_reuse", OTHER_REASON), MAX_REPORTS // 2 + 4)
 
 
-def test_racing_threads_record_each_request_once() -> None:
+def test_racing_threads_record_each_request_once():
     ledger = OutcomeLedger()
 
-    def record(request_id: int) -> bool:
+    def record(request_id):
         try:
             ledger.record(request_id, ReuseReport(COLD.outcome, "low_reuse"))
         except SemBlendError:

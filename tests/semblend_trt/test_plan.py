@@ -23,11 +23,11 @@ from semblend_trt.plan import (
 NUM_LAYERS = 4
 
 
-def execution(**changes: Any) -> EngineExecution:
+def execution(**changes):
     return EngineExecution(**{"mode": EngineMode.WRAPPER, "num_layers": NUM_LAYERS, **changes})
 
 
-def plan(**changes: Any) -> SemanticKvPlan:
+def plan(**changes):
     """Prompt of 32, 8 computed, hole 8..9, span 10..19 from 30, hole 20..23, suffix from 24."""
     fields: dict[str, Any] = {
         "request_id": 7,
@@ -81,14 +81,14 @@ BROKEN: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("invariant", "build"), BROKEN, ids=[f"{i}-{name}" for i, (name, _) in enumerate(BROKEN)])
-def test_broken_plan_is_refused_by_name(invariant: str, build: Any) -> None:
+def test_broken_plan_is_refused_by_name(invariant, build):
     with pytest.raises(PlanError) as caught:
         build()
     assert caught.value.invariant == invariant
     assert str(caught.value)
 
 
-def test_plan_of_the_example() -> None:
+def test_plan_of_the_example():
     example = plan(target_block_ids=(5, 3, 9))
     assert example.holes == (range(8, 10), range(20, 24))
     assert (example.prefix_end, example.reused_tokens, example.exact_token_count) == (24, 10, 10)
@@ -96,7 +96,7 @@ def test_plan_of_the_example() -> None:
     assert (example.spans[0].shift, example.spans[0].donor_end, example.spans[0].target_end) == (-20, 40, 20)
 
 
-def test_only_approximate_tokens_behind_the_heads_are_checked() -> None:
+def test_only_approximate_tokens_behind_the_heads_are_checked():
     check = SpanCheck(1, 0.1)
     assert plan(execution=execution(check=check)).is_checked
     assert plan(execution=execution(check=check, head_tokens=9)).is_checked
@@ -108,7 +108,7 @@ def test_only_approximate_tokens_behind_the_heads_are_checked() -> None:
     assert not plan(execution=execution(check=check), kind=PlanKind.DISCOVERY_ONLY, matched_tokens=0).is_checked
 
 
-def test_a_donor_ends_before_the_first_span_of_the_last_generation() -> None:
+def test_a_donor_ends_before_the_first_span_of_the_last_generation():
     checked = execution(check=SpanCheck(1, 0.1))
     exact, third = PlanSpan("d", 8, 8, 4, exact=True), PlanSpan("f", 0, 16, 4, generation=2)
     assert [plan().donor_part(allowed) for allowed in (0, 1, 2)] == [(10, 0), (32, 1), (32, 1)]
@@ -118,7 +118,7 @@ def test_a_donor_ends_before_the_first_span_of_the_last_generation() -> None:
     assert plan(kind=PlanKind.DISCOVERY_ONLY, spans=(third,), matched_tokens=0).donor_part(0) == (32, 0)
 
 
-def test_without_spans_computes_the_whole_promise() -> None:
+def test_without_spans_computes_the_whole_promise():
     emptied = plan(target_block_ids=(5, 3, 9)).without_spans("gone")
     assert emptied.holes == (range(8, 24),)
     assert (emptied.prefix_end, emptied.reused_tokens) == (24, 0)
@@ -128,14 +128,14 @@ def test_without_spans_computes_the_whole_promise() -> None:
     assert caught.value.invariant == "hole_needs_wrapper"
 
 
-def test_with_target_blocks_checks_them() -> None:
+def test_with_target_blocks_checks_them():
     assert plan().with_target_blocks((2, 1, 0)).target_block_ids == (2, 1, 0)
     with pytest.raises(PlanError, match="3 are needed"):
         plan().with_target_blocks((2, 1))
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> SemanticKvPlan:
+def plans(draw):
     """Valid plans of every kind and mode, spans anywhere between the computed prefix and the promised one."""
     kind = draw(st.sampled_from(PlanKind))
     mode = draw(st.sampled_from(EngineMode))
@@ -182,14 +182,14 @@ def plans(draw: st.DrawFn) -> SemanticKvPlan:
 
 
 @given(plans())
-def test_plan_survives_pickling(valid: SemanticKvPlan) -> None:
+def test_plan_survives_pickling(valid):
     again = pickle.loads(pickle.dumps(valid))
     assert again == valid
     assert again.prompt_token_ids.tolist() == valid.prompt_token_ids.tolist()
 
 
 @given(plans())
-def test_holes_and_spans_tile_the_promise(valid: SemanticKvPlan) -> None:
+def test_holes_and_spans_tile_the_promise(valid):
     spans = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
     covered = [range(span.target_start, span.target_end) for span in spans]
     ranges = sorted([*valid.holes, *covered], key=lambda each: each.start)
@@ -199,12 +199,12 @@ def test_holes_and_spans_tile_the_promise(valid: SemanticKvPlan) -> None:
 
 
 @given(plans())
-def test_a_donor_of_generation_0_is_the_exact_part(valid: SemanticKvPlan) -> None:
+def test_a_donor_of_generation_0_is_the_exact_part(valid):
     assert valid.donor_part(0) == (valid.exact_token_count, 0)
 
 
 @given(plans())
-def test_exact_tokens_end_at_the_first_approximate_one(valid: SemanticKvPlan) -> None:
+def test_exact_tokens_end_at_the_first_approximate_one(valid):
     placed = () if valid.kind is PlanKind.DISCOVERY_ONLY else valid.spans
     approximate = {p for span in placed if not span.exact for p in range(span.target_start, span.target_end)}
     assert valid.exact_token_count == min(approximate, default=valid.prompt_length)

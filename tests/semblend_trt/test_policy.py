@@ -1,7 +1,5 @@
 """Names of the policies, which of them look for donors, their terms, and what is refused of them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,19 +10,19 @@ from semblend_trt.plan import SpanCheck
 from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, parse_policy, terms_of
 
 
-def test_the_policies_in_the_order_in_which_they_are_told() -> None:
+def test_the_policies_in_the_order_in_which_they_are_told():
     names = [policy.value for policy in ReusePolicy]
     assert names == ["off", "exact", "verified", "boundary", "position_fix", "epic", "cacheblend"]
     assert [policy for policy in ReusePolicy if not allows_reuse(policy)] == [ReusePolicy.OFF]
 
 
 @pytest.mark.parametrize("text", ["position_fix", " Position_Fix\n", ReusePolicy.POSITION_FIX])
-def test_parse_reads_names_and_members(text: str) -> None:
+def test_parse_reads_names_and_members(text):
     assert parse_policy(text) is ReusePolicy.POSITION_FIX
 
 
 @pytest.mark.parametrize("text", ["", "on", "exact,off", "x" * 1000])
-def test_unknown_policies_name_the_known_ones(text: str) -> None:
+def test_unknown_policies_name_the_known_ones(text):
     with pytest.raises(ConfigurationError, match="off, exact, verified, boundary, position_fix, epic, cacheblend") as e:
         parse_policy(text)
     assert len(str(e.value)) < 200
@@ -42,18 +40,18 @@ def test_unknown_policies_name_the_known_ones(text: str) -> None:
         (ReusePolicy.CACHEBLEND, ReuseTerms(check=SpanCheck(layer=1, largest_share=0.3))),
     ],
 )
-def test_the_terms_of_a_policy(policy: ReusePolicy, terms: ReuseTerms | None) -> None:
+def test_the_terms_of_a_policy(policy, terms):
     settings = Settings(recompute_boundary_layer=3, epic_tokens=24, cacheblend_share=0.3)
     assert terms_of(policy, settings, 24) == terms
 
 
 @pytest.mark.parametrize("boundary", [0, 25])
-def test_boundary_outside_the_model_is_refused(boundary: int) -> None:
+def test_boundary_outside_the_model_is_refused(boundary):
     with pytest.raises(ConfigurationError, match=rf"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1\.\.24"):
         terms_of(ReusePolicy.BOUNDARY, Settings(recompute_boundary_layer=boundary), 24)
 
 
-def test_cacheblend_needs_the_layer_it_chooses_by() -> None:
+def test_cacheblend_needs_the_layer_it_chooses_by():
     assert terms_of(ReusePolicy.CACHEBLEND, Settings(), 2) is not None
     with pytest.raises(ConfigurationError, match="layer 1, and this model has 1 layer"):
         terms_of(ReusePolicy.CACHEBLEND, Settings(), 1)
@@ -70,7 +68,7 @@ def test_cacheblend_needs_the_layer_it_chooses_by() -> None:
         (ReuseTerms(boundary=2, check=SpanCheck(1, threshold=0.1)), "check_needs_wrapper"),
     ],
 )
-def test_what_a_stock_engine_cannot_keep(terms: ReuseTerms, reason: str | None) -> None:
+def test_what_a_stock_engine_cannot_keep(terms, reason):
     assert terms.wrapper_reason == reason
 
 
@@ -86,11 +84,11 @@ def test_what_a_stock_engine_cannot_keep(terms: ReuseTerms, reason: str | None) 
         (ReuseTerms(check=SpanCheck(1, threshold=0.0)), 100),
     ],
 )
-def test_reuse_that_can_be_counted_on(terms: ReuseTerms, expected: int) -> None:
+def test_reuse_that_can_be_counted_on(terms, expected):
     assert terms.expected_reuse(100) == expected
 
 
 @given(head=st.integers(0, 50), share=st.floats(0, 1), length=st.integers(1, 500))
-def test_expected_reuse_is_never_more_than_the_run(head: int, share: float, length: int) -> None:
+def test_expected_reuse_is_never_more_than_the_run(head, share, length):
     terms = ReuseTerms(head_tokens=head, check=SpanCheck(1, largest_share=share))
     assert 0 <= terms.expected_reuse(length) <= length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +12,13 @@ import torch
 from semblend_trt.connector import worker_setup
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
+from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, joined_ranks, ranks_of
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.rank_threads import on_ranks
 
-if TYPE_CHECKING:
-    from semblend_trt.plan import SemanticKvPlan
 
-
-def test_one_rank_keeps_what_it_has() -> None:
+def test_one_rank_keeps_what_it_has():
     alone, tensor = Ranks(), torch.arange(3.0)
     assert (alone.rank, alone.size) == (0, 1)
     assert alone.gather("a") == ["a"]
@@ -29,8 +27,8 @@ def test_one_rank_keeps_what_it_has() -> None:
     assert alone.total(tensor) is alone.add_up(tensor) is tensor
 
 
-def test_several_ranks_get_the_same() -> None:
-    def work(ranks: Ranks) -> tuple[object, ...]:
+def test_several_ranks_get_the_same():
+    def work(ranks):
         own = torch.full((2,), 10.0**ranks.rank)
         added = own.clone()
         assert ranks.add_up(added) is added
@@ -45,7 +43,7 @@ def test_several_ranks_get_the_same() -> None:
     assert on_ranks(3, work) == [([0, 1, 2], "of 0", [0, 3], [111.0, 111.0], [111.0, 111.0])] * 3
 
 
-def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown() -> None:
+def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown():
     found = joined_ranks(1)
     assert found is not None
     assert found.size == 1
@@ -53,7 +51,7 @@ def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown() -> None:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def engine(monkeypatch):
     """`tensorrt_llm/_utils.py` (1.2 @3277953), on rank 1 of 2."""
     module: Any = ModuleType("tensorrt_llm._utils")
     module.mpi_rank, module.mpi_world_size = lambda: 1, lambda: 2
@@ -63,7 +61,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_ranks_of_an_engine_are_its_own(engine: Any) -> None:
+def test_the_ranks_of_an_engine_are_its_own(engine):
     found = ranks_of(2)
     assert found is not None
     assert (found.rank, found.size, found.gather("own")) == (1, 2, ["of rank 0", "own"])
@@ -72,7 +70,7 @@ def test_the_ranks_of_an_engine_are_its_own(engine: Any) -> None:
     assert ranks_of(2) is None
 
 
-def test_ranks_that_cannot_talk_reuse_nothing() -> None:
+def test_ranks_that_cannot_talk_reuse_nothing():
     runtime = Runtime()
     join_ranks(runtime, 2)
     assert (runtime.refusal, runtime.ranks.size) == ("ranks_unknown", 1)
@@ -81,15 +79,15 @@ def test_ranks_that_cannot_talk_reuse_nothing() -> None:
     assert alone.refusal is None
 
 
-def test_ranks_that_the_engine_has_named_are_kept(engine: ModuleType) -> None:
+def test_ranks_that_the_engine_has_named_are_kept(engine):
     named = EngineRanks(0, 2, lambda value: [value, value])
     runtime = Runtime(ranks=named)
     join_ranks(runtime, 2)
     assert runtime.ranks is named
 
 
-def test_a_refusal_of_one_rank_is_that_of_all() -> None:
-    def start(ranks: Ranks) -> str | None:
+def test_a_refusal_of_one_rank_is_that_of_all():
+    def start(ranks):
         runtime = Runtime(ranks=ranks, refusal="pool_layout" if ranks.rank == 1 else None)
         agree_on_start(runtime, None)
         return runtime.refusal
@@ -97,8 +95,8 @@ def test_a_refusal_of_one_rank_is_that_of_all() -> None:
     assert on_ranks(3, start) == ["pool_layout"] * 3
 
 
-def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    def start(ranks: Ranks) -> str:
+def test_an_error_of_one_rank_is_raised_on_all():
+    def start(ranks):
         own = ConfigurationError("no memory") if ranks.rank == 1 else None
         with pytest.raises(ConfigurationError) as raised:
             agree_on_start(Runtime(ranks=ranks), own)
@@ -107,7 +105,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     assert on_ranks(2, start) == ["another rank cannot start: no memory", "no memory"]
 
 
-def test_ranks_of_two_versions_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_two_versions_refuse(monkeypatch):
     other = ("0.0.0", None, None)
     runtime = Runtime(ranks=EngineRanks(0, 2, lambda own: [own, other]))
     agree_on_start(runtime, None)
@@ -118,11 +116,11 @@ def test_ranks_of_two_versions_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same.refusal is None
 
 
-def test_a_plan_is_used_where_every_rank_has_placed_it() -> None:
+def test_a_plan_is_used_where_every_rank_has_placed_it():
     plans: list[Any] = ["first", "second", "third"]
     own = ValueError("own reason")
 
-    def load(ranks: Ranks) -> tuple[dict[int, Exception], int]:
+    def load(ranks):
         return agree_on_loads(ranks, plans, {2: own} if ranks.rank == 1 else {}, weights_changes=3 * ranks.rank)
 
     (first, seen), (second, known) = on_ranks(2, load)
@@ -132,8 +130,8 @@ def test_a_plan_is_used_where_every_rank_has_placed_it() -> None:
     assert second[2] is own
 
 
-def test_without_plans_nothing_is_said() -> None:
-    def fail(_: Any) -> list[Any]:
+def test_without_plans_nothing_is_said():
+    def fail(_):
         raise AssertionError("the other ranks do not listen")
 
     none: list[SemanticKvPlan] = []

@@ -74,15 +74,15 @@ OTHERS: list[tuple[str, Any, str]] = [
 ]
 
 
-def namespace(**changes: Any) -> CacheNamespace:
+def namespace(**changes):
     return CacheNamespace(**{**FIELDS, **changes})
 
 
-def profile(**changes: Any) -> ReuseProfile:
+def profile(**changes):
     return ReuseProfile.made_for(namespace(), GEOMETRY, **{"policy": "verified", "check": CHECK, **changes})
 
 
-def stored(path: Path, **changes: Any) -> Path:
+def stored(path, **changes):
     """A profile's file in which some values have been written over by hand."""
     values = profile().model_dump(mode="json")
     for name, value in changes.items():
@@ -107,11 +107,11 @@ def stored(path: Path, **changes: Any) -> Path:
         {"tensor_parallel": {"tp_size": 1, "pp_size": 1, "cp_size": 1, "tp_rank": 0}},
     ],
 )
-def test_what_does_not_change_the_kv_does_not_bind(changes: dict[str, Any]) -> None:
+def test_what_does_not_change_the_kv_does_not_bind(changes):
     assert profile().differences(namespace(**changes), GEOMETRY) == []
 
 
-def test_salted_requests_may_use_it_and_their_adapters_bind() -> None:
+def test_salted_requests_may_use_it_and_their_adapters_bind():
     bound = namespace().for_request("a secret salt", None)
     assert profile().differences(bound, GEOMETRY) == []
     (sentence,) = profile().differences(namespace().for_request(None, "legal"), GEOMETRY)
@@ -119,20 +119,20 @@ def test_salted_requests_may_use_it_and_their_adapters_bind() -> None:
 
 
 @pytest.mark.parametrize(("field", "value", "told"), OTHERS, ids=[told for _, _, told in OTHERS])
-def test_every_other_field_binds_and_is_named(field: str, value: Any, told: str) -> None:
+def test_every_other_field_binds_and_is_named(field, value, told):
     (sentence,) = profile().differences(namespace(**{field: value}), GEOMETRY)
     assert sentence.startswith("The profile was made for ")
     assert told in sentence
     assert sentence.endswith(".")
 
 
-def test_every_field_of_a_namespace_is_decided_upon() -> None:
+def test_every_field_of_a_namespace_is_decided_upon():
     assert {field for field, _, _ in OTHERS} | {"block_size"} == set(FIELDS)
 
 
 @pytest.mark.parametrize("field", [field for field in FIELDS if field not in ("block_size", "extra")])
 @pytest.mark.parametrize("word", [unknown_value(), "Unknown"], ids=["made_up", "plain"])
-def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
+def test_what_an_engine_does_not_know_differs(field, word):
     value: Any = {field: {"tp_size": 1, "pp_size": 1, "cp_size": unknown_value()}}
     if field == "rope_config":
         value = {field: {"rope_type": word}}
@@ -143,7 +143,7 @@ def test_what_an_engine_does_not_know_differs(field: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "tokenizer"])
-def test_a_name_binds_only_where_no_digest_tells_the_content(name: str) -> None:
+def test_a_name_binds_only_where_no_digest_tells_the_content(name):
     digested = {f"{name}_revision": content_value("0f")}
     made = ReuseProfile.made_for(namespace(**digested), GEOMETRY, policy="position_fix")
     assert made.differences(namespace(**digested, **{name: "other"}), GEOMETRY) == []
@@ -152,7 +152,7 @@ def test_a_name_binds_only_where_no_digest_tells_the_content(name: str) -> None:
     assert len(made.differences(namespace(**{name: "other"}), GEOMETRY)) == 2
 
 
-def test_unknown_on_both_sides_is_no_match(tmp_path: Path) -> None:
+def test_unknown_on_both_sides_is_no_match(tmp_path):
     unknown = unknown_value()
     read = ReuseProfile.read(stored(tmp_path / "profile.json", namespace__model_revision=unknown))
     (sentence,) = read.differences(namespace(model_revision=unknown), GEOMETRY)
@@ -162,14 +162,14 @@ def test_unknown_on_both_sides_is_no_match(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 13}, {"kv_heads": 4}, {"head_dim": 128}])
-def test_another_geometry_differs(changes: dict[str, int]) -> None:
+def test_another_geometry_differs(changes):
     sizes = {"num_layers": 12, "kv_heads": 2, "head_dim": 64, "block_size": 16}
     (sentence,) = profile().differences(namespace(), KvGeometry(**{**sizes, **changes}))
     ((name, value),) = changes.items()
     assert f"{name} {sizes[name]}; this engine runs {value}." in sentence
 
 
-def test_it_holds_in_every_engine_of_its_list_and_in_no_other() -> None:
+def test_it_holds_in_every_engine_of_its_list_and_in_no_other():
     made = profile(figures=["made"])
     confirmed = made.confirmed_in("other/pool", ["made", "confirmed"])
     assert made.engines == ["engine/default/pool"]
@@ -184,7 +184,7 @@ def test_it_holds_in_every_engine_of_its_list_and_in_no_other() -> None:
 
 
 @pytest.mark.parametrize("word", [unknown_value(), "Unknown"], ids=["made_up", "plain"])
-def test_an_engine_that_is_not_known_is_in_no_list(tmp_path: Path, word: str) -> None:
+def test_an_engine_that_is_not_known_is_in_no_list(tmp_path, word):
     listed = ReuseProfile.read(stored(tmp_path / "profile.json", engines=["engine/default/pool", word]))
     assert listed.differences(namespace(), GEOMETRY) == []
     assert len(listed.differences(namespace(backend_cache_layout=word), GEOMETRY)) == 1
@@ -192,7 +192,7 @@ def test_an_engine_that_is_not_known_is_in_no_list(tmp_path: Path, word: str) ->
         ReuseProfile.made_for(namespace(backend_cache_layout=unknown_value()), GEOMETRY, policy="position_fix")
 
 
-def test_another_version_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_differs(monkeypatch):
     made = profile()
     monkeypatch.setattr(reuse_profile, "__version__", "9.9.9")
     (sentence,) = made.differences(namespace(), GEOMETRY)
@@ -201,7 +201,7 @@ def test_another_version_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(changed=st.sets(st.sampled_from(range(len(OTHERS)))))
-def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
+def test_as_many_sentences_as_fields_that_differ(changed):
     changes = {OTHERS[index][0]: OTHERS[index][1] for index in changed}  # two of them change `extra`
     sentences = profile().differences(namespace(**changes), GEOMETRY)
     assert len(sentences) == len(set(sentences)) == len(changes)
@@ -221,7 +221,7 @@ def test_as_many_sentences_as_fields_that_differ(changed: set[int]) -> None:
         ({"head_tokens": 8}, ReuseTerms(check=SPAN_CHECK, head_tokens=8)),
     ],
 )
-def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
+def test_terms(fields, terms):
     assert profile(**fields).terms == terms
 
 
@@ -251,7 +251,7 @@ def test_terms(fields: dict[str, Any], terms: ReuseTerms | None) -> None:
         ({"policy": "cacheblend", "check": None}, "policy"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_is_refused(fields, told):
     with pytest.raises(ConfigurationError, match=told):
         profile(**fields)
 
@@ -295,9 +295,7 @@ WORDS = st.text(st.characters(codec="utf-8"), min_size=1).filter(
     words=st.fixed_dictionaries(dict.fromkeys(("model", "tokenizer", "adapter", "kv_dtype"), WORDS)),
     command=st.text(st.characters(codec="utf-8")),
 )
-def test_it_reads_back_as_written(
-    tmp_path: Path, execution: dict[str, Any], figures: list[Any], words: dict[str, str], command: str
-) -> None:
+def test_it_reads_back_as_written(tmp_path, execution, figures, words, command):
     made = ReuseProfile.made_for(namespace(**words), GEOMETRY, figures=figures, command=command, **execution)
     path = tmp_path / "deep" / "profile.json"
     made.write(path)
@@ -313,7 +311,7 @@ def test_it_reads_back_as_written(
     assert link.is_symlink()
 
 
-def test_a_profile_without_the_fields_has_no_generations_or_sample(tmp_path: Path) -> None:
+def test_a_profile_without_the_fields_has_no_generations_or_sample(tmp_path):
     sample = {"sample_every": 8, "sample_threshold": 0.1, "window_tokens": 16}
     values = profile(generations=3, check=CHECK.model_copy(update=sample)).model_dump(mode="json")
     del values["generations"]
@@ -326,9 +324,7 @@ def test_a_profile_without_the_fields_has_no_generations_or_sample(tmp_path: Pat
 @pytest.mark.parametrize(
     "path", sorted(Path(__file__).parents[2].glob("docs/profiles/*.json")), ids=lambda path: path.stem
 )
-def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(
-    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(path, tmp_path, caplog):
     values = json.loads(path.read_text(encoding="utf-8"))
     assert (values["check"]["witness_every"], values["check"]["witness_bounds"]) == (0, [])
     with caplog.at_level(logging.WARNING):
@@ -342,7 +338,7 @@ def test_a_recorded_profile_is_read_though_it_has_the_fields_of_witnesses(
 
 
 @pytest.mark.parametrize("every", [1, 128, -1, None, False, 0.0])
-def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path: Path, every: object) -> None:
+def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path, every):
     values = profile().model_dump(mode="json")
     values["check"] |= {"witness_every": every, "witness_bounds": [0.4, 1.5]}
     (tmp_path / "profile.json").write_text(json.dumps(values))
@@ -378,7 +374,7 @@ def test_a_profile_that_relies_on_witnesses_is_refused(tmp_path: Path, every: ob
         ({"generations": False}, "generations is False"),
     ],
 )
-def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path, changes, told):
     path = stored(tmp_path / "profile.json", **changes)
     with pytest.raises(ConfigurationError, match=told) as caught:
         ReuseProfile.read(path)
@@ -387,14 +383,14 @@ def test_a_wrong_value_in_a_file_is_refused_with_its_bound(tmp_path: Path, chang
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a": \xff}', b"[" * 100_000, b"{}"])
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_profile_is_refused(tmp_path, content):
     path = tmp_path / "profile.json"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match="profile"):
         ReuseProfile.read(path)
 
 
-def test_oversized_missing_and_special_files_are_refused(tmp_path: Path) -> None:
+def test_oversized_missing_and_special_files_are_refused(tmp_path):
     large = tmp_path / "large.json"
     large.write_bytes(b" " * (MAX_BYTES + 1))
     pipe = tmp_path / "pipe"
@@ -411,19 +407,17 @@ def test_oversized_missing_and_special_files_are_refused(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     made = tmp_path / "reuse-profile.json"
     unchecked().write(made)
     return made
 
 
-def matcher(path: Path | None, policy: str = "verified") -> ProfileMatcher:
+def matcher(path, policy="verified"):
     return ProfileMatcher(load_settings(policy=policy, profile_path=path))
 
 
-def evidence(
-    candidate: str = "position_fix", margin: float = 0.01, groups: int = 299, lower: float = -0.01, holds: bool = True
-) -> list[Any]:
+def evidence(candidate="position_fix", margin=0.01, groups=299, lower=-0.01, holds=True):
     """The figures of a confirmation of so many groups of each family: 299 are the fewest at that margin."""
     bounds = {"difference": 0.0, "lower": lower, "upper": 0.01}
     shown = {"what": "confirmed", "prompts": groups, "groups": groups, "likelihood_vs_cold": bounds}
@@ -432,16 +426,16 @@ def evidence(
     return [rule, *({**shown, "family": family} for family in EVIDENCE_FAMILIES), tried]
 
 
-def unchecked(figures: list[Any] | None = None, **changes: Any) -> ReuseProfile:
+def unchecked(figures=None, **changes):
     fields = {"policy": "position_fix", "check": None, "figures": evidence() if figures is None else figures}
     return profile(**{**fields, **changes})
 
 
-def match(asked: ProfileMatcher, space: CacheNamespace, mode: EngineMode = EngineMode.WRAPPER) -> ProfileMatch:
+def match(asked, space, mode=EngineMode.WRAPPER):
     return asked.match(space, GEOMETRY, mode)
 
 
-def test_no_profile(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_profile(caplog):
     asked = matcher(None)
     with caplog.at_level(logging.WARNING):
         assert match(asked, namespace()) == match(asked, namespace()) == ProfileMatch(None, "no_profile")
@@ -449,9 +443,7 @@ def test_no_profile(caplog: pytest.LogCaptureFixture) -> None:
     assert "SEMBLEND_PROFILE" in record.getMessage()
 
 
-def test_another_namespace_is_refused_and_told_once_with_what_differs(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_namespace_is_refused_and_told_once_with_what_differs(path, caplog):
     asked = matcher(path)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
@@ -462,9 +454,7 @@ def test_another_namespace_is_refused_and_told_once_with_what_differs(
 
 
 @pytest.mark.parametrize(("lowest", "refusal"), [(1, None), (2, None), (3, "profile_check_layer")])
-def test_a_check_below_all_layers_with_full_attention_is_refused(
-    tmp_path: Path, lowest: int, refusal: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_check_below_all_layers_with_full_attention_is_refused(tmp_path, lowest, refusal, caplog):
     made = tmp_path / "reuse-profile.json"
     check = ProfileCheck(layer=2, threshold=0.1)
     figures = evidence("verified layer 2 threshold 0.1")
@@ -476,7 +466,7 @@ def test_a_check_below_all_layers_with_full_attention_is_refused(
     assert ("check layer 2 has no layer with full attention below it; 3 is the lowest" in caplog.text) == bool(refusal)
 
 
-def test_any_number_of_adapters_is_compared_and_few_are_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_number_of_adapters_is_compared_and_few_are_told(path, caplog):
     asked = matcher(path)
     with caplog.at_level(logging.ERROR):
         for index in range(200):
@@ -486,9 +476,7 @@ def test_any_number_of_adapters_is_compared_and_few_are_told(path: Path, caplog:
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
-def test_a_file_that_cannot_be_read_is_refused_not_raised(
-    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_read_is_refused_not_raised(tmp_path, content, caplog):
     path = tmp_path / "broken.json"
     if content is not None:
         path.write_text(content)
@@ -499,7 +487,7 @@ def test_a_file_that_cannot_be_read_is_refused_not_raised(
     assert str(path) in caplog.text
 
 
-def test_other_policies_read_no_profile(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_policies_read_no_profile(path, caplog):
     with caplog.at_level(logging.WARNING):
         asked = matcher(path, "exact")
         assert match(asked, namespace()) == ProfileMatch(None)
@@ -509,9 +497,7 @@ def test_other_policies_read_no_profile(path: Path, caplog: pytest.LogCaptureFix
     ]
 
 
-def test_what_is_said_follows_the_engine_from_before_the_self_check_on(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_said_follows_the_engine_from_before_the_self_check_on(path, caplog):
     """A wrapper starts as a stock engine, and may be given back; what is said then is said once each time."""
     asked = matcher(path)
     said = []
@@ -531,7 +517,7 @@ def test_what_is_said_follows_the_engine_from_before_the_self_check_on(
 # -- what leaves text unchecked -----------------------------------------------------------------------------------
 
 
-def refusal(path: Path, **settings: Any) -> str | None:
+def refusal(path, **settings):
     """Why an engine does not use the profile, with the sentence; None where it does."""
     found = match(ProfileMatcher(load_settings(policy="verified", profile_path=path, **settings)), namespace())
     return None if found.profile is not None else f"{found.refusal}: {' '.join(found.differences)}"
@@ -555,9 +541,7 @@ DENSE_NAME = "verified layer 2 threshold 0.99"
     ],
     ids=lambda each: str(each)[:30],
 )
-def test_what_is_not_exact_needs_evidence_for_these_very_terms(
-    tmp_path: Path, fields: dict[str, Any], candidate: str
-) -> None:
+def test_what_is_not_exact_needs_evidence_for_these_very_terms(tmp_path, fields, candidate):
     path = tmp_path / "profile.json"
     unchecked(evidence(candidate), **fields).write(path)
     assert refusal(path) is None
@@ -572,7 +556,7 @@ def test_what_is_not_exact_needs_evidence_for_these_very_terms(
 
 
 @pytest.mark.parametrize("family", EVIDENCE_FAMILIES)
-def test_evidence_names_every_family(tmp_path: Path, family: str) -> None:
+def test_evidence_names_every_family(tmp_path, family):
     unchecked([each for each in evidence() if each.get("family") != family]).write(tmp_path / "profile.json")
     assert f"lacks {family};" in str(refusal(tmp_path / "profile.json"))
 
@@ -590,7 +574,7 @@ def test_evidence_names_every_family(tmp_path: Path, family: str) -> None:
     ],
     ids=str,
 )
-def test_evidence_is_of_groups_enough_for_its_margin(tmp_path: Path, changes: dict[str, Any], lacking: str) -> None:
+def test_evidence_is_of_groups_enough_for_its_margin(tmp_path, changes, lacking):
     unchecked(evidence(**changes)).write(tmp_path / "profile.json")
     assert lacking in str(refusal(tmp_path / "profile.json"))
 
@@ -599,7 +583,7 @@ def test_evidence_is_of_groups_enough_for_its_margin(tmp_path: Path, changes: di
 @pytest.mark.parametrize(
     "made", [profile(figures=evidence("verified layer 2 threshold 0.2")), unchecked()], ids=["checked", "unchecked"]
 )
-def test_an_edited_field_is_noticed(tmp_path: Path, made: ReuseProfile, name: str) -> None:
+def test_an_edited_field_is_noticed(tmp_path, made, name):
     path = tmp_path / "profile.json"
     made.write(path)
     assert refusal(path) is None
@@ -614,7 +598,7 @@ def test_an_edited_field_is_noticed(tmp_path: Path, made: ReuseProfile, name: st
         assert str(refusal(path)).partition(":")[0] in ("profile_evidence", "profile_unreadable")
 
 
-def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp_path: Path) -> None:
+def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp_path):
     path = tmp_path / "profile.json"
     rule, *_, tried = evidence(DENSE_NAME)
     unchecked([rule, tried], policy="verified", check=DENSE).write(path)
@@ -635,14 +619,14 @@ def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp
 )
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_file_that_others_can_write_or_replace_is_refused(
-    tmp_path: Path,
-    path: Path,
-    file_mode: int,
-    folder_mode: int,
-    is_refused: bool,
-    is_linked: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    path,
+    file_mode,
+    folder_mode,
+    is_refused,
+    is_linked,
+    monkeypatch,
+):
     monkeypatch.setattr(files, "_is_private", lambda _: False)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -656,7 +640,7 @@ def test_a_file_that_others_can_write_or_replace_is_refused(
     assert (refusal(named) is None) != is_refused
 
 
-def test_a_link_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, path: Path) -> None:
+def test_a_link_in_a_folder_that_others_can_write_is_refused(tmp_path, path):
     folder = tmp_path / "folder"
     folder.mkdir()
     folder.chmod(0o777)
@@ -666,9 +650,7 @@ def test_a_link_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="skipped: only root can give files to others")
-def test_a_file_or_a_link_of_another_user_is_refused_and_one_of_root_is_not(
-    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_or_a_link_of_another_user_is_refused_and_one_of_root_is_not(tmp_path, path, monkeypatch):
     link = tmp_path / "link.json"
     link.symlink_to(path)
     for owned, named in ((path, path), (path, link), (link, link)):
@@ -681,9 +663,7 @@ def test_a_file_or_a_link_of_another_user_is_refused_and_one_of_root_is_not(
     assert refusal(path) is None
 
 
-def test_what_the_own_group_of_a_user_can_write_is_not_open_to_others(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_own_group_of_a_user_can_write_is_not_open_to_others(path, monkeypatch):
     """Debian and its kin make such a group for each user, and let it write what that user makes."""
     path.chmod(0o664)
     gid, members = path.stat().st_gid, list[str]()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from semblend_trt import runtime as runtime_module
 from semblend_trt.donors.offload import SavedDonor
-from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.runtime import MAX_EVENTS, ActivePlans, Runtime, runtime_for
 from semblend_trt.transfer.load import LayerReadiness
@@ -23,19 +23,19 @@ from tests.semblend_trt.plans import plan_of
 class LlmArgs:
     """Equal to every other one, as two engines' arguments may well be."""
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, LlmArgs)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class Engine:
-    def __init__(self, llm_args: LlmArgs) -> None:
+    def __init__(self, llm_args):
         self.llm_args = llm_args
         self.itself: Any = self
 
 
-def test_same_arguments_share_a_runtime_and_equal_ones_do_not() -> None:
+def test_same_arguments_share_a_runtime_and_equal_ones_do_not():
     first, second = LlmArgs(), LlmArgs()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: runtime_for(first), range(64)))
@@ -46,18 +46,18 @@ def test_same_arguments_share_a_runtime_and_equal_ones_do_not() -> None:
 class Scheduler:
     """Takes the events of a runtime, or fails."""
 
-    def __init__(self, runtime: Runtime, *, fails: bool = False) -> None:
+    def __init__(self, runtime, *, fails=False):
         self.runtime, self.fails, self.taken = runtime, fails, list[str]()
         runtime.scheduler = self
 
-    def take_events(self) -> None:
+    def take_events(self):
         if self.fails:
             raise KeyError("events")
         while self.runtime.saved:
             self.taken.append(self.runtime.saved.popleft().donor_id)
 
 
-def test_events_are_taken_as_long_as_there_is_a_scheduler_and_bounded_without() -> None:
+def test_events_are_taken_as_long_as_there_is_a_scheduler_and_bounded_without():
     runtime = Runtime()
     for number in range(MAX_EVENTS + 3):
         runtime.saved.append(SavedDonor(str(number), 1))
@@ -77,7 +77,7 @@ def test_events_are_taken_as_long_as_there_is_a_scheduler_and_bounded_without() 
     assert not runtime.failed_loads
 
 
-def test_a_scheduler_that_fails_is_counted() -> None:
+def test_a_scheduler_that_fails_is_counted():
     runtime = Runtime()
     scheduler = Scheduler(runtime, fails=True)
     runtime.saved.append(SavedDonor("unread", 1))
@@ -85,7 +85,7 @@ def test_a_scheduler_that_fails_is_counted() -> None:
     assert (runtime.faults, scheduler.taken) == ({"saved_news": 1}, [])
 
 
-def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None:
+def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold():
     llm_args = LlmArgs()
     engine = Engine(llm_args)
     runtime_for(llm_args).engine = engine
@@ -98,27 +98,27 @@ def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold() -> None
     assert len(runtime_module._runtimes) < before
 
 
-def test_arguments_without_weak_references_are_refused() -> None:
+def test_arguments_without_weak_references_are_refused():
     llm_args = (1, 2)
     with pytest.raises(TypeError):
         runtime_for(llm_args)
     assert id(llm_args) not in runtime_module._runtimes
 
 
-def plan(request_id: int, mode: EngineMode = EngineMode.WRAPPER, exact: bool = False, start: int = 4) -> SemanticKvPlan:
+def plan(request_id, mode=EngineMode.WRAPPER, exact=False, start=4):
     kind = PlanKind.EXACT_PREFIX if exact else PlanKind.REQUEST_LOCAL
     span = PlanSpan("d", start, start, 8, exact=exact)
     return plan_of(span, request_id=request_id, kind=kind, computed=start, mode=mode)
 
 
-def active(*plans: SemanticKvPlan) -> ActivePlans:
+def active(*plans):
     built = ActivePlans()
     for each in plans:
         built.put(each)
     return built
 
 
-def test_each_plan_is_taken_once() -> None:
+def test_each_plan_is_taken_once():
     plans = active(*map(plan, range(4)))
     assert (len(plans), plans.take(0), plans.take(0), plans.take(9)) == (4, plan(0), None, None)
     assert plans.take_all([3, 7, 1]) == {3: plan(3), 1: plan(1)}
@@ -126,7 +126,7 @@ def test_each_plan_is_taken_once() -> None:
     assert (plans.take(2), len(plans), plans.take_all([2])) == (plan(2), 0, {})
 
 
-def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
+def test_limit_outlives_the_plan_until_the_blocks_are_released():
     plans = active(plan(1, start=6), plan(2))
     plans.take(1)
     assert (plans.publishable(1, 60), plans.publishable(1, 5), plans.withholds(1)) == (6, 5, True)
@@ -136,17 +136,17 @@ def test_limit_outlives_the_plan_until_the_blocks_are_released() -> None:
     assert (plans.publishable(2, 60), plans.withholds(2)) == (4, True)
 
 
-def test_exact_plan_has_no_limit_and_lifts_none() -> None:
+def test_exact_plan_has_no_limit_and_lifts_none():
     plans = active(plan(1, exact=True), plan(2), plan(2, exact=True))
     assert (plans.publishable(1, 60), plans.publishable(2, 60), plans.publishable(3, 60)) == (60, 4, 60)
 
 
-def test_stock_plan_leaves_its_limit_but_waits_for_no_forward() -> None:
+def test_stock_plan_leaves_its_limit_but_waits_for_no_forward():
     plans = active(plan(1, mode=EngineMode.STOCK))
     assert (plans.take(1), plans.publishable(1, 60)) == (None, 4)
 
 
-def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing() -> None:
+def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing():
     runtime, tokens = Runtime(active_plans=active(plan(1), plan(2))), {"offered_tokens": 16, "checked_tokens": 16}
     found = [
         CheckEvidence(1, reused_tokens=0, recomputed_tokens=16, largest_kept=0.0, is_dropped=True, **tokens),
@@ -158,7 +158,7 @@ def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing() ->
     assert (runtime.active_plans.withholds(1), runtime.active_plans.withholds(2)) == (False, True)
 
 
-def test_each_plan_goes_to_one_of_many_threads() -> None:
+def test_each_plan_goes_to_one_of_many_threads():
     plans = active(*map(plan, range(200)))
     with ThreadPoolExecutor(4) as pool:
         taken = list(pool.map(plans.take, [request_id for request_id in range(200) for _ in range(4)]))

@@ -1,7 +1,5 @@
 """What is copied to the host is what the tensor held when the copy was queued."""
 
-from __future__ import annotations
-
 import torch
 
 from semblend_trt.streams import HostCopy
@@ -9,7 +7,7 @@ from semblend_trt.streams import HostCopy
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_a_copy_is_of_what_the_tensor_held() -> None:
+def test_a_copy_is_of_what_the_tensor_held():
     tensor = torch.arange(6, device=DEVICE).view(2, 3)
     whole, turned = HostCopy(tensor), HostCopy(tensor.t())
     tensor.zero_()

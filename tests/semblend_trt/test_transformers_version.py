@@ -1,7 +1,5 @@
 """Names of Transformers for any thread; its oldest version that the embedded engine runs with is that of the extras."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from semblend_trt.transformers_version import MIN_TRANSFORMERS, embedded_engine_
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_names_of_any_module_and_none_of_a_missing_one() -> None:
+def test_names_of_any_module_and_none_of_a_missing_one():
     assert imported("AutoConfig") is transformers.AutoConfig
     assert imported("cached_file", "transformers.utils") is transformers.utils.cached_file
     with pytest.raises(ImportError, match="no_such_package"):
@@ -21,15 +19,13 @@ def test_names_of_any_module_and_none_of_a_missing_one() -> None:
 
 
 @pytest.mark.parametrize("extra", ["embedded", "validation"])
-def test_the_extras_install_what_runs(extra: str) -> None:
+def test_the_extras_install_what_runs(extra):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert f"transformers>={MIN_TRANSFORMERS}" in extras[extra]
 
 
 @pytest.mark.parametrize(("version", "runs"), [("4.99.0.dev0", False), ("5.0.0rc1", False), ("5.0.0", True)])
-def test_older_ones_are_refused_and_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, version: str, runs: bool
-) -> None:
+def test_older_ones_are_refused_and_the_extra_is_named(monkeypatch, version, runs):
     monkeypatch.setattr(transformers, "__version__", version)
     refusal = embedded_engine_refusal()
     assert (refusal is None) is runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,10 +12,6 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.models import load
 from validation.results import Measured
 from validation.samples import Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 _SAMPLE: dict[str, Any] = {
     "case_id": "case",
@@ -61,30 +57,28 @@ _SAMPLE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def shipped() -> EmbeddedEngines:
+def shipped():
     """Embedded engines over the shipped model in float32."""
     return EmbeddedEngines(load(None, "cpu", "float32"))
 
 
 @pytest.fixture
-def _trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def _trtllm(monkeypatch):
     """Makes a stand-in for `tensorrt_llm` importable."""
     trtllm_stand_in.install(monkeypatch)
 
 
 @pytest.fixture(scope="session")
-def make_sample() -> Callable[..., Sample]:
+def make_sample():
     """Builds a sample of a reused prompt; keywords change its fields."""
     return lambda **changes: Sample(**(_SAMPLE | changes))
 
 
 @pytest.fixture
-def check_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[list[str], str], None]:
+def check_refused(tmp_path, monkeypatch, capsys):
     """Checks that a command line is bad usage: one sentence that holds the one given, and nothing written."""
 
-    def check(arguments: list[str], sentence: str) -> None:
+    def check(arguments, sentence):
         monkeypatch.chdir(tmp_path)
         assert main(arguments) == 2
         captured = capsys.readouterr()
@@ -98,6 +92,6 @@ def check_refused(
 
 
 @pytest.fixture(scope="session")
-def measured() -> Measured:
+def measured():
     """What the rows of an imagined run share."""
     return Measured("python -m validation", {"name": "cpu-2core", "cores": 2}, {"torch": "2.13.0"}, "2026-11-21")

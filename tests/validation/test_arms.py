@@ -26,22 +26,20 @@ CHOICES = ArmChoices(num_layers=8, boundary=2, profile=Path("profile.json"), pro
         ("verified", "verified", {"SEMBLEND_PROFILE": "profile.json"}, 3),
     ],
 )
-def test_each_arm_sets_its_own_variables_only(
-    name: str, policy: str | None, others: dict[str, str], full_layers: int
-) -> None:
+def test_each_arm_sets_its_own_variables_only(name, policy, others, full_layers):
     [arm] = arms_of([name], CHOICES)
     assert arm.variables == (None if policy is None else {"SEMBLEND_POLICY": policy, **others})
     assert arm.full_layers == full_layers
 
 
-def test_all_arms_can_be_built() -> None:
+def test_all_arms_can_be_built():
     arms: dict[str, Arm] = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
     assert tuple(arms) == ALL_NAMES
     assert {name for name, arm in arms.items() if arm.isolated} == {"cold", "cold_again", "wrapper_without_plan"}
     assert all(is_reusing(arm.name) == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
 
 
-def test_without_a_profile_verified_is_left_out_or_refused() -> None:
+def test_without_a_profile_verified_is_left_out_or_refused():
     without = ArmChoices(num_layers=8, boundary=2)
     assert "verified" in default_names(CHOICES, full=False)
     assert "verified" not in default_names(without, full=True)
@@ -50,18 +48,18 @@ def test_without_a_profile_verified_is_left_out_or_refused() -> None:
         arms_of(["verified"], without)
 
 
-def test_a_list_of_names_always_holds_both_cold_arms() -> None:
+def test_a_list_of_names_always_holds_both_cold_arms():
     assert names_of("epic_4, position_fix cold") == ("cold", "cold_again", "epic_4", "position_fix")
     assert names_of("all") == names_of("epic_8,all") == ALL_NAMES
 
 
 @pytest.mark.parametrize("name", ["epic", "epic_0", "boundary_", "cacheblend_x", "cold_2", "Verified"])
-def test_unknown_names_are_refused(name: str) -> None:
+def test_unknown_names_are_refused(name):
     with pytest.raises(ConfigurationError, match=f"--arms names '{name}'"):
         names_of(name)
 
 
 @pytest.mark.parametrize(("name", "problem"), [("boundary_9", "has 8"), ("cacheblend_101", "at most 100")])
-def test_a_number_beyond_the_model_is_refused(name: str, problem: str) -> None:
+def test_a_number_beyond_the_model_is_refused(name, problem):
     with pytest.raises(ConfigurationError, match=problem):
         arms_of([name], CHOICES)

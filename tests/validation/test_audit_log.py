@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from validation.engines import AuditCounts, AuditFile, concerns
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "scheduler_initialized"},
@@ -21,18 +18,18 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
-def test_counts_are_those_of_one_arm() -> None:
+def test_counts_are_those_of_one_arm():
     events = [{**event, "arm": arm} for event in EVENTS for arm in ("boundary", "position_fix")]
     assert AuditCounts.of(events, "boundary") == AuditCounts(7, 1, 1, 2, 300, 90, 1, (("no_donor", 1),))
     assert AuditCounts.of(events, "cold") == AuditCounts()
 
 
-def test_events_of_a_request_include_its_donor() -> None:
+def test_events_of_a_request_include_its_donor():
     about = [event for event in EVENTS if concerns(event, frozenset({1, 3}))]
     assert about == [EVENTS[1], EVENTS[3], EVENTS[5]]
 
 
-def test_a_log_is_read_as_it_grows_and_only_in_whole_lines(tmp_path: Path) -> None:
+def test_a_log_is_read_as_it_grows_and_only_in_whole_lines(tmp_path):
     audit = AuditFile(tmp_path / "log.jsonl")
     audit.read()
     assert audit.events == []

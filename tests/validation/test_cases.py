@@ -1,10 +1,7 @@
 """Cases are read whole or refused with the line that is at fault, and told in the words that a model knows."""
 
-from __future__ import annotations
-
 import json
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,22 +10,17 @@ from validation import documents, prompts
 from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
 from validation.families.catalog import FamilyRequest, write_cases
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from validation.embedded_engine import EmbeddedEngines
-
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
 
 
-def written(folder: Path, *lines: dict[str, object] | str | bytes) -> Path:
+def written(folder, *lines):
     path = folder / "cases.jsonl"
     texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
     path.write_bytes(b"\n".join(text.encode() if isinstance(text, str) else text for text in texts))
     return path
 
 
-def test_a_line_becomes_a_case(tmp_path: Path) -> None:
+def test_a_line_becomes_a_case(tmp_path):
     first, second = read_cases(written(tmp_path, GOOD, "", GOOD | {"id": "b", "reference": "42", "donors": []}))
     assert first == Case("a", "prompts", "any", ("first donor", "second"), "prompt", None, False, Expectation.ANY, "a")
     assert first.is_timed
@@ -51,14 +43,14 @@ def test_a_line_becomes_a_case(tmp_path: Path) -> None:
         (GOOD, "'a' is used twice"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object] | str | bytes, problem: str) -> None:
+def test_a_bad_line_is_named(tmp_path, line, problem):
     with pytest.raises(ConfigurationError, match="line 2") as refused:
         read_cases(written(tmp_path, GOOD, line))
     assert refused.match(problem)
     assert "\n" not in str(refused.value)
 
 
-def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+def test_an_empty_or_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no case"):
         read_cases(written(tmp_path, "", " "))
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
@@ -67,21 +59,21 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         read_cases(tmp_path)
 
 
-def a_case(reference: str | None = "42") -> Case:
+def a_case(reference="42"):
     document = documents.stock_list(random.Random(1), rows=3)
     prompt = prompts.render("Answer briefly.", [document.text], document.questions[0].text)
     donor = prompts.render("Answer briefly.", ["Another text."], "Why?")
     return Case("case", "reordered", "1k", (donor, prompt), prompt, reference, True, Expectation.REUSE, "case")
 
 
-def test_the_shipped_model_gets_its_marks(shipped: EmbeddedEngines) -> None:
+def test_the_shipped_model_gets_its_marks(shipped):
     tokeniser, case = Tokeniser(shipped, 8), a_case()
     assert shipped.tokenizer.decode(tokeniser.tokenise(case).prompt) == case.prompt
     [end] = tokeniser.stop_token_ids
     assert tokeniser.text([*shipped.tokenizer.encode(" 42 "), end]) == "42"
 
 
-def test_what_a_prompt_shares_with_each_donor(shipped: EmbeddedEngines) -> None:
+def test_what_a_prompt_shares_with_each_donor(shipped):
     tokens = Tokeniser(shipped, 8).tokenise(a_case())
     shared = tokens.shared_prefix(0)
     assert tokens.donors[0][:shared] == tokens.prompt[:shared]
@@ -89,13 +81,13 @@ def test_what_a_prompt_shares_with_each_donor(shipped: EmbeddedEngines) -> None:
     assert tokens.shared_prefix(1) == len(tokens.prompt)
 
 
-def test_a_long_reference_is_scored_in_part(shipped: EmbeddedEngines) -> None:
+def test_a_long_reference_is_scored_in_part(shipped):
     tokeniser = Tokeniser(shipped, 8)
     assert len(tokeniser.tokenise(a_case(reference="word " * 100)).forced or ()) == MAX_FORCED_TOKENS
     assert tokeniser.tokenise(a_case(reference=None)).forced is None
 
 
-def test_cases_that_are_tokenised_together_have_the_ids_of_each_alone(shipped: EmbeddedEngines) -> None:
+def test_cases_that_are_tokenised_together_have_the_ids_of_each_alone(shipped):
     tokeniser, cases = Tokeniser(shipped, 8), write_cases(shipped, FamilyRequest(("reordered", "prose"), 3, 2, 640))
     found = tokeniser.tokenise_all(cases)
     assert found == list(map(tokeniser.tokenise, cases))

@@ -8,18 +8,12 @@ import re
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from validation import scoreboard
 from validation.cli import main
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Runner = Callable[..., tuple[int, dict[str, Any]]]
 
 ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "boundary")  # of a model without a reuse profile
 # One token a byte: two documents of about 150 tokens each, in one order for the donor and in the other for the prompt.
@@ -32,13 +26,13 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def written(path: Path, cases: list[dict[str, Any]]) -> Path:
+def written(path, cases):
     path.write_text("".join(json.dumps(case) + "\n" for case in cases))
     return path
 
 
 @pytest.fixture(scope="module")
-def command(tiny_model_paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def command(tiny_model_paths, tmp_path_factory):
     """A run of seconds whose speed is not judged: at this size, time says nothing."""
     prompts = written(tmp_path_factory.mktemp("prompts") / "cases.jsonl", CASES)
     return [
@@ -48,10 +42,10 @@ def command(tiny_model_paths: dict[str, Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def run(command: list[str], tmp_path: Path) -> Runner:
+def run(command, tmp_path):
     """Runs the command with further arguments and gives its status and its report."""
 
-    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+    def run(*arguments):
         report = tmp_path / "out" / "report.json"
         places = ["--output", str(report), "--audit-path", str(tmp_path / "audit.jsonl")]
         return main([*command, *places, *arguments]), json.loads(report.read_text())
@@ -59,7 +53,7 @@ def run(command: list[str], tmp_path: Path) -> Runner:
     return run
 
 
-def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run: Runner) -> None:
+def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run):
     status, report = run("--kv-dtype", "fp8", "--policy", "boundary", "--boundary", "3")
     assert (status, report["settings"]["kv_dtype"]) == (0, "fp8")
     (exactness,) = (gate for gate in report["gates"] if gate["name"] == "wrapper_exactness")
@@ -68,9 +62,7 @@ def test_kv_in_fp8_is_told_against_the_engine_without_the_wrapper(run: Runner) -
     assert {sample["arm"] for sample in report["samples"] if sample["reused_tokens"]} == {"position_fix"}
 
 
-def test_a_run_measures_every_case_in_every_arm(
-    run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_measures_every_case_in_every_arm(run, tmp_path, capsys):
     status, report = run("--record", str(tmp_path / "rows"), "--machine", "m", "--repeat", "2")
     assert (status, report["passed"]) == (0, True)
     assert report["seconds"] > 0
@@ -95,9 +87,7 @@ def test_a_run_measures_every_case_in_every_arm(
     assert "unchecked" in capsys.readouterr().out
 
 
-def test_a_run_is_one_screen_and_a_page_and_a_full_one_has_every_arm(
-    run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_one_screen_and_a_page_and_a_full_one_has_every_arm(run, tmp_path, capsys):
     status, report = run()
     screen = capsys.readouterr().out
     assert (status, {sample["arm"] for sample in report["samples"]}) == (0, set(ARMS) - {"boundary"})
@@ -113,23 +103,21 @@ def test_a_run_is_one_screen_and_a_page_and_a_full_one_has_every_arm(
     assert capsys.readouterr().out.startswith("a document that moved: ")
 
 
-def test_a_gate_that_fails_is_named(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_that_fails_is_named(run, capsys):
     status, report = run("--min-materializations", "99", "--policy", "boundary")
     assert (status, report["passed"]) == (1, False)
     told = r"gate failed: materializations is \d+, at least 99 is required \(audit log of arm boundary\)"
     assert re.search(told, capsys.readouterr().err)
 
 
-def test_a_failed_run_says_why_nothing_was_placed(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_says_why_nothing_was_placed(run, capsys):
     assert run("--min-match-length", "900")[0] == 1
     error = capsys.readouterr().err
     assert "gate failed: materializations is 0" in error
     assert "look-ups of the arm position_fix that placed nothing: " in error
 
 
-def test_a_judge_and_a_second_model_score_the_answers(
-    run: Runner, tiny_model_paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_judge_and_a_second_model_score_the_answers(run, tiny_model_paths, tmp_path, capsys):
     judge = tmp_path / "judge.py"
     judge.write_text("import json, sys; c = json.load(sys.stdin); print(0.5 if c['reference'] else 'unsure')\n")
     scorers = ("--ppl-model", str(tiny_model_paths["llama"]), "--judge-command", f"{sys.executable} {judge}")
@@ -184,9 +172,7 @@ def test_a_judge_and_a_second_model_score_the_answers(
         (["--machine", "../elsewhere"], "--machine is '../elsewhere'"),
     ],
 )
-def test_bad_usage_is_one_sentence_and_leaves_nothing(
-    command: list[str], arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
-) -> None:
+def test_bad_usage_is_one_sentence_and_leaves_nothing(command, arguments, sentence, check_refused):
     check_refused([*command, *arguments], sentence)
 
 
@@ -199,9 +185,7 @@ def test_bad_usage_is_one_sentence_and_leaves_nothing(
         (json.dumps({"id": "long", "donors": [LONG], "prompt": "a"}), "Case long: the donor 1 has 2000 tokens"),
     ],
 )
-def test_prompts_that_cannot_be_served_are_refused(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
-) -> None:
+def test_prompts_that_cannot_be_served_are_refused(command, tmp_path, capsys, text, sentence):
     path = tmp_path / "cases.jsonl"
     path.write_text(text)
     assert main([*command, "--prompts", str(path)]) == 2
@@ -210,9 +194,7 @@ def test_prompts_that_cannot_be_served_are_refused(
     assert ("the model's context holds 1024" in error) == ("long" in text)
 
 
-def test_names_of_cases_are_shown_and_do_nothing(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_cases_are_shown_and_do_nothing(command, tmp_path, capsys):
     """Rich's markup and a terminal's escapes alike."""
     path = written(tmp_path / "names.jsonl", [{**case, "id": f"[/] \x1b[2J {case['id']}"} for case in CASES])
     places = ["--output", str(tmp_path / "report.json"), "--audit-path", "/dev/null"]
@@ -223,8 +205,8 @@ def test_names_of_cases_are_shown_and_do_nothing(
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_an_interrupt_ends_with_130(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def interrupted(*arguments: object) -> None:
+def test_an_interrupt_ends_with_130(command, monkeypatch, capsys):
+    def interrupted(*arguments):
         raise KeyboardInterrupt
 
     for place in ("check_writable", "_measure", "_write"):
@@ -234,7 +216,7 @@ def test_an_interrupt_ends_with_130(command: list[str], monkeypatch: pytest.Monk
         assert "validation: interrupted\n" in capsys.readouterr().err
 
 
-def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_with_130(tmp_path: Path) -> None:
+def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_with_130(tmp_path):
     told = "import os, signal\nprint(os.environ['OMP_WAIT_POLICY'], flush=True)\n"
     (tmp_path / "torch.py").write_text(told + "signal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -245,9 +227,7 @@ def test_idle_threads_do_not_spin_and_an_interrupt_while_it_is_imported_ends_wit
     assert (done.returncode, done.stdout, done.stderr) == (130, "passive\n", "validation: interrupted\n")
 
 
-def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(
-    command: list[str], tiny_model_paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(command, tiny_model_paths, tmp_path, capsys):
     assert main(["--model", str(tiny_model_paths["qwen2"]), "--device", "cpu"]) == 2
     assert "bring shorter cases with --prompts" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
@@ -256,14 +236,14 @@ def test_models_that_hold_too_little_or_are_of_another_kind_are_refused(
 
 
 @pytest.mark.parametrize("subcommand", ["", "quality", "quality-plot", "calibrate", "confirm", "replay", "scoreboard"])
-def test_each_command_has_its_own_help(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_its_own_help(subcommand, capsys):
     assert main([*subcommand.split(), "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert ("130 interrupted" in text) == (subcommand not in ("quality-plot", "scoreboard"))
     assert ("unrelated_fires" in text) == (subcommand == "")
 
 
-def test_what_only_the_fleet_needs_is_not_needed_here() -> None:
+def test_what_only_the_fleet_needs_is_not_needed_here():
     absent = "import sys; sys.modules.update(dict.fromkeys(('numba', 'nats', 'msgspec', 'aiohttp')))"
     done = subprocess.run([sys.executable, "-c", f"{absent}; import validation.cli"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

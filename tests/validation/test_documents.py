@@ -1,7 +1,5 @@
 """The documents are seeded, distinct, and answer their own questions."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,8 +7,8 @@ import pytest
 from validation import documents
 
 
-def test_same_seed_gives_same_documents() -> None:
-    def sample(seed: int) -> list[documents.Document]:
+def test_same_seed_gives_same_documents():
+    def sample(seed):
         rng = random.Random(seed)
         return [documents.stock_list(rng), documents.fact_sheet(rng), documents.excerpt(rng, 400)]
 
@@ -18,7 +16,7 @@ def test_same_seed_gives_same_documents() -> None:
     assert sample(3) != sample(4)
 
 
-def test_stock_list_rows_answer_the_questions() -> None:
+def test_stock_list_rows_answer_the_questions():
     document = documents.stock_list(random.Random(5), rows=24, place="Depot Oslo")
     header, *rows = document.text.split("\n")
     assert header == "Stock list of Depot Oslo."
@@ -28,7 +26,7 @@ def test_stock_list_rows_answer_the_questions() -> None:
     assert document.questions == told
 
 
-def test_restock_keeps_place_and_items_and_changes_counts() -> None:
+def test_restock_keeps_place_and_items_and_changes_counts():
     rng = random.Random(6)
     earlier = documents.stock_list(rng, rows=12)
     later = documents.restock(rng, earlier)
@@ -37,19 +35,19 @@ def test_restock_keeps_place_and_items_and_changes_counts() -> None:
     assert later.text != earlier.text
 
 
-def test_fact_sheet_states_every_answer() -> None:
+def test_fact_sheet_states_every_answer():
     document = documents.fact_sheet(random.Random(7), people=6)
     assert len({question.text for question in document.questions}) == len(document.questions) == 24
     assert all(question.answer in document.text for question in document.questions)
 
 
-def test_places_rarely_collide() -> None:
+def test_places_rarely_collide():
     rng = random.Random(8)
     assert len({documents.place_name(rng) for _ in range(10_000)}) > 8_000
 
 
 @pytest.mark.parametrize("characters", [200, 1_000, 5_000])
-def test_excerpt_is_whole_sentences_within_the_limit(characters: int) -> None:
+def test_excerpt_is_whole_sentences_within_the_limit(characters):
     rng = random.Random(characters)
     texts = [documents.excerpt(rng, characters).text for _ in range(50)]
     assert all(text[0] == '"' or text[0].isupper() for text in texts)
@@ -58,6 +56,6 @@ def test_excerpt_is_whole_sentences_within_the_limit(characters: int) -> None:
     assert max(map(len, texts)) > characters * 0.7
 
 
-def test_prose_without_a_sentence_is_refused() -> None:
+def test_prose_without_a_sentence_is_refused():
     with pytest.raises(ValueError, match="no whole sentence"):
         documents.passage(random.Random(1), "no sentence at all", 10)

@@ -1,7 +1,5 @@
 """An arm's engine sees exactly the arm's settings."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from validation.engines import environment
 
 
-def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_settings_neither_leak_in_nor_get_lost(monkeypatch):
     monkeypatch.setenv("TRTLLM_SEMBLEND_POLICY", "off")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "7")
     monkeypatch.setenv("SEMBLENDER", "another program's")

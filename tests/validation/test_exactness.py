@@ -1,9 +1,6 @@
 """The wrapper computes what the plain model computes, and the comparison sees it when it does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,28 +11,25 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from tests.conftest import FAMILIES, MIXTURES
 from validation.embedded_engine import EmbeddedEngines
-from validation.exactness import Exactness, plain_difference, stock_difference
+from validation.exactness import plain_difference, stock_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def random_tokens(count: int) -> list[int]:
+def random_tokens(count):
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def within_an_engine(path: Path, tokens: list[int], min_span: int = 32, kv_dtype: str = "auto") -> Exactness:
+def within_an_engine(path, tokens, min_span=32, kv_dtype="auto"):
     engines = EmbeddedEngines(ModelRunner(path, "float32", "cpu"), kv_dtype)
     return stock_difference(engines, str(path), "ours", tokens, min_span)
 
 
 @pytest.fixture
-def one_layer_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_layer_less(monkeypatch):
     """Promised rows are dropped a layer too early."""
     original = token_schedule._work_of
 
-    def work_of(part: token_schedule.SequenceSlice, *options: int) -> token_schedule.SequenceWork:
+    def work_of(part, *options):
         work = original(part, *options)
         if part.plan is None:
             return work
@@ -46,33 +40,33 @@ def one_layer_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_exact(tiny_model_paths: dict[str, Path], family: str) -> None:
+def test_every_family_is_exact(tiny_model_paths, family):
     runner = ModelRunner(tiny_model_paths[family], "float32", "cpu")
     assert plain_difference(runner, random_tokens(333)).difference <= MAX_LOGIT_DIFFERENCE
 
 
 @pytest.mark.parametrize("family", ["qwen2", *MIXTURES])
-def test_the_wrapper_is_exact_within_an_engine(tiny_model_paths: dict[str, Path], family: str) -> None:
+def test_the_wrapper_is_exact_within_an_engine(tiny_model_paths, family):
     found = within_an_engine(tiny_model_paths[family], random_tokens(150))
     assert found.against == "ours without the wrapper"
     assert max(found.difference, found.noise) <= MAX_LOGIT_DIFFERENCE
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", *MIXTURES])
-def test_so_it_is_over_kv_in_fp8(tiny_model_paths: dict[str, Path], family: str) -> None:
+def test_so_it_is_over_kv_in_fp8(tiny_model_paths, family):
     """The same numbers are rounded; in other chunks the engine itself rounds some of them otherwise."""
     found = within_an_engine(tiny_model_paths[family], random_tokens(150), kv_dtype="fp8")
     assert found.difference <= MAX_LOGIT_DIFFERENCE
 
 
 @pytest.mark.usefixtures("one_layer_less")
-def test_a_boundary_one_layer_too_low_is_seen(tiny_qwen2_path: Path) -> None:
+def test_a_boundary_one_layer_too_low_is_seen(tiny_qwen2_path):
     runner = ModelRunner(tiny_qwen2_path, "float32", "cpu")
     assert plain_difference(runner, random_tokens(200)).difference > 100 * MAX_LOGIT_DIFFERENCE
     assert within_an_engine(tiny_qwen2_path, random_tokens(150)).difference > 10 * MAX_LOGIT_DIFFERENCE
 
 
-def test_what_shows_nothing_is_refused(tiny_qwen2_path: Path) -> None:
+def test_what_shows_nothing_is_refused(tiny_qwen2_path):
     with pytest.raises(ConfigurationError, match="at least 4"):
         plain_difference(ModelRunner(tiny_qwen2_path, "float32", "cpu"), [1, 2, 3])
     with pytest.raises(SemBlendError, match=r"executes no plan \(no_donor_match\)"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,6 @@ from validation.estimate.latency import recorded_observations
 from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 READERS: list[Callable[[Path], object]] = [
     *(read_options, load_config, ReuseProfile.read, read_events, content_of, recorded_observations, rows_of, read_text),
     *(lambda path: tokenizer_file(path.parent), trace_file),
@@ -32,7 +29,7 @@ READERS: list[Callable[[Path], object]] = [
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_a_device_is_refused_at_once(read: Callable[[Path], object], kind: str, tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_refused_at_once(read, kind, tmp_path):
     path = tmp_path / "tokenizer.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     with pytest.raises((SemBlendError, OSError), match="not a regular file"):

@@ -1,12 +1,9 @@
 """The judge gets one comparison as JSON; what goes wrong is reported and costs only that score."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,23 +11,17 @@ from semblend_trt.errors import ConfigurationError
 from validation.cases import Case, Expectation
 from validation.judge import MAX_OUTPUT_BYTES, Judge, judged
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from validation.samples import Sample
-
 CASE = Case("case", "reordered", "2k", (), "prompt", "42", True, Expectation.REUSE, "case")
 TOO_MUCH = f"printed more than {MAX_OUTPUT_BYTES} bytes"
 SLOW = (None, "no answer within 1 s")
 COMPARISON = {"id": "a", "arm": "position_fix", "prompt": "p", "reference": None, "cold": "42", "answer": "42"}
 
 
-def python_judge(code: str, **changes: float) -> Judge:
+def python_judge(code, **changes):
     return Judge((sys.executable, "-c", code), **changes)
 
 
-def test_the_score_is_what_the_command_prints() -> None:
+def test_the_score_is_what_the_command_prints():
     code = "import json, sys; c = json.load(sys.stdin); print(1.0 if c['answer'] == c['cold'] else 0.25)"
     assert python_judge(code).score(COMPARISON) == (1.0, None)
     assert python_judge(code).score(COMPARISON | {"answer": "43"}) == (0.25, None)
@@ -49,17 +40,17 @@ def test_the_score_is_what_the_command_prints() -> None:
         ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", TOO_MUCH),
     ],
 )
-def test_a_failure_has_a_reason(code: str, reason: str) -> None:
+def test_a_failure_has_a_reason(code, reason):
     score, problem = python_judge(code).score(COMPARISON)
     assert score is None
     assert reason in str(problem)
 
 
-def test_a_judge_that_hangs_is_given_up() -> None:
+def test_a_judge_that_hangs_is_given_up():
     assert python_judge("input(); input()", timeout_seconds=0.2).score(COMPARISON)[0] is None
 
 
-def test_what_a_judge_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_judge_has_started_ends_with_it(tmp_path):
     """Its child holds its output open, so that waiting for the output's end would be waiting for the child."""
     pid = tmp_path / "pid"
     code = (
@@ -73,9 +64,7 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path) -> None:
         os.close(child)
 
 
-def test_a_judge_that_always_hangs_is_not_asked_for_ever(
-    make_sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_that_always_hangs_is_not_asked_for_ever(make_sample, monkeypatch):
     told = iter([(1.0, None), (None, "no answer within 1 s"), (None, "exit status 1: "), *3 * [SLOW]])
     monkeypatch.setattr(Judge, "score", lambda judge, comparison: next(told))
     samples = [make_sample(arm="cold"), *8 * [make_sample()]]
@@ -85,12 +74,12 @@ def test_a_judge_that_always_hangs_is_not_asked_for_ever(
 
 
 @pytest.mark.parametrize("line", ["", "  ", "'unclosed", "no-such-program-anywhere --flag"])
-def test_a_command_that_cannot_be_started_is_refused(line: str) -> None:
+def test_a_command_that_cannot_be_started_is_refused(line):
     with pytest.raises(ConfigurationError, match="--judge-command"):
         Judge.parse(line)
 
 
-def test_only_reusing_arms_are_judged(make_sample: Callable[..., Sample]) -> None:
+def test_only_reusing_arms_are_judged(make_sample):
     samples = [make_sample(arm="cold"), make_sample(), make_sample(arm="exact_prefix")]
     judge = python_judge("import json, sys; print(json.load(sys.stdin)['prompt'] == 'prompt' and 0.5)")
     assert [sample.judge_score for sample in judged(samples, [CASE], judge)] == [None, 0.5, None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
@@ -12,34 +10,27 @@ from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import BatchServer, Measurement, ServingSettings
 from validation.models import shipped_model
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engine_wrapper.embedded.llm import LLM
-    from validation.arms import Arm
-    from validation.engines import EngineSettings
-
 [MOVED] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
 
 
 class Counted(EmbeddedEngines):
     """Engines that tell which arms they were opened for."""
 
-    def __init__(self, engines: EmbeddedEngines) -> None:
+    def __init__(self, engines):
         super().__init__(engines.runner)
         self.arms: list[str] = []
 
-    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
+    def open(self, arm, settings, audit_path):
         self.arms.append(arm.name)
         return super().open(arm, settings, audit_path)
 
 
 @pytest.fixture
-def engines(shipped: EmbeddedEngines) -> Counted:
+def engines(shipped):
     return Counted(shipped)
 
 
-def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines: Counted) -> None:
+def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines):
     short, long = (
         write_cases(engines, FamilyRequest((name,), groups=2, questions=2, tokens=tokens))
         for name, tokens in (("reordered", 512), ("header_trap", 768))
@@ -65,7 +56,7 @@ def test_a_kept_engine_answers_as_new_ones_do_and_is_opened_once(engines: Counte
 
 
 @pytest.mark.parametrize("unit", [1, 32])
-def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(engines: Counted, unit: int) -> None:
+def test_an_exact_prefix_is_expected_in_whole_units_of_the_engine(engines, unit):
     """Of a token that all prompts begin with an engine that keeps whole blocks reuses nothing."""
     engines.prefix_unit = unit
     cases = write_cases(engines, FamilyRequest(("reordered",), groups=1, questions=2, tokens=512))

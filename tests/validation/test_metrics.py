@@ -1,10 +1,7 @@
 """Metrics against worked examples, and properties that hold for any text and any logits."""
 
-from __future__ import annotations
-
 import math
 import random
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,9 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from validation import metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
 
 texts = st.text(st.sampled_from("abc the an .,!\n17ÄX "), max_size=40)
 tokens = st.lists(st.integers(0, 9), max_size=12)
@@ -26,7 +20,7 @@ rows = st.lists(st.floats(-30, 30), min_size=5, max_size=5)
     ("answer", "reference", "is_same"),
     [(" The answer, is 42.\n", "answer is 42", True), ("42", "43", False), ("", "42", False)],
 )
-def test_exact_match_ignores_case_punctuation_articles_and_space(answer: str, reference: str, is_same: bool) -> None:
+def test_exact_match_ignores_case_punctuation_articles_and_space(answer, reference, is_same):
     assert metrics.exact_match(answer, reference) is is_same
 
 
@@ -39,13 +33,13 @@ def test_exact_match_ignores_case_punctuation_articles_and_space(answer: str, re
         ("", "word", (0.0, 0.0, 0.0)),
     ],
 )
-def test_closeness_on_worked_examples(answer: str, reference: str, scores: tuple[float, float, float]) -> None:
+def test_closeness_on_worked_examples(answer, reference, scores):
     """ROUGE-1, ROUGE-L and token F1."""
     assert metrics.closeness(answer, reference) == pytest.approx(scores)
 
 
 @given(texts, texts)
-def test_scores_are_symmetric_shares_and_one_for_equal_texts(ours: str, theirs: str) -> None:
+def test_scores_are_symmetric_shares_and_one_for_equal_texts(ours, theirs):
     scores = metrics.closeness(ours, theirs)
     assert scores == pytest.approx(metrics.closeness(theirs, ours))
     assert all(0.0 <= score <= 1.0 + 1e-12 for score in scores)
@@ -56,18 +50,18 @@ def test_scores_are_symmetric_shares_and_one_for_equal_texts(ours: str, theirs: 
 
 
 @given(tokens, tokens)
-def test_token_agreement_is_one_only_for_equal_answers(ours: list[int], theirs: list[int]) -> None:
+def test_token_agreement_is_one_only_for_equal_answers(ours, theirs):
     agreement = metrics.token_agreement(ours, theirs)
     assert 0.0 <= agreement <= 1.0
     assert (agreement == 1.0) == (ours == theirs)
     assert agreement == metrics.token_agreement(theirs, ours)
 
 
-def test_token_agreement_is_by_position() -> None:
+def test_token_agreement_is_by_position():
     assert metrics.token_agreement([1, 2, 3, 4], [1, 9, 3]) == 0.5
 
 
-def test_a_loss_is_the_mean_over_the_tokens_and_a_uniform_guess_has_the_vocabulary_as_perplexity() -> None:
+def test_a_loss_is_the_mean_over_the_tokens_and_a_uniform_guess_has_the_vocabulary_as_perplexity():
     logits = torch.tensor([[0.0, 0.0, 0.0], [5.0, 0.0, 0.0], [9.0, 9.0, 9.0]])
     expected = (math.log(3) + math.log(1 + 2 * math.exp(-5))) / 2
     assert metrics.loss(logits, (2, 0)) == pytest.approx(expected)
@@ -77,7 +71,7 @@ def test_a_loss_is_the_mean_over_the_tokens_and_a_uniform_guess_has_the_vocabula
 
 
 @given(rows, rows, st.floats(-5, 5))
-def test_kl_is_never_negative_and_does_not_see_a_constant(ours: list[float], theirs: list[float], shift: float) -> None:
+def test_kl_is_never_negative_and_does_not_see_a_constant(ours, theirs, shift):
     reference, other = torch.tensor(ours), torch.tensor(theirs)
     divergence = metrics.kl_divergence(reference, other)
     assert divergence >= 0.0
@@ -85,13 +79,13 @@ def test_kl_is_never_negative_and_does_not_see_a_constant(ours: list[float], the
     assert metrics.kl_divergence(reference, other + shift) == pytest.approx(divergence, rel=1e-3, abs=1e-4)
 
 
-def test_kl_is_the_sum_over_the_reference() -> None:
+def test_kl_is_the_sum_over_the_reference():
     reference, other = torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5])
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     assert metrics.kl_divergence(reference.log(), other.log()) == pytest.approx(expected)
 
 
-def test_percentiles_lie_between_the_values_and_nothing_has_no_mean() -> None:
+def test_percentiles_lie_between_the_values_and_nothing_has_no_mean():
     assert metrics.percentile([4.0, 1.0, 2.0, 3.0], 0.95) == pytest.approx(3.85)
     assert (metrics.percentile([7.0], 0.95), metrics.median([1.0, 3.0, 2.0])) == (7.0, 2.0)
     assert metrics.mean([]) is None
@@ -99,27 +93,25 @@ def test_percentiles_lie_between_the_values_and_nothing_has_no_mean() -> None:
     assert metrics.mean([None, 2.0, None, 4.0]) == metrics.median([None, 3.0]) == 3.0
 
 
-def bounded(
-    values: Sequence[float], groups: Sequence[Hashable] | None = None, **options: int
-) -> metrics.NonInferiority:
+def bounded(values, groups=None, **options):
     """The comparison of values, each in a group of its own where `groups` does not tell."""
     return metrics.non_inferiority(values, range(len(values)) if groups is None else groups, **options)
 
 
 @pytest.mark.parametrize(("value", "holds"), [(0.0, True), (-1.0, False)])
-def test_equal_differences_have_no_spread(value: float, holds: bool) -> None:
+def test_equal_differences_have_no_spread(value, holds):
     found = bounded([value] * 200, [index // 4 for index in range(200)])
     assert (found.difference, found.lower, found.samples, found.groups, found.holds) == (value, value, 200, 50, holds)
 
 
-def test_the_bound_is_that_of_the_normal_approximation_on_many_groups() -> None:
+def test_the_bound_is_that_of_the_normal_approximation_on_many_groups():
     """One value a group: mean - 1.645 * sd / sqrt(n), up to the bootstrap's own noise."""
     values = np.random.default_rng(5).normal(0.1, 1.0, 2_000)
     expected = values.mean() - 1.6449 * values.std() / math.sqrt(2_000)
     assert bounded(values.tolist()).lower == pytest.approx(expected, abs=2e-3)
 
 
-def test_answers_on_the_same_documents_count_as_one_observation() -> None:
+def test_answers_on_the_same_documents_count_as_one_observation():
     """Copies of each group's value narrow nothing; taken as independent, they would."""
     rng = random.Random(3)
     values = [rng.choice((-1.0, 0.0, 0.0, 0.0)) for _ in range(60)]
@@ -129,12 +121,12 @@ def test_answers_on_the_same_documents_count_as_one_observation() -> None:
     assert bounded(copies).lower > copied.lower + 0.03
 
 
-def test_few_losses_in_few_prompts_do_not_pass_and_in_many_they_do() -> None:
+def test_few_losses_in_few_prompts_do_not_pass_and_in_many_they_do():
     assert not bounded([-1.0, *[0.0] * 99]).holds
     assert bounded([-1.0, *[0.0] * 999]).holds
 
 
-def test_large_groups_count_for_more_and_one_group_bounds_nothing() -> None:
+def test_large_groups_count_for_more_and_one_group_bounds_nothing():
     assert bounded([1.0, 0.0, 0.0, 0.0], ["a", "b", "b", "b"]).difference == 0.25
     found = bounded([0.0, 0.0], ["same", "same"])
     assert (found.lower, found.holds) == (-math.inf, False)
@@ -143,7 +135,7 @@ def test_large_groups_count_for_more_and_one_group_bounds_nothing() -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from((-1.0, 0.0, 1.0)), min_size=2, max_size=40), st.integers(0, 2**32))
-def test_the_bound_is_seeded_and_not_above_the_difference_by_more_than_noise(values: list[float], seed: int) -> None:
+def test_the_bound_is_seeded_and_not_above_the_difference_by_more_than_noise(values, seed):
     first, second = (bounded(values, seed=seed, resamples=999) for _ in range(2))
     assert first == second
     assert min(values) <= first.lower <= first.difference
@@ -161,12 +153,12 @@ def test_the_bound_is_seeded_and_not_above_the_difference_by_more_than_noise(val
         pytest.param([-0.002, 0.002] * 250, True, False, id="noise"),
     ],
 )
-def test_bounds_by_betting_decide_by_what_few_prompts_can_show(values: list[float], holds: bool, fails: bool) -> None:
+def test_bounds_by_betting_decide_by_what_few_prompts_can_show(values, holds, fails):
     found = metrics.evidence(values, range(len(values)))
     assert (found.holds, found.fails) == (holds, fails)
 
 
-def test_bounds_by_betting_may_be_read_after_every_prompt() -> None:
+def test_bounds_by_betting_may_be_read_after_every_prompt():
     """A little more than the margin is lost: of 100 series, read again and again, at most one in twenty holds."""
     rng, wrong = np.random.default_rng(11), 0
     for _ in range(100):
@@ -177,7 +169,7 @@ def test_bounds_by_betting_may_be_read_after_every_prompt() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.floats(-1.0, 1.0), min_size=1, max_size=60), st.integers(1, 4))
-def test_bounds_by_betting_enclose_the_difference_and_copies_narrow_nothing(values: list[float], copies: int) -> None:
+def test_bounds_by_betting_enclose_the_difference_and_copies_narrow_nothing(values, copies):
     found = metrics.evidence(values, range(len(values)), margin=0.2, confidence=0.9)
     assert -1.0 <= found.lower <= found.difference + 1e-9
     assert found.difference - 1e-9 <= found.upper <= 1.0
@@ -189,5 +181,5 @@ def test_bounds_by_betting_enclose_the_difference_and_copies_narrow_nothing(valu
     assert (mirrored.lower, mirrored.upper) == pytest.approx((-found.upper, -found.lower))
 
 
-def test_no_difference_is_no_evidence() -> None:
+def test_no_difference_is_no_evidence():
     assert metrics.evidence([], []) is None

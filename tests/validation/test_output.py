@@ -1,7 +1,5 @@
 """Files appear whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from semblend_trt.errors import ConfigurationError
 from validation.output import beside, write_json, write_text
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "folder" / "file.txt"
     write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -20,7 +18,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_nothing_is_put_beside_what_is_no_file(tmp_path: Path) -> None:
+def test_nothing_is_put_beside_what_is_no_file(tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to("/dev/null")
     assert [beside(path, ".md") for path in (Path("/dev/null"), link)] == [None, None]
@@ -29,12 +27,12 @@ def test_nothing_is_put_beside_what_is_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 256, "file/below"])
-def test_beside_a_file_that_cannot_be_written_nothing_can_be_named(tmp_path: Path, name: str) -> None:
+def test_beside_a_file_that_cannot_be_written_nothing_can_be_named(tmp_path, name):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be written"):
         beside(tmp_path / name, ".md")
 
 
-def test_json_has_no_values_that_json_lacks(tmp_path: Path) -> None:
+def test_json_has_no_values_that_json_lacks(tmp_path):
     write_json(tmp_path / "a.json", {"a": [float("nan"), 1.5, {"b": float("-inf")}], "c": (1, 2)})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [None, 1.5, {"b": None}], "c": [1, 2]}

@@ -8,9 +8,10 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from contextlib import contextmanager
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,15 +19,9 @@ import pytest
 from validation.cases import Case, Expectation
 from validation.page import marked, page
 from validation.report import Gate, Report
+from validation.samples import Sample
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from validation.results import Measured
-    from validation.samples import Sample
-
-    Maker = Callable[..., Sample]
+Maker = Callable[..., Sample]
 
 CHROMIUM = shutil.which("chromium")
 ATTACK = "<script>document.title = 'attacked'</script><img src=x onerror=\"document.title = 'attacked'\">"
@@ -36,19 +31,19 @@ ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "verified")
 class Letters:
     """A tokenizer of one token a character."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return list(map(ord, text))
 
-    def decode(self, tokens: list[int], **_: bool) -> str:
+    def decode(self, tokens, **_):
         return "".join(map(chr, tokens))
 
 
-def case(name: str, workload: str, expects: Expectation, prompt: str) -> Case:
+def case(name, workload, expects, prompt):
     return Case(name, workload, "2048", ("donor",), prompt, "42", True, expects, name)
 
 
 @pytest.fixture
-def html(make_sample: Maker, measured: Measured) -> str:
+def html(make_sample, measured):
     """The page of a run whose every text is an attack."""
     cases = [
         case(f"moved {ATTACK}", "reordered", Expectation.REUSE, f"{ATTACK} a document {'word ' * 200}"),
@@ -72,22 +67,22 @@ def html(make_sample: Maker, measured: Measured) -> str:
 
 
 class Tags(HTMLParser):
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.feed(html)
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attributes):
         self.found.append((tag, dict(attributes)))
 
 
-def test_no_text_of_a_run_becomes_a_part_of_the_page(html: str) -> None:
+def test_no_text_of_a_run_becomes_a_part_of_the_page(html):
     tags = Tags(html).found
     assert not [attributes for tag, attributes in tags if tag == "script" or "onerror" in attributes]
     assert html.count("&lt;script&gt;document") == 16
 
 
-def test_the_page_loads_nothing(html: str) -> None:
+def test_the_page_loads_nothing(html):
     tags = Tags(html).found
     loaded = [value for _, attributes in tags for name, value in attributes.items() if name in ("src", "href")]
     assert loaded == []
@@ -95,7 +90,7 @@ def test_the_page_loads_nothing(html: str) -> None:
     assert "default-src 'none'" in html
 
 
-def test_reused_text_and_the_exact_prefix_are_marked(make_sample: Maker) -> None:
+def test_reused_text_and_the_exact_prefix_are_marked(make_sample):
     sample = make_sample(exact_prefix_tokens=3, spans=((8, 2), (4, 2)))
     pieces = marked(Letters(), "abcdefghijkl", sample)
     assert pieces == [("exact", "abc"), ("", "d"), ("reused", "ef"), ("", "gh"), ("reused", "ij"), ("", "kl")]
@@ -106,7 +101,7 @@ def test_reused_text_and_the_exact_prefix_are_marked(make_sample: Maker) -> None
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[str]:
+def browser(folder):
     """The address at which a new browser takes commands."""
     options = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -125,20 +120,20 @@ def browser(folder: Path) -> Iterator[str]:
 class Tab:
     """Commands to one tab, and the events that came meanwhile (Chrome DevTools Protocol)."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket):
         self.socket, self.session, self.number = socket, {}, 0
         self.events: list[dict[str, Any]] = []
 
-    async def ask(self, method: str, **params: Any) -> Any:
+    async def ask(self, method, **params):
         self.number += 1
         await self.socket.send_json({"id": self.number, "method": method, "params": params, **self.session})
         return (await self._until(lambda message: message.get("id") == self.number))["result"]
 
-    async def event(self, method: str) -> None:
+    async def event(self, method):
         if all(each.get("method") != method for each in self.events):
             await self._until(lambda message: message.get("method") == method)
 
-    async def _until(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    async def _until(self, is_it):
         while True:
             message = json.loads(await self.socket.receive_str())
             self.events.append(message)
@@ -146,7 +141,7 @@ class Tab:
                 return message
 
 
-async def looked_at(address: str, path: Path, width: int) -> tuple[dict[str, Any], list[str]]:
+async def looked_at(address, path, width):
     """What the page is in the browser, and the addresses that it asked for."""
     async with aiohttp.ClientSession() as http, http.ws_connect(address, max_msg_size=1 << 26) as socket:
         tab = Tab(socket)
@@ -193,7 +188,7 @@ LOOK = """(() => {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium` brings it")
 @pytest.mark.parametrize("width", [360, 1_280])
-def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(html: str, tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_it_whole_and_legible_and_asks_for_nothing(html, tmp_path, width):
     path = tmp_path / "report.html"
     path.write_text(html, encoding="utf-8")
     with browser(tmp_path) as address:

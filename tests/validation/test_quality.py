@@ -1,11 +1,9 @@
 """The command on the shipped model with a few short prompts: its files, its findings, and what it refuses."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,22 +11,15 @@ from validation import metrics, scoreboard
 from validation.cli import main
 from validation.quality import QualityReport, _show, quality_rows
 from validation.quality_plot import Point, points_of
+from validation.samples import Sample
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from validation.results import Measured
-    from validation.samples import Sample
-
-    Maker = Callable[..., Sample]
+Maker = Callable[..., Sample]
 
 OUTPUT = Path("quality.json")
 SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
 
 
-def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, capsys):
     places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
     places += ["--name", "shipped"]
     arms = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
@@ -63,7 +54,7 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(
     assert capsys.readouterr().out.endswith("/quality.json\n")
 
 
-def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path: Path) -> None:
+def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path):
     few = ["--arms", "position_fix", "--families", "reordered,header_trap", "--kv-dtype", "fp8"]
     assert main(["quality", *SHORT, *few, "--output", str(tmp_path / "quality.json")]) == 0
     document = json.loads((tmp_path / "quality.json").read_text())
@@ -92,9 +83,7 @@ def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path: Path) -> None:
         (["--output", "."], "is a folder"),
     ],
 )
-def test_bad_usage_is_one_sentence_and_leaves_nothing(
-    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
-) -> None:
+def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
     check_refused(["quality", *arguments], sentence)
 
 
@@ -105,7 +94,7 @@ KINDS = {"reordered": "harmless", "prose": "harmless", "header_trap": "trap", "u
 
 
 @pytest.fixture
-def report(make_sample: Maker, measured: Measured) -> QualityReport:
+def report(make_sample, measured):
     samples = []
     for arm in ARMS:
         reuses = arm in ("position_fix", "verified")
@@ -124,7 +113,7 @@ def report(make_sample: Maker, measured: Measured) -> QualityReport:
     return QualityReport("tiny", samples, KINDS, {}, measured, {}, VOCABULARY)
 
 
-def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> None:
+def test_rows_have_the_values_and_goals_of_the_run(report):
     rows = {row.name: row for row in quality_rows(report)}
     assert set(rows) == {
         *(f"verified_em_{what}_{family}" for what in ("vs_cold", "bound") for family in KINDS if family != "prose"),
@@ -146,7 +135,7 @@ def test_rows_have_the_values_and_goals_of_the_run(report: QualityReport) -> Non
     assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
 
 
-def test_a_published_budget_has_its_rows_beside_those_of_reuse_without_a_check(report: QualityReport) -> None:
+def test_a_published_budget_has_its_rows_beside_those_of_reuse_without_a_check(report):
     unchecked = [each for each in report.samples if each.arm == "position_fix"]
     samples = [*report.samples, *(replace(each, arm="cacheblend_15") for each in unchecked)]
     rows = {row.name: row for row in quality_rows(replace(report, samples=samples), "_m")}
@@ -155,7 +144,7 @@ def test_a_published_budget_has_its_rows_beside_those_of_reuse_without_a_check(r
     assert rows["trap_computed_share_m_cacheblend_15"].value == pytest.approx(0.4)
 
 
-def test_every_trap_that_is_answered_cold_says_what_reuse_without_a_check_makes_of_it(report: QualityReport) -> None:
+def test_every_trap_that_is_answered_cold_says_what_reuse_without_a_check_makes_of_it(report):
     traps = [each for each in report.samples if each.workload == "header_trap"]
     known = [replace(each, workload="state", case_id=f"s{each.case_id}") for each in traps]
     unknown = [replace(each, workload="edited_field", case_id=f"e{each.case_id}", exact_match=False) for each in traps]
@@ -168,17 +157,15 @@ def test_every_trap_that_is_answered_cold_says_what_reuse_without_a_check_makes_
     assert "position_fix_em_reordered" not in rows
 
 
-def test_a_family_that_the_model_cannot_answer_gets_no_row(report: QualityReport) -> None:
+def test_a_family_that_the_model_cannot_answer_gets_no_row(report):
     samples = [replace(each, exact_match=False) if each.workload == "reordered" else each for each in report.samples]
     names = {row.name for row in quality_rows(replace(report, samples=samples))}
     assert {"verified_em_vs_cold_header_trap", "verified_reused_share"} <= names
     assert not {name for name in names if name.endswith("_reordered")}
 
 
-def test_a_trap_that_the_model_cannot_answer_decides_nothing(
-    report: QualityReport, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def lost(family: str, arms: set[str]) -> QualityReport:
+def test_a_trap_that_the_model_cannot_answer_decides_nothing(report, capsys):
+    def lost(family, arms):
         samples = [
             replace(each, exact_match=False) if each.workload == family and each.arm in arms else each
             for each in report.samples
@@ -194,8 +181,8 @@ def test_a_trap_that_the_model_cannot_answer_decides_nothing(
     assert {line.family for line in lost("reordered", {"cold"}).kind_lines} == {"harmless", "trap", "none"}
 
 
-def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothing(report: QualityReport) -> None:
-    def worse(nats: float) -> QualityReport:
+def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothing(report):
+    def worse(nats):
         losses = [None if each.loss is None else each.loss + nats for each in report.samples]
         samples = [replace(each, loss=loss) for each, loss in zip(report.samples, losses, strict=True)]
         samples = [replace(each, loss=9.0) if each.loss and each.arm == "verified" else each for each in samples]
@@ -208,14 +195,14 @@ def test_texts_that_the_model_predicts_no_better_than_a_blind_guess_decide_nothi
     assert "verified_ppl_ratio" not in {row.name for row in quality_rows(worse(0.1))}
 
 
-def test_the_document_holds_every_sample_and_the_kinds_together(report: QualityReport) -> None:
+def test_the_document_holds_every_sample_and_the_kinds_together(report):
     document = report.to_dict()
     assert len(document["samples"]) == len(report.samples)
     assert {line["family"] for line in document["kind_lines"]} == {"harmless", "trap", "none"}
     assert [line["arm"] for line in document["noise_floor"]] == ["cold_again"] * 3
 
 
-def test_every_bound_is_taken_once(report: QualityReport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bound_is_taken_once(report, monkeypatch):
     taken, bootstrap = [], metrics.bootstrap
     monkeypatch.setattr(metrics, "bootstrap", lambda *given, **how: taken.append(given) or bootstrap(*given, **how))
     report.to_dict()

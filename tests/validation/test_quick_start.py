@@ -1,7 +1,5 @@
 """`semblend-trt try` is the README's first program: its source, what it prints, and where it leads."""
 
-from __future__ import annotations
-
 import os
 import re
 
@@ -15,20 +13,20 @@ pytestmark = pytest.mark.usefixtures("installed_subcommands")
 
 
 @pytest.fixture
-def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+def _bare(monkeypatch):
     """No setting is in the environment, nor is one left there."""
     for name in [name for name in os.environ if "SEMBLEND_" in name]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SEMBLEND_PROFILE", "what the program replaces")
 
 
-def test_its_source_is_the_readmes_first_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_source_is_the_readmes_first_program(capsys):
     assert main(["try", "--source"]) == 0
     assert capsys.readouterr().out == README.blocks("python")[0]
 
 
 @pytest.mark.usefixtures("_bare")
-def test_it_prints_what_the_readme_says_and_where_to_go_next(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_what_the_readme_says_and_where_to_go_next(capsys):
     assert main(["try"]) == 0
     printed = capsys.readouterr().out
     said = README.blocks("text")[0]
@@ -37,9 +35,7 @@ def test_it_prints_what_the_readme_says_and_where_to_go_next(capsys: pytest.Capt
     assert {"estimate", "try"} <= set(named) <= set(subcommands())
 
 
-def test_without_the_extra_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(transformers, "__version__", "4.57.3")
     assert main(["try"]) == 2
     printed = capsys.readouterr()

@@ -1,10 +1,8 @@
 """Each gate reads the arm and the workloads that it names; the report holds every sample, its tables and its rows."""
 
-from __future__ import annotations
-
 import json
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
@@ -23,21 +21,15 @@ from validation.report import (
     gates_of,
     summaries,
 )
+from validation.samples import Sample
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from validation.results import Measured
-    from validation.samples import Sample
-
-    Maker = Callable[..., Sample]
+Maker = Callable[..., Sample]
 
 LOST = "the trap that breaks unchecked reuse: NOT caught, 1 of 1 answers lost"
 BUSY = AuditCounts(100, 10, 8, 8, 16_000, 15_000, 8)
 
 
-def gate(name: str, samples: Sequence[Sample], audit: AuditCounts = BUSY, exactness: Exactness | None = None) -> Gate:
+def gate(name, samples, audit=BUSY, exactness=None):
     [found] = [g for g in gates_of(samples, audit, "position_fix", GateBounds(), exactness) if g.name == name]
     return found
 
@@ -53,16 +45,16 @@ def gate(name: str, samples: Sequence[Sample], audit: AuditCounts = BUSY, exactn
         (None, 1.0, "higher", True),
     ],
 )
-def test_a_gate_includes_its_bound(value: float | None, bound: float, better: str, holds: bool) -> None:
+def test_a_gate_includes_its_bound(value, bound, better, holds):
     assert Gate("g", value, bound, better, "").holds is holds
 
 
-def test_a_failed_gate_names_value_and_bound() -> None:
+def test_a_failed_gate_names_value_and_bound():
     sentence = Gate("speedup", 0.9, 1.05, "higher", "what it reads").sentence()
     assert sentence == "speedup is 0.9, at least 1.05 is required (what it reads)"
 
 
-def test_speedup_is_the_median_of_timed_prompts_with_expected_reuse(make_sample: Maker) -> None:
+def test_speedup_is_the_median_of_timed_prompts_with_expected_reuse(make_sample):
     samples = [make_sample(case_id=str(i), speedup=value) for i, value in enumerate((1.0, 5.0, 2.0))]
     samples += [make_sample(case_id="question", timed=False, speedup=None)]
     samples += [make_sample(case_id="unrelated", expects="none", speedup=0.1)]
@@ -70,14 +62,14 @@ def test_speedup_is_the_median_of_timed_prompts_with_expected_reuse(make_sample:
     assert gate("speedup", samples).value == 2.0
 
 
-def test_closeness_is_a_mean_over_the_named_arm(make_sample: Maker) -> None:
+def test_closeness_is_a_mean_over_the_named_arm(make_sample):
     samples = [make_sample(rouge1_cold=0.2, token_f1_cold=0.0), make_sample(rouge1_cold=0.4, token_f1_cold=0.1)]
     assert gate("rouge1", samples).value == pytest.approx(0.3)
     assert not gate("rouge1", samples).holds
     assert not gate("token_f1", samples).holds
 
 
-def test_exact_match_drop_is_cold_minus_the_arm(make_sample: Maker) -> None:
+def test_exact_match_drop_is_cold_minus_the_arm(make_sample):
     samples = [make_sample(arm="cold", exact_match=True) for _ in range(50)]
     samples += [make_sample(exact_match=index > 0) for index in range(50)]
     samples += [make_sample(expects="none", exact_match=False), make_sample(exact_match=None)]
@@ -85,7 +77,7 @@ def test_exact_match_drop_is_cold_minus_the_arm(make_sample: Maker) -> None:
     assert gate("exact_match_drop", [make_sample(arm="cold", exact_match=None)]).value is None
 
 
-def test_one_fire_on_an_unrelated_prompt_in_any_reusing_arm_fails(make_sample: Maker) -> None:
+def test_one_fire_on_an_unrelated_prompt_in_any_reusing_arm_fails(make_sample):
     quiet = make_sample(expects="none", reused_tokens=0)
     fired = gate("unrelated_fires", [quiet, make_sample(expects="none", arm="boundary", reused_tokens=64)])
     assert gate("unrelated_fires", [quiet]).holds
@@ -97,7 +89,7 @@ def test_one_fire_on_an_unrelated_prompt_in_any_reusing_arm_fails(make_sample: M
     "change",
     [{"exact_prefix_tokens": 1984}, {"reused_tokens": 15}, {"answer": "43"}, {"first_token_kl": 0.1}],
 )
-def test_a_repeat_must_be_served_from_the_exact_prefix_alone(make_sample: Maker, change: dict[str, object]) -> None:
+def test_a_repeat_must_be_served_from_the_exact_prefix_alone(make_sample, change):
     served = {"expects": "exact_prefix", "reused_tokens": 0, "first_token_kl": 0.0}
     served |= {"exact_prefix_tokens": 1999, "expected_exact_tokens": 1999}
     kept = [make_sample(**served, arm="exact_prefix"), make_sample(**served)]
@@ -106,7 +98,7 @@ def test_a_repeat_must_be_served_from_the_exact_prefix_alone(make_sample: Maker,
     assert gate("exact_prefix_untouched", [*kept, touched]).value == 0.5
 
 
-def test_reuse_beside_an_exact_prefix_is_allowed(make_sample: Maker) -> None:
+def test_reuse_beside_an_exact_prefix_is_allowed(make_sample):
     prefix = {"exact_prefix_tokens": 64, "expected_exact_tokens": 64}
     exact = make_sample(arm="exact_prefix", **prefix)
     assert exact_prefix_untouched([exact]) is None
@@ -114,7 +106,7 @@ def test_reuse_beside_an_exact_prefix_is_allowed(make_sample: Maker) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_counts_come_from_the_audit_log(make_sample: Maker, name: str) -> None:
+def test_counts_come_from_the_audit_log(make_sample, name):
     assert gate(name, [make_sample()]).holds
     assert not gate(name, [make_sample()], AuditCounts()).holds
 
@@ -122,9 +114,7 @@ def test_counts_come_from_the_audit_log(make_sample: Maker, name: str) -> None:
 @pytest.mark.parametrize(
     ("difference", "noise", "holds"), [(1e-5, 0.0, True), (math.inf, 0.0, False), (0.1, 0.1, True), (0.2, 0.1, False)]
 )
-def test_exactness_may_differ_by_the_engines_own_noise(
-    make_sample: Maker, difference: float, noise: float, holds: bool
-) -> None:
+def test_exactness_may_differ_by_the_engines_own_noise(make_sample, difference, noise, holds):
     assert gate("wrapper_exactness", [make_sample()]).value is None
     assert gate("wrapper_exactness", [make_sample()], exactness=Exactness(difference, "stock", noise)).holds is holds
 
@@ -136,13 +126,13 @@ def test_exactness_may_differ_by_the_engines_own_noise(
         *(("min_rouge1", 1.01), ("min_token_f1", -0.1), ("min_token_f1", math.nan), ("min_semantic_hits", -1)),
     ],
 )
-def test_a_bound_out_of_range_is_refused(name: str, value: float) -> None:
+def test_a_bound_out_of_range_is_refused(name, value):
     with pytest.raises(ConfigurationError, match="--" + name.replace("_", "-")):
         GateBounds(**{name: value})
 
 
 @pytest.fixture
-def report(make_sample: Maker, measured: Measured) -> Report:
+def report(make_sample, measured):
     samples = [
         make_sample(case_id=f"case-{index}", arm=arm, ttft_s=0.1 * (index + 1), speedup=float(index + 1))
         for index in range(3)
@@ -162,7 +152,7 @@ def report(make_sample: Maker, measured: Measured) -> Report:
     )
 
 
-def test_json_has_every_sample_and_the_old_names(report: Report, tmp_path: Path) -> None:
+def test_json_has_every_sample_and_the_old_names(report, tmp_path):
     write_json(tmp_path / "report.json", report.to_dict())
     document = json.loads((tmp_path / "report.json").read_text())
     assert len(document["samples"]) == len(report.samples)
@@ -173,7 +163,7 @@ def test_json_has_every_sample_and_the_old_names(report: Report, tmp_path: Path)
     assert document["noise_floor"]["arm"] == "cold_again"
 
 
-def look(make_sample: Maker, measured: Measured, *arms: tuple[str, str, float, str]) -> Report:
+def look(make_sample, measured, *arms):
     """A report of three prompts and a trap; each arm with its last answer, its speed-up, its answer on the trap."""
     samples = [make_sample(arm="cold", case_id=str(i), ttft_s=0.4, speedup=1.0, answer="7") for i in range(3)]
     samples.append(make_sample(arm="cold", case_id="t", workload="header_trap", ttft_s=9.9, answer="8"))
@@ -189,9 +179,7 @@ def look(make_sample: Maker, measured: Measured, *arms: tuple[str, str, float, s
     return Report("tiny", "verified", samples, {}, "", [exactness], {}, measured, 1.0)
 
 
-def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(
-    make_sample: Maker, measured: Measured
-) -> None:
+def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(make_sample, measured):
     unchecked, checked = ("position_fix", "6", 9.7, "1"), ("verified", "7", 2.0, "8")
     told = look(make_sample, measured, unchecked, checked).headline()
     assert told == (
@@ -210,7 +198,7 @@ def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(
     assert look(make_sample, measured, checked).headline() == "checked: 2.0x, 0 of 4, the trap's among them"
 
 
-def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample: Maker, measured: Measured) -> None:
+def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, measured):
     arms = [(arm, "7", 2.0, "8") for arm in ("cold_again", "exact_prefix", "position_fix", "verified")]
     report = look(make_sample, measured, *arms)
     lines = report.screen()
@@ -226,7 +214,7 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample: Make
     assert lines[-1] == "gates: 1 of 1 hold: wrapper_exactness 1.26e-05"
 
 
-def test_grids_have_a_line_for_each_workload_and_arm(report: Report) -> None:
+def test_grids_have_a_line_for_each_workload_and_arm(report):
     for grid in report.grids():
         lines = [row[:3] for row in grid.rows]
         assert len(lines) >= len(set(lines)) > 1
@@ -234,7 +222,7 @@ def test_grids_have_a_line_for_each_workload_and_arm(report: Report) -> None:
         assert "unrelated" in {workload for workload, *_ in lines}
 
 
-def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample: Maker) -> None:
+def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample):
     samples = [make_sample(ttft_s=1.0, computed_tokens=90), make_sample(ttft_s=3.0, computed_tokens=110)]
     samples += [make_sample(ttft_s=9.0, computed_tokens=4, timed=False, speedup=None, exact_match=False)]
     [line] = summaries(samples)
@@ -244,7 +232,7 @@ def test_speed_and_tokens_are_over_timed_samples_answers_over_all(make_sample: M
     assert (line["fires"], line["outcomes"]) == (3, {"backend_materialized_reuse": 3})
 
 
-def test_the_rows_of_a_run_have_their_names(make_sample: Maker, measured: Measured) -> None:
+def test_the_rows_of_a_run_have_their_names(make_sample, measured):
     samples = []
     for size in ("2048", "4096"):
         samples += [make_sample(size=size, arm="cold", speedup=1.0, ttft_s=0.4), make_sample(size=size)]
@@ -258,7 +246,7 @@ def test_the_rows_of_a_run_have_their_names(make_sample: Maker, measured: Measur
     assert not end_to_end_rows([make_sample(workload="prompts", size="any")], None, "cpu", measured)
 
 
-def test_a_run_with_a_profile_and_a_trap_has_rows_of_both(make_sample: Maker, measured: Measured) -> None:
+def test_a_run_with_a_profile_and_a_trap_has_rows_of_both(make_sample, measured):
     samples = [make_sample(arm="cold", speedup=1.0, ttft_s=0.4)]
     samples += [make_sample(arm=arm) for arm in ("position_fix", "verified")]
     samples += [

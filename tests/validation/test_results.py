@@ -1,22 +1,16 @@
 """Rows of figures: what they say of themselves is true, a dry run promises nothing, and all is shown and written."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from validation.results import Measured, Results, command, describe, row, versions
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.13.0"}, "2026-11-21")
 
 
-def test_a_row_holds_where_its_value_meets_the_goal() -> None:
-    def holds(value: float, goal: float | None, better: str) -> bool:
+def test_a_row_holds_where_its_value_meets_the_goal():
+    def holds(value, goal, better):
         return row("a", value, "x", goal=goal, better=better, baseline="cold", measured=MEASURED).holds  # type: ignore[arg-type]
 
     assert holds(0.02, 0.02, "lower")
@@ -27,12 +21,12 @@ def test_a_row_holds_where_its_value_meets_the_goal() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_no_finite_number_is_refused(value: float) -> None:
+def test_a_value_that_is_no_finite_number_is_refused(value):
     with pytest.raises(ValueError, match=f"The row a has the value {value}"):
         Results(measured=MEASURED).add("a", value, "x", "cold")
 
 
-def test_a_run_is_shown_as_it_goes_and_written_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_as_it_goes_and_written_at_its_end(tmp_path, capsys):
     results = Results(measured=MEASURED)
     results.add("fast", 4, "x", "cold", 2, "higher")
     results.add("slow", 4, "ms", "cold", 2)
@@ -50,7 +44,7 @@ def test_a_run_is_shown_as_it_goes_and_written_at_its_end(tmp_path: Path, capsys
     assert {each["command"] for each in written} == {"python -m benchmark"}
 
 
-def test_a_dry_run_has_no_goals_and_needs_a_folder_to_be_written(tmp_path: Path) -> None:
+def test_a_dry_run_has_no_goals_and_needs_a_folder_to_be_written(tmp_path):
     for dry in (True, False):
         results = Results(dry=dry, measured=MEASURED)
         results.add("slow", 4, "ms", "cold", 2)
@@ -59,7 +53,7 @@ def test_a_dry_run_has_no_goals_and_needs_a_folder_to_be_written(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["dry-False.json"]
 
 
-def test_a_row_tells_how_it_was_measured() -> None:
+def test_a_row_tells_how_it_was_measured():
     told = Results(["--sizes", "1", "a b"], "cpu").measured
     assert told.command == command(["--sizes", "1", "a b"])
     assert told.command.endswith("--sizes 1 'a b'")

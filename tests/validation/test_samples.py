@@ -1,9 +1,7 @@
 """A sample stands beside cold's, and a line says what its samples add up to."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,32 +11,29 @@ from validation.cases import Case, Expectation
 from validation.samples import Sample, is_known, line_of, lines_of, sample_of
 from validation.serving import Answer, Reuse
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Maker = Callable[..., Sample]
+Maker = Callable[..., Sample]
 
 CASE = Case("case", "header_trap", "1k", ("donor",), "prompt", "42", True, Expectation.REUSE, "case", donor_answer="17")
 
 
-def answer(text: str = "42", reuse: Reuse | None = None, loss: float | None = None) -> Answer:
+def answer(text="42", reuse=None, loss=None):
     return Answer(1, 100, (1, 2), text, torch.tensor([[0.0, 1.0, 2.0]]), loss, None, reuse or Reuse())
 
 
 @pytest.mark.parametrize(("text", "match", "follows"), [("42", True, False), ("17", False, True), ("3", False, False)])
-def test_a_wrong_answer_is_told_from_the_donors(text: str, match: bool, follows: bool) -> None:
+def test_a_wrong_answer_is_told_from_the_donors(text, match, follows):
     sample = sample_of(Arm("position_fix"), CASE, answer(text), answer(), 8)
     assert (sample.exact_match, sample.follows_donor) == (match, follows)
 
 
-def test_computed_share_counts_the_layers_below_the_check() -> None:
+def test_computed_share_counts_the_layers_below_the_check():
     """80 of 90 tokens beyond the engine's prefix are reused above the 2 lowest of 8 layers."""
     ours = answer(reuse=Reuse(cached=10, offered=85, checked=85, reused=80, recomputed=5))
     sample = sample_of(Arm("verified", full_layers=2), CASE, ours, answer(), 8)
     assert sample.computed_share == pytest.approx((10 + 80 * 2 / 8) / 90)
 
 
-def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_sample: Maker) -> None:
+def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_sample):
     cold = {str(i): make_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.0) for i in range(10)}
     ours = [make_sample(case_id=str(i), group=str(i), exact_match=None, loss=2.004) for i in range(10)]
     line = line_of("prose", "verified", ours, cold)
@@ -53,14 +48,12 @@ def test_a_text_without_a_right_answer_is_scored_by_its_loss(make_sample: Maker)
     ("exact_match", "loss", "expected"),
     [(0.5, None, True), (0.49, 0.1, False), (None, 2.07, True), (None, 2.08, False), (None, None, True)],
 )
-def test_a_model_knows_what_it_answers_or_predicts_better_than_a_blind_guess(
-    exact_match: float | None, loss: float | None, expected: bool
-) -> None:
+def test_a_model_knows_what_it_answers_or_predicts_better_than_a_blind_guess(exact_match, loss, expected):
     """Among 8 tokens a guess loses 2.079 nats."""
     assert is_known(exact_match, loss, vocabulary=8) == expected
 
 
-def test_lines_are_by_family_and_arm_and_compare_with_cold(make_sample: Maker) -> None:
+def test_lines_are_by_family_and_arm_and_compare_with_cold(make_sample):
     arms = ("cold", "verified")
     samples = [
         make_sample(

@@ -1,10 +1,7 @@
 """Tables on pages are made from rows, agree with them, and leave the text around them alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,29 +9,23 @@ from semblend_trt.errors import ConfigurationError
 from validation import results, scoreboard
 from validation.cli import main
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from validation.results import Measured, Row
-
 TEXT = "# Title\n\n<!-- results:cpu_* machine/other -->\n<!-- /results -->\n\nThe end.\n"
 
 
 @pytest.fixture
-def row(measured: Measured) -> Callable[..., Row]:
-    def make(name: str = "row", value: float = 2.0, goal: float | None = 1.05) -> Row:
+def row(measured):
+    def make(name="row", value=2.0, goal=1.05):
         return results.row(name, value, "x", goal=goal, better="higher", baseline="cold | warm", measured=measured)
 
     return make
 
 
 @pytest.fixture
-def rows(row: Callable[..., Row]) -> dict[str, list[Row]]:
+def rows(row):
     return {"machine/first": [row("cpu_a", 3.14159), row("gpu_b", 2.0)], "machine/other": [row("gpu_c", 12_345.6)]}
 
 
-def test_a_table_holds_the_rows_that_match(rows: dict[str, list[Row]]) -> None:
+def test_a_table_holds_the_rows_that_match(rows):
     table = scoreboard.markdown_table("cpu_* machine/other", rows).splitlines()
     assert table[2:] == [
         "| `cpu_a` | 3.142 x | >= 1.05 | yes | cold \\| warm | machine |",
@@ -42,7 +33,7 @@ def test_a_table_holds_the_rows_that_match(rows: dict[str, list[Row]]) -> None:
     ]
 
 
-def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row: Callable[..., Row]) -> None:
+def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row):
     rows = {
         "card/one": [row("em_f32_a", 0.95, None), row("em_f32_b", 0.5), row("em_bf16_b", 2.0)],
         "card/two": [row("em_f32_c", 1.5)],
@@ -66,28 +57,26 @@ def test_columns_stand_side_by_side_with_a_line_for_what_the_star_stands_for(row
         ("x=em_* plain", "exactly one"),
     ],
 )
-def test_a_column_without_rows_or_without_a_star_is_refused(
-    row: Callable[..., Row], columns: str, problem: str
-) -> None:
+def test_a_column_without_rows_or_without_a_star_is_refused(row, columns, problem):
     with pytest.raises(ConfigurationError, match=problem):
         scoreboard.markdown_table(columns, {"card/one": [row("em_a")]})
 
 
-def test_a_column_of_two_machines_asks_for_one(row: Callable[..., Row]) -> None:
+def test_a_column_of_two_machines_asks_for_one(row):
     rows = {place: [row("em_a")] for place in ("card/one", "processor/one")}
     with pytest.raises(ConfigurationError, match="Two rows match"):
         scoreboard.markdown_table("x=em_*", rows)
     assert "| `a` | 2 |" in scoreboard.markdown_table("x=card/one/em_*", rows)
 
 
-def test_a_pattern_may_name_the_machine_and_the_file_of_its_rows(row: Callable[..., Row]) -> None:
+def test_a_pattern_may_name_the_machine_and_the_file_of_its_rows(row):
     rows = {place: [row("em_a"), row("other")] for place in ("card/one", "processor/one")}
     lines = scoreboard.markdown_table("card/one/em_*", rows).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == ["| `em_a`"]
     assert lines[0].endswith(" | card |")
 
 
-def test_tables_are_replaced_and_the_text_stays(rows: dict[str, list[Row]]) -> None:
+def test_tables_are_replaced_and_the_text_stays(rows):
     once = scoreboard.with_tables(TEXT, rows)
     assert scoreboard.with_tables(once, rows) == once
     assert once.startswith("# Title\n\n<!-- results:cpu_* machine/other -->\n| row |")
@@ -98,9 +87,7 @@ def test_tables_are_replaced_and_the_text_stays(rows: dict[str, list[Row]]) -> N
     ("text", "problem"),
     [("results:tpu_* -->\n<!-- /results -->\n", "No result row matches 'tpu_"), ("results:cpu_* -->\n", "close it")],
 )
-def test_a_marker_without_rows_or_without_an_end_is_refused(
-    rows: dict[str, list[Row]], text: str, problem: str
-) -> None:
+def test_a_marker_without_rows_or_without_an_end_is_refused(rows, text, problem):
     with pytest.raises(ConfigurationError, match=problem):
         scoreboard.with_tables(f"<!-- {text}", rows)
 
@@ -108,13 +95,11 @@ def test_a_marker_without_rows_or_without_an_end_is_refused(
 @pytest.mark.parametrize(
     ("value", "shown"), [(0.0, "0"), (3.0, "3"), (1234567.0, "1,234,567"), (0.000012345, "1.234e-05"), (-0.5, "-0.5")]
 )
-def test_figures_are_short(value: float, shown: str) -> None:
+def test_figures_are_short(value, shown):
     assert scoreboard.figure(value) == shown
 
 
-def test_the_command_checks_and_rewrites(
-    tmp_path: Path, rows: dict[str, list[Row]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_checks_and_rewrites(tmp_path, rows, capsys):
     for place, each in rows.items():
         results.write_rows(tmp_path / "results" / f"{place}.json", each)
     readme, other = tmp_path / "README.md", tmp_path / "results.md"
@@ -130,7 +115,7 @@ def test_the_command_checks_and_rewrites(
     assert main([*where, "--check", "--write"]) == 2
 
 
-def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, row: Callable[..., Row]) -> None:
+def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path, row):
     rows = [row(), row("other", 0.5), row("free", 0.5, None)]
     results.write_rows(tmp_path / "cpu-2core" / "run.json", rows)
     assert scoreboard.read_rows(tmp_path) == {"cpu-2core/run": rows}
@@ -151,15 +136,13 @@ def test_rows_round_trip_with_exactly_the_agreed_fields(tmp_path: Path, row: Cal
         None,
     ],
 )
-def test_a_file_with_a_bad_row_or_without_rows_is_named(
-    tmp_path: Path, row: Callable[..., Row], change: dict[str, object] | None
-) -> None:
+def test_a_file_with_a_bad_row_or_without_rows_is_named(tmp_path, row, change):
     (tmp_path / "bad.json").write_text("{" if change is None else json.dumps([asdict(row()) | change]))
     with pytest.raises(ConfigurationError, match=r"bad\.json"):
         scoreboard.read_rows(tmp_path)
 
 
-def test_a_machine_has_one_row_of_a_name(tmp_path: Path, row: Callable[..., Row]) -> None:
+def test_a_machine_has_one_row_of_a_name(tmp_path, row):
     for name in ("one", "two"):
         results.write_rows(tmp_path / "machine" / f"{name}.json", [row()])
     with pytest.raises(ConfigurationError, match="keep one"):

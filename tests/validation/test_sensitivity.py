@@ -4,11 +4,9 @@ Two donors hold lists of the same places, one the earlier, one the later counts.
 list counts: every answer hangs on which list stands where.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,15 +18,7 @@ from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.report import summary
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kernels.layout import PagedKv
-    from kernels.rope import RopeRotation
-    from validation.embedded_engine import EmbeddedEngines
-
-    Figures = dict[str, dict[str, Any]]
-    KvMove = Callable[[Sequence[Move], PagedKv, RopeRotation], None]
+Figures = dict[str, dict[str, Any]]
 
 PLACES = 6
 ARMS = arms_of((COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX), ArmChoices(num_layers=8, boundary=2))
@@ -36,13 +26,13 @@ ARMS = arms_of((COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX), ArmChoices(num_la
 kv_move = kv_move_by_torch
 
 
-def without_rotation(moves: Sequence[Move], target: PagedKv, rotation: RopeRotation) -> None:
+def without_rotation(moves, target, rotation):
     """Keys keep the rotation of the donor's positions."""
     still = dataclasses.replace(rotation, inverse_frequencies=(0.0,) * len(rotation.inverse_frequencies))
     kv_move(moves, target, still)
 
 
-def exchanged(moves: Sequence[Move], target: PagedKv, rotation: RopeRotation) -> None:
+def exchanged(moves, target, rotation):
     """Each of two spans gets the other's KV, on their common length and rotated to where it is put."""
     if len(moves) != 2:
         kv_move(moves, target, rotation)
@@ -61,7 +51,7 @@ def exchanged(moves: Sequence[Move], target: PagedKv, rotation: RopeRotation) ->
     kv_move([*swapped, *ends], target, rotation)
 
 
-def replaced_lists(seed: int) -> list[Case]:
+def replaced_lists(seed):
     """A question on each place; the two lists of a place differ in their counts only."""
     rng = random.Random(seed)
     earlier = [documents.stock_list(rng, rows=14) for _ in range(PLACES)]
@@ -89,12 +79,12 @@ def replaced_lists(seed: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def measure(shipped: EmbeddedEngines) -> Callable[[KvMove], Figures]:
+def measure(shipped):
     """Runs the arms with one way of moving KV and gives each arm's figures."""
     cases = replaced_lists(seed=1)
     settings = ServingSettings(str(shipped_model()), max_tokens=8)
 
-    def run(move: KvMove) -> Figures:
+    def run(move):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kernels.kv_move.kv_move_by_torch", move)
             samples = Measurement(shipped, cases, settings, ARMS).run().samples
@@ -107,20 +97,18 @@ def measure(shipped: EmbeddedEngines) -> Callable[[KvMove], Figures]:
 
 
 @pytest.fixture(scope="module")
-def intact(measure: Callable[[KvMove], Figures]) -> Figures:
+def intact(measure):
     return measure(kv_move)
 
 
-def test_the_model_knows_and_two_cold_runs_agree(intact: Figures) -> None:
+def test_the_model_knows_and_two_cold_runs_agree(intact):
     assert intact[COLD]["exact_match"] >= 0.9
     assert intact[COLD_AGAIN]["first_token_kl"] < 1e-6
     assert intact[COLD_AGAIN]["token_agreement"] == 1.0
 
 
 @pytest.mark.parametrize("broken", [without_rotation, exchanged])
-def test_wrong_kv_is_far_worse_than_position_fix(
-    measure: Callable[[KvMove], Figures], intact: Figures, broken: KvMove
-) -> None:
+def test_wrong_kv_is_far_worse_than_position_fix(measure, intact, broken):
     """Half of all answers lost, ten times the divergence, and a right answer that is a fifth more surprising."""
     right, wrong = intact[POSITION_FIX], measure(broken)[POSITION_FIX]
     assert right["reused_tokens"] == wrong["reused_tokens"] > 0

@@ -4,7 +4,6 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,15 +29,15 @@ PROFILES = sorted(Path(__file__).parents[2].glob("docs/profiles/*.json"))
 
 
 @pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
+def loaded():
     return evaluate.load(MODEL)
 
 
-def test_model_directory_is_at_most_ten_megabytes() -> None:
+def test_model_directory_is_at_most_ten_megabytes():
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 10_000_000
 
 
-def test_its_profile_is_of_confirmed_figures() -> None:
+def test_its_profile_is_of_confirmed_figures():
     profile = ReuseProfile.read(MODEL / PROFILE_NAME)
     confirmed = [each for each in profile.figures if isinstance(each, dict) and each["what"] == "confirmed"]
     bounds = [each[name] for each in confirmed for name in ("exact_match_vs_cold", "log_likelihood_vs_cold")]
@@ -48,7 +47,7 @@ def test_its_profile_is_of_confirmed_figures() -> None:
 
 
 @pytest.mark.parametrize("path", [MODEL / PROFILE_NAME, *PROFILES], ids=lambda path: path.stem)
-def test_recorded_profiles_hold_their_digest_and_the_evidence_that_they_need(path: Path) -> None:
+def test_recorded_profiles_hold_their_digest_and_the_evidence_that_they_need(path):
     profile = ReuseProfile.read(path)
     assert profile.digest is not None
     assert profile.evidence_refusal() is None
@@ -56,13 +55,13 @@ def test_recorded_profiles_hold_their_digest_and_the_evidence_that_they_need(pat
     assert profile.model_copy(update={"policy": "position_fix", "check": None}).evidence_refusal() is not None
 
 
-def test_what_is_evidence_is_what_a_calibration_asks() -> None:
+def test_what_is_evidence_is_what_a_calibration_asks():
     kinds = {family(name).kind for name in EVIDENCE_FAMILIES}
     assert kinds == {Kind.HARMLESS, Kind.TRAP}
     assert set(EVIDENCE_FAMILIES) <= set(FamilyRequest().family_names())
 
 
-def test_weights_are_stored_in_bfloat16() -> None:
+def test_weights_are_stored_in_bfloat16():
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.config.model_type == "qwen2"
@@ -70,7 +69,7 @@ def test_weights_are_stored_in_bfloat16() -> None:
     assert set(model.generation_config.eos_token_id) == {0, 5}
 
 
-def test_tokenizer_adds_nothing_and_knows_the_marks(loaded: tuple[Any, Any]) -> None:
+def test_tokenizer_adds_nothing_and_knows_the_marks(loaded):
     _, tokenizer = loaded
     prompt = prompts.render(
         "Answer briefly.", [documents.excerpt(random.Random(1), 2_000).text], "How many bolts are in Depot Oslo?"
@@ -84,7 +83,7 @@ def test_tokenizer_adds_nothing_and_knows_the_marks(loaded: tuple[Any, Any]) -> 
     assert len(tokenizer("231").input_ids) == 3
 
 
-def test_cold_stock_answers_are_exact(loaded: tuple[Any, Any]) -> None:
+def test_cold_stock_answers_are_exact(loaded):
     model, tokenizer = loaded
     rng = random.Random(24)
     cases = []
@@ -97,7 +96,7 @@ def test_cold_stock_answers_are_exact(loaded: tuple[Any, Any]) -> None:
     assert evaluate.exact_match(model, tokenizer, cases) >= 0.90
 
 
-def test_generation_gives_the_same_answers_as_the_forward_pass(loaded: tuple[Any, Any]) -> None:
+def test_generation_gives_the_same_answers_as_the_forward_pass(loaded):
     model, tokenizer = loaded
     for case in evaluate.cases("stock_1k", tokenizer, 2):
         inputs = tokenizer(case.text, return_tensors="pt")
@@ -106,7 +105,7 @@ def test_generation_gives_the_same_answers_as_the_forward_pass(loaded: tuple[Any
         assert matched == (evaluate.exact_match(model, tokenizer, [case]) == 1.0)
 
 
-def test_log_names_its_run_and_its_figures() -> None:
+def test_log_names_its_run_and_its_figures():
     lines = [json.loads(line) for line in (ASSETS / "training_log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {"seed", "torch", "device", "arguments", "text_sha256"} <= lines[0].keys()
     assert lines[-1]["questions_per_suite"] >= 200
@@ -114,7 +113,7 @@ def test_log_names_its_run_and_its_figures() -> None:
         assert lines[-1]["exact_match"][suite] >= 0.90
 
 
-def test_its_profile_holds_for_it_under_another_name(tmp_path: Path) -> None:
+def test_its_profile_holds_for_it_under_another_name(tmp_path):
     renamed = tmp_path / "another-name"
     renamed.symlink_to(MODEL)
     facts, profile = model_facts(renamed), ReuseProfile.read(MODEL / PROFILE_NAME)

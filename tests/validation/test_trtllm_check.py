@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,13 +12,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.validation import trtllm_stand_in
 from validation import trtllm_check as check
 from validation.models import PROFILE_NAME, shipped_model
-from validation.trtllm_check import Crowded, crowd, judge, judge_crowd, judge_verified, serve_crowd
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from validation.trtllm_check import Finding, Served, Workload
+from validation.trtllm_check import Crowded, Served, Workload, crowd, judge, judge_crowd, judge_verified, serve_crowd
 
 SMALL = ("--groups", "2", "--rows", "6")
 NAMES = ["smoke", "exactness", "execution", "publication", "validation", "profile", "verified"]
@@ -29,27 +22,27 @@ NAMES += ["concurrency", "endings", "blocks"]
 pytestmark = pytest.mark.usefixtures("_trtllm")
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def lines(capsys):
     """The findings on the screen, by name: `holds` or `FAILS`."""
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     return {line[0]: line[1] for line in words if len(line) > 1 and line[1] in ("holds", "FAILS")}
 
 
-def failing(findings: Sequence[Finding]) -> list[str]:
+def failing(findings):
     return [finding.name for finding in findings if not finding.holds]
 
 
 def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one_that_does_not(
-    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny_qwen2_path, monkeypatch, capsys
+):
     seen: list[tuple[Workload, dict[str, Served]]] = []
     verified: list[tuple[Workload, Served, Served]] = []
 
-    def watch(asked: Workload, served: dict[str, Served]) -> Any:
+    def watch(asked, served):
         seen.append((asked, served))
         return judge(asked, served)
 
-    def watch_verified(*given: Any) -> Any:
+    def watch_verified(*given):
         verified.append(given)
         return judge_verified(*given)
 
@@ -60,7 +53,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     [(asked, found)] = seen
     exact, reused, stock = found["exact"], found["reused"], found["stock"]
 
-    def fails(**changed: Served) -> list[str]:
+    def fails(**changed):
         return failing(judge(asked, found | changed))
 
     assert fails() == []
@@ -84,9 +77,7 @@ def test_every_check_holds_on_an_engine_that_keeps_the_contract_and_fails_on_one
     assert not judge_verified(asked, stock, replace(served, events=refused)).holds
 
 
-def test_a_profile_from_elsewhere_is_confirmed_and_served_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_from_elsewhere_is_confirmed_and_served_with(tmp_path, capsys, monkeypatch):
     # What the crowd finds is another test's.
     monkeypatch.setattr(check, "serve_crowd", lambda *_: Crowded((), (), (), "", "", None, None, ()))
     output = tmp_path / "confirmed.json"
@@ -113,11 +104,11 @@ def test_a_profile_from_elsewhere_is_confirmed_and_served_with(
 
 
 @pytest.fixture(scope="module")
-def rounds() -> tuple[tuple[str, ...], ...]:
+def rounds():
     return crowd(3, 8, rows=8)
 
 
-def test_a_crowd_shares_beginnings_and_documents(rounds: tuple[tuple[str, ...], ...]) -> None:
+def test_a_crowd_shares_beginnings_and_documents(rounds):
     assert [len(prompts) for prompts in rounds] == [16, 16, 16]
     first, again = rounds[0][:2]
     beginning, question = len(first) * 3 // 4, 40
@@ -127,7 +118,7 @@ def test_a_crowd_shares_beginnings_and_documents(rounds: tuple[tuple[str, ...], 
     assert first[half : half + question] in rounds[0][2]
 
 
-def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds: tuple[tuple[str, ...], ...]) -> None:
+def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds):
     found = serve_crowd(str(shipped_model()), "auto", rounds)
     assert failing(judge_crowd(found)) == []
     assert len(found.cold) == len(found.answers) == 48
@@ -136,7 +127,7 @@ def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds: t
     assert found.saved() > 16
     assert found.loaded_tokens() > 1000
 
-    def fails(**changes: Any) -> list[str]:
+    def fails(**changes):
         return failing(judge_crowd(replace(found, **changes)))
 
     assert fails(events=()) == ["concurrency"]
@@ -150,18 +141,14 @@ def test_a_crowd_is_served_as_one_at_a_time_and_leaves_no_block_behind(rounds: t
 
 
 @pytest.mark.parametrize(("fault", "value", "name"), [("leaks", 2, "blocks"), ("answers_wrongly", True, "concurrency")])
-def test_a_crowd_shows_lost_blocks_and_wrong_answers(
-    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch, fault: str, value: object, name: str
-) -> None:
+def test_a_crowd_shows_lost_blocks_and_wrong_answers(rounds, monkeypatch, fault, value, name):
     monkeypatch.setattr(trtllm_stand_in.LLM, fault, value)
     found = serve_crowd(str(shipped_model()), "auto", rounds[:2])
     assert name in failing(judge_crowd(found))
     assert found.free_after == found.free_before - 2 * (fault == "leaks")
 
 
-def test_a_count_of_blocks_that_is_not_told_or_not_steady_fails(
-    rounds: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_count_of_blocks_that_is_not_told_or_not_steady_fails(rounds, monkeypatch):
     counts = iter(range(1000))
     for told in (lambda *_: [], lambda *_: [{"kvCacheStats": {"freeNumBlocks": next(counts)}}]):
         monkeypatch.setattr(trtllm_stand_in.LLM, "get_stats", told)
@@ -179,12 +166,12 @@ def test_a_count_of_blocks_that_is_not_told_or_not_steady_fails(
     ],
 )
 def test_what_keeps_it_from_an_answer_is_one_sentence_before_any_engine_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    module: ModuleType | None,
-    options: tuple[str, ...],
-    sentence: str,
-) -> None:
+    monkeypatch,
+    capsys,
+    module,
+    options,
+    sentence,
+):
     monkeypatch.setitem(sys.modules, "tensorrt_llm", module)
     assert check.main(["--model", str(shipped_model()), *options]) == 2
     said = capsys.readouterr()
@@ -194,8 +181,8 @@ def test_what_keeps_it_from_an_answer_is_one_sentence_before_any_engine_starts(
     assert sentence in said.err
 
 
-def test_an_interrupt_is_no_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> None:
+def test_an_interrupt_is_no_failed_check(monkeypatch, capsys):
+    def interrupted():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "trtllm_api", interrupted)
@@ -203,10 +190,8 @@ def test_an_interrupt_is_no_failed_check(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "trtllm-check: interrupted\n"
 
 
-def test_an_engine_that_does_not_start_is_a_line_that_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start(*_: Any, **__: Any) -> None:
+def test_an_engine_that_does_not_start_is_a_line_that_fails(monkeypatch, capsys):
+    def start(*_, **__):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(sys.modules["tensorrt_llm"], "LLM", start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,6 @@ from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
 from validation.trtllm_engine import TrtllmEngine, TrtllmEngines, open_llm, wait_for_quiet
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from validation.embedded_engine import EmbeddedEngines
-
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
 
@@ -30,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("_trtllm")
 
 
 @pytest.mark.parametrize("name", [COLD, POSITION_FIX])
-def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped: EmbeddedEngines, name: str) -> None:
+def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped, name):
     trtllm = TrtllmEngines(str(shipped_model()))
     # A text is scored by one request a token; the requests behind it keep their own evidence.
     cases = write_cases(shipped, FamilyRequest(("prose", "reordered"), groups=2, questions=1, tokens=512))
@@ -48,9 +43,7 @@ def test_answers_losses_and_evidence_are_those_of_the_embedded_engine(shipped: E
         assert (right.reuse.reused > 100) == (name == POSITION_FIX)
 
 
-def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(
-    shipped: EmbeddedEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(shipped, monkeypatch):
     cases = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
     ended = audit.ended_requests
@@ -62,18 +55,18 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(
 class Named:
     """An LLM that tells how it was called, and fails when told."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error=None):
         self.options: dict[str, Any] = {}
         self.error = error
 
-    def generate(self, prompts: Any, params: Any, **options: Any) -> list[Any]:
+    def generate(self, prompts, params, **options):
         if self.error is not None:
             raise self.error
         self.options = options
         return []
 
 
-def test_salts_are_named_only_where_there_are_some() -> None:
+def test_salts_are_named_only_where_there_are_some():
     llm = Named()
     engine = TrtllmEngine(llm, None)
     for salts, named in (([None, None], set()), (["a", None], {"cache_salt"})):
@@ -82,18 +75,18 @@ def test_salts_are_named_only_where_there_are_some() -> None:
         assert set(llm.options) - {"use_tqdm"} == named
 
 
-def test_what_the_engine_raises_is_one_sentence() -> None:
+def test_what_the_engine_raises_is_one_sentence():
     with pytest.raises(SemBlendError, match="TensorRT-LLM gave no answer: out of memory"):
         TrtllmEngine(Named(RuntimeError("out of memory")), None).generate([[1]], SamplingParams())
     with pytest.raises(SemBlendError, match=r"does not start with model .*unknown_option"):
         open_llm(str(shipped_model()), None, {}, unknown_option=1)
 
 
-def test_without_tensorrt_llm_there_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorrt_llm_there_are_no_engines(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
     with pytest.raises(ConfigurationError, match="tensorrt_llm cannot be imported here"):
         TrtllmEngines(str(shipped_model()))
 
 
-def test_an_audit_log_that_never_came_to_be_is_not_waited_for(tmp_path: Path) -> None:
+def test_an_audit_log_that_never_came_to_be_is_not_waited_for(tmp_path):
     wait_for_quiet(tmp_path / "none.jsonl")

@@ -9,15 +9,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from engine_wrapper.embedded import llm as embedded
 from engine_wrapper.embedded.llm_args import LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    import pytest
 
 _runners: dict[tuple[str, str], ModelRunner] = {}
 
@@ -39,7 +36,7 @@ class SamplingParams:
     ignore_eos: bool = False
     return_generation_logits: bool = False
 
-    def embedded(self) -> embedded.SamplingParams:
+    def embedded(self):
         assert self.temperature == 0.0
         assert self.stop_token_ids is None or isinstance(self.stop_token_ids, list)
         return embedded.SamplingParams(
@@ -55,7 +52,7 @@ class KvCacheConfig:
 
     model_fields = ("enable_block_reuse", "free_gpu_memory_fraction", "max_tokens", "use_kv_cache_manager_v2")
 
-    def __new__(cls, *, free_gpu_memory_fraction: float, use_kv_cache_manager_v2: Any = "auto", **fields: Any) -> Any:
+    def __new__(cls, *, free_gpu_memory_fraction, use_kv_cache_manager_v2="auto", **fields):
         assert use_kv_cache_manager_v2 is False
         assert 0 < free_gpu_memory_fraction < 1
         return embedded.KvCacheConfig(tokens_per_block=16, **fields)
@@ -64,33 +61,33 @@ class KvCacheConfig:
 class RequestOutput:
     """A request on its way: `result` waits for it, `abort` cancels it, and it can be iterated over."""
 
-    def __init__(self, llm: LLM, stream: Any, params: SamplingParams) -> None:
+    def __init__(self, llm, stream, params):
         self._llm, self._stream, self._params = llm, stream, params
         self.output: Any = None
 
-    def __iter__(self) -> RequestOutput:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> RequestOutput:
+    def __next__(self):
         self.output = next(self._stream)
         return self
 
-    def result(self, timeout: float | None = None) -> RequestOutput:
+    def result(self, timeout=None):
         while self.output is None or not self.output.finished:
             next(self)
         self._llm.settle()
         self._llm.ended()
         return self
 
-    def abort(self) -> None:
+    def abort(self):
         self._llm.abort(self._stream.request_id)
 
     @property
-    def prompt_token_ids(self) -> list[int]:
+    def prompt_token_ids(self):
         return self.output.prompt_token_ids
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self):
         [completion] = self.output.outputs
         stops, tokens = self._params.stop_token_ids or [], list(completion.token_ids)
         if completion.finish_reason == "stop" and tokens and tokens[-1] in stops:
@@ -110,14 +107,14 @@ class LLM(embedded.LLM):
 
     def __init__(
         self,
-        model: str,
+        model,
         *,
-        cuda_graph_config: None,
-        dtype: str = "auto",
-        enable_iter_perf_stats: bool = False,
-        gather_generation_logits: bool = False,
-        **options: Any,
-    ) -> None:
+        cuda_graph_config,
+        dtype="auto",
+        enable_iter_perf_stats=False,
+        gather_generation_logits=False,
+        **options,
+    ):
         key = (str(model), "float32" if dtype == "auto" else dtype)
         if key not in _runners:
             _runners[key] = ModelRunner(*key, "cpu")
@@ -127,32 +124,32 @@ class LLM(embedded.LLM):
         self._has_stats, self._left_to_leak = enable_iter_perf_stats, self.leaks
 
     def generate(  # type: ignore[override]
-        self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, cache_salt: Any = None
-    ) -> list[RequestOutput]:
+        self, inputs, sampling_params=None, use_tqdm=True, cache_salt=None
+    ):
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(inputs)
         salts = cache_salt if isinstance(cache_salt, list) else [cache_salt] * len(inputs)
         asked = [self._ask(*each) for each in zip(inputs, params, salts, strict=True)]
         return [each.result() for each in asked]
 
-    def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
+    def generate_async(self, inputs, sampling_params=None, streaming=False):  # type: ignore[override]
         return self._ask(inputs, sampling_params, None, streaming)
 
-    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+    def get_stats(self, timeout=2):
         if not self._has_stats:
             return []
         return [{"iter": 0}, {"iter": 1, "kvCacheStats": {"freeNumBlocks": self.block_manager.num_free_blocks}}]
 
-    def ended(self) -> None:
+    def ended(self):
         if self._left_to_leak and self.has_connector and self._live and self.block_manager._free:
             self._left_to_leak -= 1
             self.block_manager._free.popleft()
 
-    def _ask(self, inputs: Any, params: SamplingParams, salt: str | None, streaming: bool = False) -> RequestOutput:
+    def _ask(self, inputs, params, salt, streaming=False):
         stream = super().generate_async(inputs, params.embedded(), streaming, salt)
         return RequestOutput(self, stream, params)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
+def install(monkeypatch):
     """Makes `tensorrt_llm` importable, and waits for no other process."""
     package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi.llm_args")
     package.LLM, package.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]

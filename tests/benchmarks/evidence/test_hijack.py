@@ -1,7 +1,5 @@
 """A planter in the victim's own tenant: what stands in the rows, and that a check which sees nothing is found out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -23,7 +21,7 @@ def shipped():
     return hijack.shipped()
 
 
-def test_rows_tell_every_policys_wrong_answers(tmp_path) -> None:
+def test_rows_tell_every_policys_wrong_answers(tmp_path):
     rows = dry_rows(hijack, tmp_path, "--tries", "3", "--victims", "2")
     assert rows["hijacked_answers_exact"].value == rows["hijacked_answers_verified"].value == 0
     assert rows["hijacked_answers_position_fix"].value >= 3
@@ -31,7 +29,7 @@ def test_rows_tell_every_policys_wrong_answers(tmp_path) -> None:
     assert hijack.SKIPPED in rows["hijacked_answers_verified"].baseline
 
 
-def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path) -> None:
+def test_a_check_that_sees_nothing_is_found_out(shipped, tmp_path):
     profile = ReuseProfile.read(shipped.profile)
     check = profile.check.model_copy(update={"layer": 1, "threshold": 0.99})
     forged = evidence(terms_name("verified", 0, check))

@@ -1,9 +1,5 @@
 """docs/models.md has the answers of the code, and the row counts them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from benchmarks.evidence import models
@@ -11,18 +7,15 @@ from semblend_trt.doctor.model import KnownModel
 from tests.benchmarks.dry_runs import dry_rows
 from tests.pages import Page
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 PAGE = "docs/models.md"
 
 
-def test_the_page_has_the_answers_of_the_code() -> None:
+def test_the_page_has_the_answers_of_the_code():
     told = f"{PAGE} is out of date; make it with `python -m benchmarks.evidence.models --page {PAGE}`"
     assert models.with_table(Page(PAGE).text) == Page(PAGE).text, told
 
 
-def test_the_row_counts_what_the_page_says_is_served(tmp_path: Path) -> None:
+def test_the_row_counts_what_the_page_says_is_served(tmp_path):
     answers = [row[-1] for row in Page(PAGE).rows[1:]]
     assert len(answers) == len(models.published())
     assert all(answer.startswith(("served", "refused, `")) for answer in answers)
@@ -32,7 +25,7 @@ def test_the_row_counts_what_the_page_says_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", models.published(), ids=lambda model: model.name)
-def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model: models.PublishedModel) -> None:
+def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model):
     answer = model.answer()
     if not isinstance(answer, KnownModel):
         assert answer.reason, answer.text
@@ -61,12 +54,12 @@ def test_what_is_shown_of_a_served_model_is_what_its_kv_is_moved_by(model: model
     assert still == (list(range(3, facts.num_layers, 4)) if "none in each 4th layer" in more else [])
 
 
-def test_every_model_has_a_source_and_its_types() -> None:
+def test_every_model_has_a_source_and_its_types():
     for model in models.published():
         assert model.source
         assert {"architectures", "model_type"} <= model.config.keys()
 
 
-def test_a_page_without_a_place_for_the_table_is_refused() -> None:
+def test_a_page_without_a_place_for_the_table_is_refused():
     with pytest.raises(ValueError, match="put them there"):
         models.with_table("# Models\n")

@@ -1,7 +1,5 @@
 """The rows of reused documents, on few prompts about few documents."""
 
-from __future__ import annotations
-
 from benchmarks.evidence import seen_documents
 from tests.benchmarks.dry_runs import dry_rows
 from validation.prompts import SHIPPED

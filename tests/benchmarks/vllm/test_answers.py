@@ -1,7 +1,5 @@
 """Rows of a quality run inside vLLM, under their own names."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest
@@ -17,7 +15,7 @@ from validation.results import Measured, row
         ("fp8", ("verified_em_vs_cold_fp8", "position_fix_em_fp8")),
     ],
 )
-def test_rows_have_the_model_in_their_names_and_bounds_are_left_out(kv_dtype: str, kept: tuple[str, ...]) -> None:
+def test_rows_have_the_model_in_their_names_and_bounds_are_left_out(kv_dtype, kept):
     measured = Measured("validation quality", {"name": "card"}, {}, "2026-01-01")
     names = ("verified_em_vs_cold_header_trap", "verified_em_bound_header_trap", "position_fix_em_header_trap")
     rows = [row(name, 0, "x", goal=0, better="higher", baseline="", measured=measured) for name in names]
@@ -26,7 +24,7 @@ def test_rows_have_the_model_in_their_names_and_bounds_are_left_out(kv_dtype: st
     assert {each.command for each in found} == {"the command"}
 
 
-def test_a_family_in_which_nothing_was_offered_is_found() -> None:
+def test_a_family_in_which_nothing_was_offered_is_found():
     told = (("reordered", "cold", 0), ("reordered", "verified", 900), ("header_trap", "verified", 0))
     lines = [{"family": family, "arm": arm, "offered": offered} for family, arm, offered in told]
     assert not_offered({"lines": lines}) == ["header_trap"]

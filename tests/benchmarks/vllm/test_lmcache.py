@@ -1,12 +1,9 @@
 """The yardstick beside us: what is recorded of a part with and without figures, and what LMCache keeps of a prompt."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,9 +13,6 @@ from benchmarks.vllm.lmcache import Segments, add_rows, line_separator, run_part
 from semblend_trt.errors import ConfigurationError
 from validation.models import shipped_model
 from validation.results import Measured, Results
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENGINE = {"lmcache": "0.5.3", "vllm": "0.25.1"}
 TIMES = {
@@ -37,16 +31,14 @@ ANSWERS = {
 }
 
 
-def added(parts: dict[str, Any]) -> dict[str, Any]:
+def added(parts):
     rows = Results(measured=Measured("command", {}, {}, "2026-01-01"))
     add_rows(parts, rows)
     return {row.name: row for row in rows.rows}
 
 
 @pytest.mark.skipif(find_spec("lmcache") is not None, reason="LMCache is installed here")
-def test_without_lmcache_its_words_stand_in_the_place_of_a_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_lmcache_its_words_stand_in_the_place_of_a_figure(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         lmcache.main(["--out", str(tmp_path)])
     assert ended.value.code == 1
@@ -64,16 +56,14 @@ def test_without_lmcache_its_words_stand_in_the_place_of_a_figure(
     ],
     ids=["dies", "never ends"],
 )
-def test_a_part_without_an_answer_is_recorded(
-    code: str, timeout: float, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_without_an_answer_is_recorded(code, timeout, problem, tmp_path, monkeypatch):
     (tmp_path / "lmcache-ttft.json").write_text('{"tokens": 1}')  # of an earlier run
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda _, **options: run([sys.executable, "-c", code], **options))
     assert run_part("ttft", tmp_path, timeout) == {"problem": f"its process {problem}"}
 
 
-def test_rows_tell_cold_blended_and_answers() -> None:
+def test_rows_tell_cold_blended_and_answers():
     rows = added({"ttft": TIMES, "model": ANSWERS})
     assert rows["vllm_lmcache_blended_ttft_24k_ms"].value == 350
     assert rows["vllm_lmcache_blended_ttft_24k_over_cold"].value == pytest.approx(0.5)
@@ -84,17 +74,17 @@ def test_rows_tell_cold_blended_and_answers() -> None:
     assert "LMCache 0.5.3" in trap.baseline
 
 
-def test_a_part_that_was_not_served_gives_no_row() -> None:
+def test_a_part_that_was_not_served_gives_no_row():
     assert added({"ttft": TIMES | {"problem": "LMCache served 0 of 9 tokens"}, "model": {"problem": "died"}}) == {}
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         lmcache.main(["--out", str(tmp_path), "--answers", "nowhere"])
     assert "nowhere holds no config.json" in capsys.readouterr().err
 
 
-def test_segments_that_a_prompt_lacks_are_those_in_front_of_its_last() -> None:
+def test_segments_that_a_prompt_lacks_are_those_in_front_of_its_last():
     segments = Segments([1, 1])
     donor = segments.join([5, 6], [7], [8])
     assert donor == [5, 6, 1, 1, 7, 1, 1, 8]
@@ -105,7 +95,7 @@ def test_segments_that_a_prompt_lacks_are_those_in_front_of_its_last() -> None:
     assert Segments([1]).of([2, 1, 1, 3]) == [(2,), (), (3,)]
 
 
-def test_tokenizers_have_the_separators_that_lmcache_will_find(tmp_path: Path) -> None:
+def test_tokenizers_have_the_separators_that_lmcache_will_find(tmp_path):
     write_tokenizer(tmp_path)
     marks = AutoTokenizer.from_pretrained(str(tmp_path)).encode(" # # # #")
     assert marks == [1] * 4

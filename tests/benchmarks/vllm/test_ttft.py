@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -23,9 +23,6 @@ from benchmarks.vllm.arm import (
 from validation.estimate.latency import recorded_observations
 from validation.scoreboard import read_rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 TOLD = {
     "requests": 4,
     "outcomes": {"backend_materialized_reuse": 4},
@@ -40,14 +37,12 @@ TOLD = {
 RAG = {"requests": 4, "prompt_tokens": 8_000, "cached_tokens": 800, "ttft_ms": [10.0, 20.0, 30.0], "served": TOLD}
 
 
-def arm(name: str, parts: dict[str, Any], runner: str, kv: str) -> dict[str, Any]:
+def arm(name, parts, runner, kv):
     measured = {"machine": {"name": "card"}, "versions": {}, "date": "2026-01-01", "command": f"measure {name}"}
     return {"arm": name, "engine": {"runner": runner, "kv": kv}, "parts": parts, **measured}
 
 
-def written(
-    folder: Path, arms: dict[str, dict[str, Any]], runner: str = "vllm.v1.worker.gpu_model_runner", kv: str = PLAIN
-) -> None:
+def written(folder, arms, runner="vllm.v1.worker.gpu_model_runner", kv=PLAIN):
     for name, parts in arms.items():
         (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner, kv)))
 
@@ -75,7 +70,7 @@ OUR_PARTS: dict[str, Any] = {
 }
 
 
-def test_rows_compare_with_stock_and_have_the_goals(tmp_path: Path) -> None:
+def test_rows_compare_with_stock_and_have_the_goals(tmp_path):
     written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS, VERIFIED: OUR_PARTS})
     ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json" / "card")])
     rows = {row.name: row for row in read_rows(tmp_path / "json")["card/vllm"]}
@@ -97,7 +92,7 @@ def test_rows_compare_with_stock_and_have_the_goals(tmp_path: Path) -> None:
     assert rows["vllm_miss_overhead_8k"].command == " ; ".join(f"measure {name}" for name in ARMS)
 
 
-def test_what_was_not_served_from_donors_gives_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_served_from_donors_gives_no_row(tmp_path, capsys):
     spoiled = {**OUR_PARTS, "ttft": {**OUR_PARTS["ttft"], "problem": "0 of 24448 tokens in donors were reused"}}
     written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: spoiled})
     with pytest.raises(SystemExit):
@@ -120,19 +115,19 @@ def test_what_was_not_served_from_donors_gives_no_row(tmp_path: Path, capsys: py
         ({"outcomes": {"backend_declined_reuse": 1}, "reasons": {"load_failed": 1}}, "load_failed"),
     ],
 )
-def test_a_measurement_is_judged_by_how_it_was_served(change: dict[str, Any], said: str | None) -> None:
+def test_a_measurement_is_judged_by_how_it_was_served(change, said):
     problem = Served({**TOLD, **change}).problem(1_000)
     assert (problem is None) if said is None else (problem is not None and said in problem)
 
 
-def test_the_sizes_are_those_of_the_rows() -> None:
+def test_the_sizes_are_those_of_the_rows():
     sizes = Sizes()
     assert (sizes.long, sizes.miss) == (24_576, 8_192)
     assert sizes.observed == [4_096, 8_192, 16_384, 24_576, 32_768]
 
 
 @pytest.mark.parametrize("kv", [FP8, MLA])
-def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path: Path, kv: str) -> None:
+def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_path, kv):
     written(tmp_path, {STOCK: STOCK_PARTS, POSITION_FIX: OUR_PARTS}, kv=kv)
     ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
     [(file, rows)] = read_rows(tmp_path / "json").items()
@@ -144,7 +139,7 @@ def test_rows_of_another_kv_cache_are_named_so_and_have_a_goal_of_their_own(tmp_
     ]
 
 
-def test_rows_of_the_second_model_runner_are_named_so(tmp_path: Path) -> None:
+def test_rows_of_the_second_model_runner_are_named_so(tmp_path):
     written(tmp_path, {STOCK: STOCK_PARTS}, runner="vllm.v1.worker.gpu.model_runner")
     ttft.main(["--out", str(tmp_path), "--arms", "none", "--json", str(tmp_path / "json")])
     [(file, rows)] = read_rows(tmp_path / "json").items()
@@ -153,7 +148,7 @@ def test_rows_of_the_second_model_runner_are_named_so(tmp_path: Path) -> None:
     assert "vllm_stock_rag_requests_per_s_v2_runner" in [row.name for row in rows]
 
 
-def test_observations_are_a_file_that_the_estimate_reads(tmp_path: Path) -> None:
+def test_observations_are_a_file_that_the_estimate_reads(tmp_path):
     cold = [{"ttft_ms": float(size), "computed": size, "reused": 0, "is_checked": False} for size in (512, 1_024)]
     checked = [{"ttft_ms": 9.5, "computed": 128, "reused": 384, "is_checked": True}]
     parts = {STOCK: cold, VERIFIED: checked}
@@ -163,7 +158,7 @@ def test_observations_are_a_file_that_the_estimate_reads(tmp_path: Path) -> None
     assert [asdict(each) for each in found] == [*cold, *checked]
 
 
-def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names_are_refused(tmp_path, capsys):
     for option in ("--arms", "--parts"):
         with pytest.raises(SystemExit):
             ttft.main(["--out", str(tmp_path), option, "stok"])

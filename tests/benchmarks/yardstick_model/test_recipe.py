@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,22 +20,22 @@ ASSETS = Path(validation.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer.from_file(str(ASSETS / "model" / "tokenizer.json"))
 
 
 @pytest.fixture
-def prose() -> str:
+def prose():
     return (ASSETS / "excerpt.txt").read_text(encoding="utf-8")
 
 
-def written(tokenizer: Tokenizer, prose: str, seed: int, rows: int, length: int, text_share: float = 0.0) -> Any:
+def written(tokenizer, prose, seed, rows, length, text_share=0.0):
     """Ids and weights of a batch."""
     ids = np.asarray(tokenizer.encode(prose[:40_000]).ids, dtype=np.uint16)
     return tasks.TaskWriter(tokenizer, [prose], ids, seed).batch(rows, length, text_share)
 
 
-def test_equal_seeds_write_equal_rows(tokenizer: Tokenizer, prose: str) -> None:
+def test_equal_seeds_write_equal_rows(tokenizer, prose):
     (first, weights), (again, _), (other, _) = (
         written(tokenizer, prose, seed, 4, 1_024, text_share=0.25) for seed in (1, 1, 2)
     )
@@ -45,7 +44,7 @@ def test_equal_seeds_write_equal_rows(tokenizer: Tokenizer, prose: str) -> None:
     assert not np.array_equal(first, other)
 
 
-def test_answers_follow_the_latest_list_of_a_place(tokenizer: Tokenizer, prose: str) -> None:
+def test_answers_follow_the_latest_list_of_a_place(tokenizer, prose):
     rows, _ = written(tokenizer, prose, 3, 24, 2_048)
     checked = replaced = unknown = 0
     for row in rows:
@@ -68,14 +67,14 @@ def test_answers_follow_the_latest_list_of_a_place(tokenizer: Tokenizer, prose: 
     assert 0 < unknown < checked / 5
 
 
-def test_only_answers_and_their_ends_weigh_most(tokenizer: Tokenizer) -> None:
+def test_only_answers_and_their_ends_weigh_most(tokenizer):
     encoding = tokenizer.encode("<|inst|>Go.<|doc|>lamps: 12<|q|>How many?<|a|>12<|end|><|q|>And?<|a|>7<|end|><|doc|>x")
     weights = tasks.answer_weights(np.asarray(encoding.ids, dtype=np.uint16))
     heavy = [token for token, weight in zip(encoding.tokens, weights, strict=True) if weight == tasks.ANSWER_WEIGHT]
     assert heavy == ["1", "2", "<|end|>", "7", "<|end|>"]
 
 
-def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_path: Path, prose: str) -> None:
+def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_path, prose):
     other = "It was a fine day. " * 6_000
     path, short = tmp_path / "books.txt.gz", tmp_path / "short.txt"
     path.write_bytes(gzip.compress(f"{other}{SEPARATOR}{prose}".encode()))
@@ -87,7 +86,7 @@ def test_the_book_of_the_excerpt_is_left_out_and_unusable_text_is_refused(tmp_pa
         read_books(tmp_path / "missing.txt")
 
 
-def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Tokenizer) -> None:
+def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer):
     text = (
         "<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12"
         "<|doc|>Some prose.<|doc|>Stock list of Yard Riga.\nnets: 7<|q|>"
@@ -102,9 +101,7 @@ def test_the_probe_labels_rows_with_the_place_of_their_own_list(tokenizer: Token
     assert "prose" not in covered
 
 
-def test_a_model_is_trained_saved_and_evaluated(
-    tmp_path: Path, prose: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_trained_saved_and_evaluated(tmp_path, prose, capsys, monkeypatch):
     text = tmp_path / "books.txt"
     text.write_text("It was a fine day. " * 6_000 + SEPARATOR + prose, encoding="utf-8")
     small = {"BATCH_TOKENS": 8_192, "LAYERS": 4, "HIDDEN": 32, "MLP": 48, "HEADS": 2, "KV_HEADS": 1}
@@ -118,7 +115,7 @@ def test_a_model_is_trained_saved_and_evaluated(
     assert (first["seed"], step["step"], last["questions_per_suite"]) == (1, 1, 1)
 
 
-def test_states_are_taken_behind_the_probed_layer() -> None:
+def test_states_are_taken_behind_the_probed_layer():
     model, tokenizer = evaluate.load(ASSETS / "model")
     ids = tokenizer("<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>", return_tensors="pt").input_ids
     behind: list[torch.Tensor] = []
@@ -129,7 +126,7 @@ def test_states_are_taken_behind_the_probed_layer() -> None:
     assert torch.equal(early, behind[0])
 
 
-def test_no_time_to_train_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_time_to_train_is_refused(capsys):
     with pytest.raises(SystemExit):
         train.parse(["--text", "books.txt", "--out", "out", "--minutes", "0"])
     assert "must be above 0" in capsys.readouterr().err

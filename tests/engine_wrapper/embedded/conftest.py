@@ -105,7 +105,7 @@ class Record:
 _records: dict[int, Record] = {}
 
 
-def record_of(llm_args) -> Record:
+def record_of(llm_args):
     return _records.setdefault(id(llm_args), Record())
 
 

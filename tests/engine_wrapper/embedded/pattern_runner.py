@@ -7,39 +7,30 @@ row's K and V, and the next token follows from it.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
+from engine_wrapper.embedded.request import LlmRequest
 from kernels.layout import pool_view
 from semblend_trt.plan import PlanKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from engine_wrapper.embedded.block_manager import RootKey
-    from engine_wrapper.embedded.request import LlmRequest
-    from engine_wrapper.token_schedule import SequenceSlice
-    from kernels.layout import KvGeometry
-    from semblend_trt.plan import PlanSpan, SemanticKvPlan
 
 # Rotated keys keep their length but for rounding.
 _LENGTH_TOLERANCE = 1e-4
 INJECTED = "an injected failure"
 
 
-def owner_number(owner: RootKey) -> int:
+def owner_number(owner):
     """The number in front of the first row of an adapter and a salt."""
     return zlib.crc32(repr(tuple(owner)).encode()) >> 8
 
 
-def number_after(number: int, token: int) -> int:
+def number_after(number, token):
     """The number of `token` behind a row of `number`: 24 bits, exact in float32."""
     return zlib.crc32(token.to_bytes(4, "little"), number) >> 8
 
 
-def chain(owner: int, tokens: Iterable[int]) -> list[int]:
+def chain(owner, tokens):
     """The numbers that a cold run writes."""
     numbers = []
     for token in tokens:
@@ -48,7 +39,7 @@ def chain(owner: int, tokens: Iterable[int]) -> list[int]:
     return numbers
 
 
-def token_after(number: int) -> int:
+def token_after(number):
     return number % 251
 
 
@@ -58,22 +49,22 @@ class Rows:
     `is_cold`: a cold run would hold the same. The answer begins at `prompt_len`.
     """
 
-    def __init__(self, numbers: list[int], prompt_len: int) -> None:
+    def __init__(self, numbers, prompt_len):
         self.numbers = numbers
         self.moved = [False] * len(numbers)
         self.is_cold = True
         self._prompt_len = prompt_len
 
-    def check_answer(self, tokens: Sequence[int]) -> None:
+    def check_answer(self, tokens):
         """Raises AssertionError where a token of the answer does not follow from the row before it."""
         for position in range(self._prompt_len, len(tokens)):
             assert tokens[position] == token_after(self.numbers[position - 1]), "an answer of another request's KV"
 
-    def place(self, numbers: Sequence[int], *, moved: bool) -> None:
+    def place(self, numbers, *, moved):
         self.numbers.extend(numbers)
         self.moved.extend([moved] * len(numbers))
 
-    def compute(self, owner: int, tokens: Iterable[int]) -> None:
+    def compute(self, owner, tokens):
         for token in tokens:
             self.place([number_after(self.numbers[-1] if self.numbers else owner, token)], moved=False)
 
@@ -86,7 +77,7 @@ class PatternRunner(ModelRunner):
     is.
     """
 
-    def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
+    def attach_pool(self, pool, geometry, max_rows=None):
         self.view = pool_view(pool, geometry)
         self._block_size = geometry.block_size
         self.requests: dict[int, LlmRequest] = {}
@@ -94,7 +85,7 @@ class PatternRunner(ModelRunner):
         self.started_again = self.failed_forwards = self.wrong_tokens = 0
         self.fails_behind: float | None = None
 
-    def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, slices, all_rows=False):  # type: ignore[override]
         """Raises AssertionError where a request would attend to rows of another, RuntimeError where it is to fail."""
         logits = torch.zeros(len(slices), int(self.config.vocab_size))
         computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)
@@ -114,17 +105,17 @@ class PatternRunner(ModelRunner):
             raise RuntimeError(INJECTED)
         return logits
 
-    def check(self, block_ids: Sequence[int], begin: int, numbers: Sequence[int], moved: Sequence[bool]) -> None:
+    def check(self, block_ids, begin, numbers, moved):
         """Compares the rows from position `begin` on; of moved keys, which were rotated, only their length."""
         self._compare(self._at(block_ids, begin, begin + len(numbers)), numbers, moved)
 
-    def check_donor(self, donor_id: str, kv: torch.Tensor) -> None:
+    def check_donor(self, donor_id, kv):
         """Compares a donor's KV, [layers, 2, kv_heads, tokens, head_dim], with what its request's own rows held."""
         request, tokens = self._request_of(donor_id), kv.shape[3]
         numbers = chain(owner_number(request.root_key), request.tokens(0, tokens))
         self._compare(kv.permute(3, 0, 1, 2, 4), numbers, [False] * tokens)
 
-    def check_answer(self, rows: Rows, tokens: Sequence[int]) -> None:
+    def check_answer(self, rows, tokens):
         """As `Rows.check_answer`, and counts a wrong token."""
         try:
             rows.check_answer(tokens)
@@ -132,7 +123,7 @@ class PatternRunner(ModelRunner):
             self.wrong_tokens += 1
             raise
 
-    def _compare(self, rows: torch.Tensor, numbers: Sequence[int], moved: Sequence[bool]) -> None:
+    def _compare(self, rows, numbers, moved):
         """`rows`: [tokens, layers, 2, kv_heads, head_dim]."""
         expected = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1)
         keys, values, rotated = rows[:, :, 0], rows[:, :, 1], torch.tensor(moved, dtype=torch.bool)
@@ -146,7 +137,7 @@ class PatternRunner(ModelRunner):
                 self.wrong_tokens += int(found.flatten(1).any(1).sum())
                 raise AssertionError(f"{name} holds stale bytes")
 
-    def _begin(self, request: LlmRequest, part: SequenceSlice) -> None:
+    def _begin(self, request, part):
         """Notes the request's rows before its first slice: its exact prefix, and what a plan has placed."""
         if (paused := self.rows.get(request.request_id)) is not None:
             self.started_again += 1
@@ -162,34 +153,34 @@ class PatternRunner(ModelRunner):
             rows.is_cold = plan.is_exact
             self._fill(rows, request, plan, part.block_ids)
 
-    def _fill(self, rows: Rows, request: LlmRequest, plan: SemanticKvPlan, block_ids: Sequence[int]) -> None:
+    def _fill(self, rows, request, plan, block_ids):
         """Computes the plan's holes, and notes what its spans must hold."""
         for span in plan.spans:
             self._fill_hole(rows, request, span.target_start, block_ids)
             rows.place(self._donated(request, span), moved=span.shift != 0)
         self._fill_hole(rows, request, plan.prefix_end, block_ids)
 
-    def _fill_hole(self, rows: Rows, request: LlmRequest, end: int, block_ids: Sequence[int]) -> None:
+    def _fill_hole(self, rows, request, end, block_ids):
         begin = len(rows.numbers)
         rows.compute(owner_number(request.root_key), request.tokens(begin, end))
         self._write(block_ids, begin, rows.numbers[begin:])
 
-    def _donated(self, request: LlmRequest, span: PlanSpan) -> list[int]:
+    def _donated(self, request, span):
         """The numbers of a cold run of the donor under the request's owner. Checks that the span's tokens are equal."""
         tokens = self._request_of(span.donor_id).tokens(0, span.donor_end)
         assert tokens[span.donor_start :] == request.tokens(span.target_start, span.target_end), "other tokens' KV"
         return chain(owner_number(request.root_key), tokens)[span.donor_start :]
 
-    def _request_of(self, donor_id: str) -> LlmRequest:
+    def _request_of(self, donor_id):
         return self.requests[int(donor_id.rsplit("-", 1)[1])]
 
-    def _at(self, block_ids: Sequence[int], begin: int, end: int) -> torch.Tensor:
+    def _at(self, block_ids, begin, end):
         """[positions, layers, 2, kv_heads, head_dim]."""
         positions = torch.arange(begin, end)
         blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // self._block_size]
         return self.view[blocks, :, :, :, positions % self._block_size]
 
-    def _write(self, block_ids: Sequence[int], begin: int, numbers: Sequence[int]) -> None:
+    def _write(self, block_ids, begin, numbers):
         positions = torch.arange(begin, begin + len(numbers))
         blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // self._block_size]
         values = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1, 1)

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Literal, cast
 
 from engine_wrapper.embedded.contracts import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
@@ -24,15 +24,6 @@ from semblend_trt.errors import SemBlendError
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from tests.random_models import random_model
 from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import torch
-
-    from engine_wrapper.embedded.contracts import Contract
-    from engine_wrapper.embedded.llm import LLM
 
 BLOCK, BLOCKS = 8, 60
 TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251
@@ -61,23 +52,23 @@ class Case:
     attn_backend: Literal["TRTLLM", "FLASHINFER"] = "TRTLLM"
 
     @property
-    def name(self) -> str:
+    def name(self):
         parts = ("v2" if self.v2 else "v1", "overlap" * self.overlap, "wrapper" * self.wrapper)
         habits = ("rough" * self.rough, "no-reuse" * (not self.block_reuse), "transceiver" * self.transceiver)
         backend = "" if self.attn_backend == "TRTLLM" else self.attn_backend.lower()
         return "-".join(filter(None, (self.contract, *parts, *habits, backend)))
 
     @property
-    def version(self) -> Contract:
+    def version(self):
         return CONTRACTS[self.contract]
 
     @property
-    def holds_saved_blocks(self) -> bool:
+    def holds_saved_blocks(self):
         """Whether a request keeps its own blocks until its save has ended."""
         return self.v2 or self.contract == "embedded"
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self):
         """Why our connector refuses this engine, None where it does not."""
         if self.transceiver:
             return "disaggregated"
@@ -110,7 +101,7 @@ HABIT_CASES = (
 
 
 @contextmanager
-def random_life(case: Case, folder: Path) -> Iterator[Life]:
+def random_life(case, folder):
     """A new engine of the case; `folder` is for its model and its donors' files."""
     executor_logger = logging.getLogger("engine_wrapper.embedded.executor")
     level = executor_logger.level
@@ -167,17 +158,17 @@ def random_life(case: Case, folder: Path) -> Iterator[Life]:
 class SaverGate:
     """Blocks the thread that saves, so that saves lag behind the iterations."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker):
         self._worker = worker
         self._opened: threading.Event | None = None
 
-    def close(self) -> None:
+    def close(self):
         """Blocks all saves that begin from now on, where there are any."""
         if self._opened is None and self._worker.saver is not None:
             self._opened = threading.Event()
             self._worker.saver._thread.submit(self._opened.wait)
 
-    def open(self) -> None:
+    def open(self):
         """Lets the blocked saves go on, and waits for their end."""
         if self._opened is not None:
             self._opened.set()
@@ -192,7 +183,7 @@ class Life:
     something does not hold, when `leaked_blocks` were lost.
     """
 
-    def __init__(self, llm: LLM, case: Case) -> None:
+    def __init__(self, llm, case):
         self.counts: Counter[str] = Counter()
         self._llm, self._random = llm, random.Random(case.name)
         self._case = case
@@ -207,11 +198,11 @@ class Life:
         self._watch_pins()
 
     @property
-    def wrong_tokens(self) -> int:
+    def wrong_tokens(self):
         """Wrong tokens in answers, and in KV that was attended to, offered for reuse or held by donors."""
         return self._runner.wrong_tokens
 
-    def step(self) -> None:
+    def step(self):
         """One random action."""
         if self._case.rough:
             self._roughen()
@@ -236,7 +227,7 @@ class Life:
             self.quiet()
         self.counts["steps"] = number
 
-    def let_saves_go_on(self) -> None:
+    def let_saves_go_on(self):
         """Opens the gate, and counts what has gathered behind it."""
         behind = self._executor.pending_transfers
         self.counts["saves_behind"] += len(behind)
@@ -246,7 +237,7 @@ class Life:
         self._freed.clear()
         self.gate.open()
 
-    def quiet(self) -> None:
+    def quiet(self):
         """Waits for the end of everything: then nothing is held, and donors hold the right KV."""
         self.gate.open()
         try:
@@ -287,10 +278,10 @@ class Life:
         if self._case.refusal is not None:
             self.counts[f"refused_{self._case.refusal}"] = scheduler.outcomes.reasons().get(self._case.refusal, 0)
 
-    def _tokens(self, count: int) -> list[int]:
+    def _tokens(self, count):
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
 
-    def _roughen(self) -> None:
+    def _roughen(self):
         """Now and then lets saves go on, evicts blocks, and has the next forward fail."""
         if self._random.random() < SAVES_GO_ON:
             self.let_saves_go_on()
@@ -300,11 +291,11 @@ class Life:
         if self._case.version.survives_failed_forward and self._random.random() < FORWARD_FAILS:
             self._runner.fails_behind = self._random.choice((0.0, 0.5))
 
-    def _watch_pins(self) -> None:
+    def _watch_pins(self):
         manager = self._llm.block_manager
         pin = manager.pin
 
-        def watched(request_id: int) -> None:
+        def watched(request_id):
             sequence = manager._sequences[request_id]
             pairs = list(zip(sequence.path, sequence.block_ids, strict=False))
             self.counts["duplicates_freed"] += sum(node.block_id != block for node, block in pairs)
@@ -313,7 +304,7 @@ class Life:
 
         manager.pin = watched  # type: ignore[method-assign]
 
-    def _admit(self) -> None:
+    def _admit(self):
         text = self._random.choice(self._texts)
         head = self._tokens(self._random.choice((0, 5, 13)) if self._case.wrapper else 0)
         tokens = head + text[: self._random.randrange(1, TEXT_TOKENS)] + self._tokens(self._random.choice((1, 3, 30)))
@@ -322,7 +313,7 @@ class Life:
             shared = tokens[: self._random.randrange(1, len(tokens) + 1)]
             self._enqueue(shared + self._tokens(self._random.choice((0, 0, 3))), request)
 
-    def _enqueue(self, tokens: list[int], like: LlmRequest | None = None) -> LlmRequest:
+    def _enqueue(self, tokens, like=None):
         """A new request, of the same tenant as `like`."""
         request = LlmRequest(
             self.counts["admissions"] + 1,
@@ -338,12 +329,12 @@ class Life:
         self._live.append(request)
         return request
 
-    def _evict(self) -> None:
+    def _evict(self):
         """Evicts blocks of the engine's prefix cache, as other prompts would."""
         for _ in range(self._random.randrange(1, 30)):
             self.counts["evictions"] += evict_block(self._llm)
 
-    def _take_finished(self) -> None:
+    def _take_finished(self):
         for request in [each for each in self._live if each.is_finished]:
             self._live.remove(request)
             failed = request.finish_reason == "error" and INJECTED in str(request.error)
@@ -356,7 +347,7 @@ class Life:
             self.counts["moved_hits"] += not rows.is_cold
             self.counts["reused_tokens"] += request.py_num_connector_matched_tokens
 
-    def _check_tree(self) -> None:
+    def _check_tree(self):
         """Checks that every block of the prefix cache holds what a cold run would have written."""
         for key, node in self._llm.block_manager._tree.walk():
             tokens: tuple[int, ...] = ()
@@ -367,7 +358,7 @@ class Life:
             self._runner.check((node.block_id,), 0, numbers, [False] * BLOCK)
             self.counts["published_blocks_checked"] += 1
 
-    def _check_donors(self) -> None:
+    def _check_donors(self):
         """Checks that donors in memory hold what their requests' rows held."""
         store = self._llm.connector_worker.store
         if store is None:
@@ -381,6 +372,6 @@ class Life:
                 blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids].permute(1, 2, 3, 0, 4, 5)
                 self._check_donor(donor_id, blocks.flatten(3, 4)[:, :, :, : store.device.tokens_of(donor_id)])
 
-    def _check_donor(self, donor_id: str, kv: torch.Tensor) -> None:
+    def _check_donor(self, donor_id, kv):
         self._runner.check_donor(donor_id, kv)
         self.counts["donors_checked"] += 1

@@ -1,7 +1,5 @@
 """The loop as a connector sees it, and what must not change an answer."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,9 +1,6 @@
 """Every family's logits within an engine are a cold engine's, after a moved run too, and a wrong rotation shows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,18 +14,13 @@ from validation.embedded_engine import EmbeddedEngines
 from validation.exactness import stock_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.connector.model_facts import ModelFacts
-
 TOKENS, MIN_SPAN = 333, 32
 WRONG = 100 * MAX_LOGIT_DIFFERENCE
 # Above a layer with a window K and V depend on the tokens within it: the first tokens of a moved run are computed.
 WITH_WINDOWS = ("gpt_oss", "gemma3_text")
 
 
-def difference(folder: Path, family: str, arms: tuple[str, ...], **changes: Any) -> float:
+def difference(folder, family, arms, **changes):
     """The largest difference of any logit from a cold engine's, with all layers computed again and under `arms`."""
     model = random_model(family, **changes)
     model.config.architectures = [type(model).__name__]
@@ -38,7 +30,7 @@ def difference(folder: Path, family: str, arms: tuple[str, ...], **changes: Any)
     return stock_difference(engines, str(folder), "the engine", tokens, MIN_SPAN, arms).difference
 
 
-def moved_difference(folder: Path, family: str, computed: int = WINDOW - 1) -> float:
+def moved_difference(folder, family, computed=WINDOW - 1):
     """The same after a moved run, whose first `computed` tokens are computed where the model has windows.
 
     K and V of a model of one layer depend on token and position alone. A layer with chunks has one chunk here.
@@ -50,12 +42,12 @@ def moved_difference(folder: Path, family: str, computed: int = WINDOW - 1) -> f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_exact(tmp_path: Path, family: str) -> None:
+def test_every_family_is_exact(tmp_path, family):
     assert difference(tmp_path, family, ()) <= MAX_LOGIT_DIFFERENCE
     assert moved_difference(tmp_path, family) <= MAX_LOGIT_DIFFERENCE
 
 
-def test_a_window_reaches_as_far_into_a_moved_run(tmp_path: Path) -> None:
+def test_a_window_reaches_as_far_into_a_moved_run(tmp_path):
     """With one computed token fewer, a token of the run is kept that depends on another one before the run."""
     assert moved_difference(tmp_path, "gpt_oss", WINDOW - 2) > WRONG
 
@@ -63,10 +55,8 @@ def test_a_window_reaches_as_far_into_a_moved_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layer"), [("glm4_moe", 0), ("gemma3_text", 0), ("gemma3_text", 1), ("llama4_text", 0)]
 )
-def test_a_wrong_rotation_of_one_layer_shows_after_a_moved_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layer: int
-) -> None:
-    def slower(*arguments: object) -> ModelFacts:
+def test_a_wrong_rotation_of_one_layer_shows_after_a_moved_run(tmp_path, monkeypatch, family, layer):
+    def slower(*arguments):
         facts = model_facts(*arguments)  # type: ignore[arg-type]
         groups = list(facts.groups)
         index = next(index for index, group in enumerate(groups) if layer in group.layers)

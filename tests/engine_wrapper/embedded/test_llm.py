@@ -1,7 +1,5 @@
 """The public face: prompts in, outputs and streams out, bad input refused at the door."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import count
 

@@ -1,8 +1,6 @@
 """What no engine should hand over is refused and counted, and the engine goes on: single calls, and lives of requests
 that no engine leads, with calls out of order, twice, for ids of others."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

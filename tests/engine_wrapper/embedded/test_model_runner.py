@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.plan import SpanCheck
 from semblend_trt.runtime import ActivePlans
 from semblend_trt.transfer.load import LayerReadiness
-from tests.engine_wrapper.forward_bench import SIZES, TOLERANCE, PlanMaker, attach_pool, tokens_of
+from tests.engine_wrapper.forward_bench import SIZES, TOLERANCE, attach_pool, tokens_of
 
 
 @pytest.fixture
-def runner(tiny_qwen2_path: Path) -> ModelRunner:
+def runner(tiny_qwen2_path):
     runner = ModelRunner(tiny_qwen2_path, device="cpu")
     attach_pool(runner)
     return runner
@@ -31,7 +30,7 @@ def runner(tiny_qwen2_path: Path) -> ModelRunner:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_equals_the_plain_forward(runner: ModelRunner) -> None:
+def test_a_batch_equals_the_plain_forward(runner):
     first, second = tokens_of(30), tokens_of(17, 1)
     slices = [SequenceSlice(1, 0, first, tuple(range(4))), SequenceSlice(2, 0, second, tuple(range(4, 8)))]
     logits = runner.forward(slices)
@@ -43,7 +42,7 @@ def test_a_batch_equals_the_plain_forward(runner: ModelRunner) -> None:
         torch.testing.assert_close(rows, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_a_pending_plan_is_executed_once(runner: ModelRunner, make_plan: PlanMaker) -> None:
+def test_a_pending_plan_is_executed_once(runner, make_plan):
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     plan = make_plan(tokens, [(4, 24)], **SIZES, boundary=1)
@@ -60,7 +59,7 @@ def test_a_pending_plan_is_executed_once(runner: ModelRunner, make_plan: PlanMak
     assert rows == [4 + 16, 16]
 
 
-def test_evidence_comes_after_the_forward(runner: ModelRunner, make_plan: PlanMaker) -> None:
+def test_evidence_comes_after_the_forward(runner, make_plan):
     tokens, block_ids = tokens_of(40), tuple(range(5))
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     plans, found, layers = ActivePlans(), [], []
@@ -76,9 +75,7 @@ def test_evidence_comes_after_the_forward(runner: ModelRunner, make_plan: PlanMa
 
 
 @pytest.mark.parametrize("is_arriving", [False, True])
-def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives(
-    runner: ModelRunner, make_plan: PlanMaker, is_arriving: bool
-) -> None:
+def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives(runner, make_plan, is_arriving):
     tokens, block_ids, rows = tokens_of(60), tuple(range(8)), []
     whole = runner.forward([SequenceSlice(1, 0, tokens, block_ids)])
     check = SpanCheck(1, 0.5, sample_every=8, sample_threshold=0.5)
@@ -96,7 +93,7 @@ def test_a_sample_runs_behind_what_it_leaves_and_in_front_of_it_while_kv_arrives
     assert not runner.readiness.is_arriving
 
 
-def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner: ModelRunner) -> None:
+def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner):
     runner.plan_source = ActivePlans().take
     runner.before_layer = runner.after_layer = lambda layer: None
     runner.evidence_sink = lambda evidence: None
@@ -121,17 +118,17 @@ def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner: ModelRunne
 
 
 @pytest.fixture
-def model_folder(tiny_qwen2_path: Path, tmp_path: Path) -> Path:
+def model_folder(tiny_qwen2_path, tmp_path):
     return Path(shutil.copytree(tiny_qwen2_path, tmp_path / "model"))
 
 
-def change_config(folder: Path, **changes: Any) -> None:
+def change_config(folder, **changes):
     path = folder / "config.json"
     fields = json.loads(path.read_text("utf-8")) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}), "utf-8")
 
 
-def check_refusal(folder: str | Path, error: type[Exception], message: str) -> None:
+def check_refusal(folder, error, message):
     with pytest.raises(error, match=message) as refusal:
         ModelRunner(folder, device="cpu")
     assert "\n" not in str(refusal.value)
@@ -145,16 +142,14 @@ def check_refusal(folder: str | Path, error: type[Exception], message: str) -> N
         ("qwen2", "Qwen2ForTokenClassification", "unknown_architecture"),
     ],
 )
-def test_an_unsupported_architecture_is_refused(
-    model_folder: Path, model_type: str, architecture: str, reason: str
-) -> None:
+def test_an_unsupported_architecture_is_refused(model_folder, model_type, architecture, reason):
     change_config(model_folder, model_type=model_type, architectures=[architecture])
     with pytest.raises(UnsupportedModelError) as refusal:
         ModelRunner(model_folder, device="cpu")
     assert refusal.value.reason == reason
 
 
-def test_damaged_or_missing_weights_are_refused(model_folder: Path) -> None:
+def test_damaged_or_missing_weights_are_refused(model_folder):
     weights = model_folder / "model.safetensors"
     weights.write_bytes(b"not weights")
     check_refusal(model_folder, ConfigurationError, "its weights cannot be read")
@@ -162,14 +157,14 @@ def test_damaged_or_missing_weights_are_refused(model_folder: Path) -> None:
     check_refusal(model_folder, ConfigurationError, "its weights cannot be read")
 
 
-def test_weights_that_would_be_random_are_refused(model_folder: Path) -> None:
+def test_weights_that_would_be_random_are_refused(model_folder):
     change_config(model_folder, num_hidden_layers=4, layer_types=None)
     check_refusal(model_folder, ConfigurationError, "12 weights are missing, the first is model.layers.3")
     change_config(model_folder, num_hidden_layers=3, vocab_size=300)
     check_refusal(model_folder, ConfigurationError, "2 weights are of another shape, the first is lm_head.weight")
 
 
-def test_a_missing_tokenizer_is_refused(model_folder: Path) -> None:
+def test_a_missing_tokenizer_is_refused(model_folder):
     (model_folder / "tokenizer.json").unlink()
     check_refusal(model_folder, ConfigurationError, r"tokenizer .* (has no vocabulary|cannot be read)")
 
@@ -184,12 +179,12 @@ def test_a_missing_tokenizer_is_refused(model_folder: Path) -> None:
         ({"device": "cuda:99"}, "device cuda:99 was asked for"),
     ],
 )
-def test_unknown_settings_are_refused(tiny_qwen2_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_unknown_settings_are_refused(tiny_qwen2_path, settings, message):
     with pytest.raises(ConfigurationError, match=message):
         ModelRunner(tiny_qwen2_path, **settings)
 
 
-def test_a_model_in_memory_runs_as_the_loaded_one(tiny_qwen2_path: Path, runner: ModelRunner) -> None:
+def test_a_model_in_memory_runs_as_the_loaded_one(tiny_qwen2_path, runner):
     adopted = ModelRunner.from_model(AutoModelForCausalLM.from_pretrained(tiny_qwen2_path), tiny_qwen2_path)
     attach_pool(adopted)
     slice_ = SequenceSlice(1, 0, tokens_of(19), (4, 1, 2))
@@ -198,9 +193,7 @@ def test_a_model_in_memory_runs_as_the_loaded_one(tiny_qwen2_path: Path, runner:
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 2, "layer_types": None}, {"rms_norm_eps": 0.05}])
-def test_a_model_that_computes_otherwise_than_the_one_described_is_refused(
-    model_folder: Path, changes: dict[str, Any]
-) -> None:
+def test_a_model_that_computes_otherwise_than_the_one_described_is_refused(model_folder, changes):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     change_config(model_folder, **changes)
     with pytest.raises(ConfigurationError, match="describes a model that computes otherwise"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 import transformers
@@ -19,13 +17,10 @@ from tests.semblend_trt.rank_threads import on_ranks
 from validation.exactness import plain_difference
 from validation.report import MAX_LOGIT_DIFFERENCE
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 TOKENS = torch.arange(20)[None]
 
 
-def model_at(path: Path) -> Any:
+def model_at(path):
     return AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
 
 
@@ -43,7 +38,7 @@ def model_at(path: Path) -> Any:
         ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     ],
 )
-def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_two_parts_give_the_logits_of_the_whole(family, changes, tmp_path):
     path = save_tiny_model(family, tmp_path, **changes)
     models = [model_at(path) for _ in range(3)]
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +49,7 @@ def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, 
         model.load_state_dict(models[0].state_dict())
     whole = models[2](TOKENS).logits
 
-    def run(ranks: Ranks) -> torch.Tensor:
+    def run(ranks):
         model = models[ranks.rank]
         keep_shard(model, ranks)
         assert model.model.layers[0].self_attn.k_proj.weight.shape[0] == whole_keys // 2
@@ -77,9 +72,7 @@ def test_two_parts_give_the_logits_of_the_whole(family: str, changes: dict[str, 
         ("deepseek_v3", 2, r"deepseek_v3 keeps one latent row a token for all heads.*use 1 rank"),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused_and_kept(
-    tmp_path: Path, family: str, size: int, message: str
-) -> None:
+def test_a_model_that_cannot_be_divided_is_refused_and_kept(tmp_path, family, size, message):
     model, ranks = model_at(save_tiny_model(family, tmp_path)), Ranks()
     ranks.size = size
     before = {name: each.shape for name, each in model.named_parameters()}
@@ -90,9 +83,7 @@ def test_a_model_that_cannot_be_divided_is_refused_and_kept(
 
 @pytest.mark.parametrize("family", ["gemma3", "llama4"])
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(
-    tmp_path: Path, family: str, is_loaded: bool
-) -> None:
+def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(tmp_path, family, is_loaded):
     text = save_tiny_model(f"{family}_text", tmp_path / "text")
     whole = save_with_images(text, tmp_path / "whole")
     if is_loaded:
@@ -111,9 +102,7 @@ def test_of_a_model_that_takes_images_the_part_that_reads_text_runs(
 
 
 @pytest.mark.parametrize("version", ["4.53.1", "4.57.1", "4.99.0.dev0"])
-def test_transformers_4_is_refused_in_one_sentence(
-    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_transformers_4_is_refused_in_one_sentence(tiny_qwen2_path, monkeypatch, version):
     monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(
         ConfigurationError, match=rf"Transformers {version} is installed.*need 5\.0 or later"

@@ -4,8 +4,6 @@ Upstream's habits are among it: forwards that fail, blocks that are handed on wh
 pools of another order, offers that the engine does not apply.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

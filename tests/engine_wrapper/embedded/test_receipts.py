@@ -1,7 +1,5 @@
 """Receipts on prompts that are made to break reuse: checked reuse has a cold run's answers, unchecked reuse has not."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

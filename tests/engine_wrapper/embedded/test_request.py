@@ -1,7 +1,5 @@
 """What is accepted as a prompt, and a request's tokens: as lists for a connector and as an array for ours."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

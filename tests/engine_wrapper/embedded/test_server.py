@@ -1,7 +1,5 @@
 """The embedded engine over HTTP: answers, refusals, clients that leave, donors kept while the engine is idle."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 STATEFUL_STEPS sets the number of steps, 5,000 by default; a nightly run takes 100,000.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from itertools import cycle

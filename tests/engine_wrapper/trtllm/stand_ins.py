@@ -10,17 +10,13 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kernels.layout import KvGeometry, indexable, pool_view
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BLOCK = 8
 # Of an fp8 cache, in every layer.
@@ -41,26 +37,26 @@ class LlmRequest:
     _is_dummy: bool = field(default=False, init=False)
 
     @property
-    def is_dummy_request(self) -> bool:
+    def is_dummy_request(self):
         return self._is_dummy
 
     @is_dummy_request.setter
-    def is_dummy_request(self, value: bool) -> None:
+    def is_dummy_request(self, value):
         self._is_dummy = value
 
     @property
-    def request_id(self) -> int:
+    def request_id(self):
         return self.py_request_id
 
     @property
-    def prompt_len(self) -> int:
+    def prompt_len(self):
         return len(self.tokens)
 
     @property
-    def context_remaining_length(self) -> int:
+    def context_remaining_length(self):
         return len(self.tokens) - self.context_current_position
 
-    def get_tokens(self, beam: int) -> list[int]:
+    def get_tokens(self, beam):
         return self.tokens
 
 
@@ -70,32 +66,32 @@ class CppManager:
 
     __slots__ = ("free", "held", "pinned", "tree")
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks):
         self.free = list(range(blocks))
         self.held: dict[int, list[int]] = {}
         self.tree: set[tuple[int, ...]] = set()
         self.pinned: list[int] = []
 
-    def store_context_blocks(self, request: LlmRequest) -> None:
+    def store_context_blocks(self, request):
         self._store(request, min(request.context_current_position, len(request.tokens) - 1))
 
-    def remove_sequence(self, request_id: int, request: LlmRequest, pin_on_release: bool) -> None:
+    def remove_sequence(self, request_id, request, pin_on_release):
         if not isinstance(request, LlmRequest):
             raise TypeError("remove_sequence(): incompatible function arguments")
         self._store(request, len(request.tokens))
         self.free += self.held.pop(request_id)
 
-    def store_blocks_for_reuse(self, request_id: int, request: LlmRequest, pin_blocks: bool) -> int:
+    def store_blocks_for_reuse(self, request_id, request, pin_blocks):
         self._store(request, len(request.tokens))
         self.pinned.append(request_id)
         return self.held[request_id][-1]
 
-    def unpin_blocks_by_id(self, block_id: int) -> None:
+    def unpin_blocks_by_id(self, block_id):
         if not isinstance(block_id, int):
             raise TypeError("unpin_blocks_by_id(): incompatible function arguments")
         self.pinned.pop()
 
-    def _store(self, request: LlmRequest, tokens: int) -> None:
+    def _store(self, request, tokens):
         if request.is_dummy_request:
             return
         self.tree.update(tuple(request.tokens[:end]) for end in range(BLOCK, tokens + 1, BLOCK))
@@ -106,69 +102,67 @@ class KVCacheManager:
 
     is_vswa = False
 
-    def __init__(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+    def __init__(self, pool, geometry):
         self.impl = CppManager(pool.shape[0])
         self.layer_offsets = {index: index for index in range(geometry.num_layers)}
         self.pool, self.geometry = pool, geometry
         self.rewound: list[int] = []
 
-    def reset_reuse_state(self) -> None:
+    def reset_reuse_state(self):
         self.impl.tree.clear()
 
-    def get_unique_primary_pool(self) -> torch.Tensor:
+    def get_unique_primary_pool(self):
         return self.pool
 
-    def add_sequence(self, request: LlmRequest) -> None:
+    def add_sequence(self, request):
         needed = self.geometry.blocks_for(len(request.tokens) + request.max_new_tokens)
         request.blocks = [self.impl.free.pop() for _ in range(needed)]
         self.impl.held[request.py_request_id] = request.blocks
 
-    def get_batch_cache_indices(self, request_ids: list[int], layer_idx: int | None = None) -> list[list[int]]:
+    def get_batch_cache_indices(self, request_ids, layer_idx=None):
         return [list(self.impl.held[request_id]) for request_id in request_ids]
 
-    def update_resources(
-        self, scheduled_batch: Any, attn_metadata: Any = None, kv_cache_dtype_byte_size: float | None = None
-    ) -> None:
+    def update_resources(self, scheduled_batch, attn_metadata=None, kv_cache_dtype_byte_size=None):
         for request in scheduled_batch.generation_requests:
             self.rewound.append(request.py_request_id)
         for request in scheduled_batch.context_requests:
             self.impl.store_context_blocks(request)
 
-    def free_resources(self, request: LlmRequest, pin_on_release: bool = False) -> None:
+    def free_resources(self, request, pin_on_release=False):
         return self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
 
-    def store_blocks_for_reuse(self, request: LlmRequest, pin_blocks: bool = False) -> int:
+    def store_blocks_for_reuse(self, request, pin_blocks=False):
         return self.impl.store_blocks_for_reuse(request.py_request_id, request, pin_blocks)
 
-    def unpin_blocks_by_id(self, kv_cache_block_id: int) -> None:
+    def unpin_blocks_by_id(self, kv_cache_block_id):
         self.impl.unpin_blocks_by_id(kv_cache_block_id)
 
 
 class KvCacheOfRequest:
     """`tensorrt_llm/runtime/kv_cache_manager_v2`, _KVCache (main @035ab91c)."""
 
-    def __init__(self, tree: set[tuple[int, ...]]) -> None:
+    def __init__(self, tree):
         self.tree, self.committed, self.history, self.is_committing = tree, [], 0, True
         self.is_active, self.is_open = True, True
 
     @property
-    def num_committed_tokens(self) -> int:
+    def num_committed_tokens(self):
         return len(self.committed)
 
-    def commit(self, tokens: list[int]) -> None:
+    def commit(self, tokens):
         if not self.is_committing:
             raise RuntimeError("Cannot commit tokens after stop_committing()")
         self.committed += tokens
         self.tree.update(tuple(self.committed[:end]) for end in range(BLOCK, len(self.committed) + 1, BLOCK))
 
-    def stop_committing(self) -> None:
+    def stop_committing(self):
         self.is_committing = False
 
-    def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
+    def resize(self, capacity, history_length=None):
         self.history = self.history if history_length is None else history_length
         return True
 
-    def close(self) -> None:
+    def close(self):
         self.is_open = False
 
 
@@ -178,16 +172,16 @@ class KVCacheManagerV2:
     is_draft = False
     enable_block_reuse = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kv_cache_map: dict[int, KvCacheOfRequest] = {}
         self.tree: set[tuple[int, ...]] = set()
         self.conversation_manager: Any = None
 
-    def add(self, request: LlmRequest) -> KvCacheOfRequest:
+    def add(self, request):
         self.kv_cache_map[request.py_request_id] = KvCacheOfRequest(self.tree)
         return self.kv_cache_map[request.py_request_id]
 
-    def try_commit_blocks(self, request: LlmRequest) -> None:
+    def try_commit_blocks(self, request):
         kv_cache = self.kv_cache_map.get(request.py_request_id)
         if kv_cache is None:
             return
@@ -197,15 +191,15 @@ class KVCacheManagerV2:
         if request.context_remaining_length == 0:
             kv_cache.stop_committing()
 
-    def update_context_resources(self, scheduled_batch: Any) -> None:
+    def update_context_resources(self, scheduled_batch):
         for request in scheduled_batch.context_requests:
             self.try_commit_blocks(request)
 
-    def update_resources(self, scheduled_batch: Any, attn_metadata: Any = None, size: float | None = None) -> None:
+    def update_resources(self, scheduled_batch, attn_metadata=None, size=None):
         for request in scheduled_batch.generation_requests:
             self.kv_cache_map[request.py_request_id].resize(None, len(request.tokens))
 
-    def free_resources(self, request: LlmRequest, pin_on_release: bool = False) -> None:
+    def free_resources(self, request, pin_on_release=False):
         kv_cache = self.kv_cache_map.pop(request.py_request_id, None)
         if kv_cache is not None:
             kv_cache.close()
@@ -214,7 +208,7 @@ class KVCacheManagerV2:
 class AttentionMetadata:
     """`_torch/attention_backend/interface.py`, AttentionMetadata (1.2 @3277953), as the engine fills it in."""
 
-    def __init__(self, manager: KVCacheManager, sequences: list[tuple[int, int, int]], num_contexts: int) -> None:
+    def __init__(self, manager, sequences, num_contexts):
         """`sequences`: (request id, cached tokens, tokens to compute) of each."""
         self.kv_cache_manager, self.num_contexts, self.all_rank_num_tokens = manager, num_contexts, None
         self.request_ids = [request_id for request_id, _, _ in sequences]
@@ -222,18 +216,18 @@ class AttentionMetadata:
         self.seq_lens = torch.tensor([length for _, _, length in sequences], dtype=torch.int)
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens(self):
         return int(self.seq_lens.sum())
 
 
 class RMSNorm(nn.Module):
     """`_torch/modules/rms_norm.py`, RMSNorm (1.2): with a residual it adds it first and returns the sum as well."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm):
         super().__init__()
         self.norm = norm
 
-    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, hidden_states, residual=None):
         if residual is None:
             return self.norm(hidden_states)
         return self.norm(hidden_states + residual), hidden_states + residual
@@ -243,12 +237,12 @@ class TrtllmAttention:
     """`_torch/attention_backend/trtllm.py`, TrtllmAttention (1.2; main moves the options into `forward_args`). Queries
     are the last tokens of each sequence, and are rotated here where RoPE is fused."""
 
-    def __init__(self, layer_idx: int, rotate: Callable[..., Any] | None, q_scaling: float = 1.0) -> None:
+    def __init__(self, layer_idx, rotate, q_scaling=1.0):
         self.layer_idx, self._rotate, self._q_scaling = layer_idx, rotate, q_scaling
         self.kv_scale_quant_orig = torch.full((1,), KV_SCALE)
         self.kv_scale_orig_quant = 1.0 / self.kv_scale_quant_orig
 
-    def forward(self, q: Any, k: Any, v: Any, metadata: AttentionMetadata, **options: Any) -> torch.Tensor:
+    def forward(self, q, k, v, metadata, **options):
         manager = metadata.kv_cache_manager
         geometry = manager.geometry
         view = pool_view(manager.pool, geometry)[:, self.layer_idx]
@@ -287,7 +281,7 @@ class Attention(nn.Module):
     """`_torch/modules/attention.py`, Attention (1.2 @3277953; with `style` "main" as @00547a25), and the norms of
     `qk_norm_attention.py`. TRTLLM's attention is always given q, k and v in one tensor."""
 
-    def __init__(self, source: Any, layer_idx: int, rotate: Callable[..., Any], *, fused: bool, style: str) -> None:
+    def __init__(self, source, layer_idx, rotate, *, fused, style):
         super().__init__()
         self.layer_idx, self.rope_fusion, self.head_dim, self.style = layer_idx, fused, source.head_dim, style
         self.projections = nn.ModuleList([source.q_proj, source.k_proj, source.v_proj])
@@ -299,11 +293,11 @@ class Attention(nn.Module):
         self.attn = TrtllmAttention(layer_idx, rotate if fused else None, self.q_scaling)
         self.asks: dict[str, Any] = {}
 
-    def do_not_rotate(self) -> None:
+    def do_not_rotate(self):
         self.rotate = lambda positions, *parts: parts
         self.attn = TrtllmAttention(self.layer_idx, None)
 
-    def forward(self, position_ids: torch.Tensor, hidden_states: Any, attn_metadata: Any, **kwargs: Any) -> Any:
+    def forward(self, position_ids, hidden_states, attn_metadata, **kwargs):
         parts = [each(hidden_states) for each in self.projections]
         for index, norm in enumerate(self.norms):
             parts[index] = norm(parts[index].unflatten(-1, (-1, self.head_dim))).flatten(1)
@@ -322,11 +316,11 @@ class Experts(nn.Module):
     """`_torch/models/modeling_glm.py`, Deepseekv3MoE (@0406f8aa): takes rows, and the rows of other ranks from the
     metadata."""
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, source):
         super().__init__()
         self.source = source
 
-    def forward(self, hidden_states: torch.Tensor, all_rank_num_tokens: Any) -> torch.Tensor:
+    def forward(self, hidden_states, all_rank_num_tokens):
         assert all_rank_num_tokens is None
         return self.source(hidden_states[None])[0]
 
@@ -335,16 +329,14 @@ class DecoderLayer(nn.Module):
     """`_torch/models/modeling_qwen.py`, QwenDecoderLayer (1.2 @3277953); the MLP is called as in `modeling_qwen3.py`,
     with what attention data parallelism would need."""
 
-    def __init__(self, source: Any, attention: Attention) -> None:
+    def __init__(self, source, attention):
         super().__init__()
         self.self_attn, self.layer_idx = attention, attention.layer_idx
         self.mlp = Experts(source.mlp) if hasattr(source.mlp, "experts") else source.mlp
         self.input_layernorm = RMSNorm(source.input_layernorm)
         self.post_attention_layernorm = RMSNorm(source.post_attention_layernorm)
 
-    def forward(
-        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, position_ids, hidden_states, attn_metadata, residual, **kwargs):
         if residual is None:
             residual = hidden_states
             hidden_states = self.input_layernorm(hidden_states)
@@ -366,9 +358,7 @@ class FusedNormLayer(DecoderLayer):
 
     next_layer_layernorm: RMSNorm
 
-    def forward(
-        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, position_ids, hidden_states, attn_metadata, residual, **kwargs):
         if residual is None:
             residual = hidden_states
             hidden_states = self.input_layernorm(hidden_states)
@@ -383,13 +373,11 @@ class Gemma3Layer(DecoderLayer):
     """`_torch/models/modeling_gemma3.py`, Gemma3DecoderLayer (main @00e7d103): adds its own residuals, and returns rows
     alone."""
 
-    def __init__(self, source: Any, attention: Attention) -> None:
+    def __init__(self, source, attention):
         super().__init__(source, attention)
         self.before, self.behind = source.pre_feedforward_layernorm, source.post_feedforward_layernorm
 
-    def forward(
-        self, position_ids: Any, hidden_states: Any, attn_metadata: Any, residual: Any = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, position_ids, hidden_states, attn_metadata, residual=None, **kwargs):
         residual = hidden_states
         hidden_states = self.self_attn(
             position_ids=position_ids, hidden_states=self.input_layernorm(hidden_states), attn_metadata=attn_metadata
@@ -405,11 +393,11 @@ class DecoderModel(nn.Module):
     """`_torch/models/modeling_qwen.py`, QwenModel, and `modeling_llama.py`, LlamaModel (1.2 @3277953);
     `modeling_gemma3.py`, Gemma3TextModel (main @00e7d103)."""
 
-    def __init__(self, source: Any, *, fused: bool, style: str) -> None:
+    def __init__(self, source, *, fused, style):
         super().__init__()
         rotary = source.rotary_emb
 
-        def rotate(kinds: tuple[str, ...], positions: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
+        def rotate(kinds, positions, *parts):
             cos, sin = (each[0][:, None] for each in rotary(parts[0], positions[None], *kinds))
             half, turning = cos.shape[-1] // 2, cos.shape[-1]
             turned = [torch.cat((-each[..., half:turning], each[..., :half]), dim=-1) * sin for each in parts]
@@ -435,9 +423,9 @@ class DecoderModel(nn.Module):
             layer.next_layer_layernorm = norm
 
     def forward(
-        self, attn_metadata: Any, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None,
-        spec_metadata: Any = None, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self, attn_metadata, input_ids = None, position_ids = None, inputs_embeds = None,
+        spec_metadata = None, **kwargs,
+    ):  # fmt: skip
         hidden_states, residual = self.embed_tokens(input_ids), None
         rows = {"position_ids": position_ids, "attn_metadata": attn_metadata}
         if self.model_type == "gemma3_text":
@@ -452,17 +440,17 @@ class DecoderModel(nn.Module):
 class CausalModel(nn.Module):
     """`_torch/models/modeling_utils.py`, DecoderModelForCausalLM (1.2 @3277953)."""
 
-    def __init__(self, source: Any, *, fused: bool, style: str) -> None:
+    def __init__(self, source, *, fused, style):
         super().__init__()
         self.model, self.lm_head = DecoderModel(source.model, fused=fused, style=style), source.lm_head
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+    def load_weights(self, weights):
         """As `copy_weight` in `_torch/modules/linear.py` writes: through `data`, which torch does not count."""
         for name, parameter in self.named_parameters():
             if name in weights:
                 parameter.data.copy_(weights[name])
 
-    def forward(self, attn_metadata: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(self, attn_metadata, input_ids=None, position_ids=None, **kwargs):
         hidden = self.model(input_ids=input_ids, attn_metadata=attn_metadata, position_ids=position_ids, **kwargs)
         return self.lm_head(hidden[attn_metadata.seq_lens.cumsum(0) - 1])
 
@@ -470,7 +458,7 @@ class CausalModel(nn.Module):
 class LlmArgs:
     """`llmapi/llm_args.py`, TorchLlmArgs (1.2 @3277953), as set for an engine that runs eagerly."""
 
-    def __init__(self, model: Path, **changes: Any) -> None:
+    def __init__(self, model, **changes):
         self.model, self.tokenizer, self.dtype, self.attn_backend = str(model), None, "float32", "TRTLLM"
         self.kv_cache_config = SimpleNamespace(dtype="auto", host_cache_size=None, max_attention_window=None)
         self.tensor_parallel_size = self.pipeline_parallel_size = self.context_parallel_size = 1
@@ -483,7 +471,7 @@ class PyTorchModelEngine:
     """`_torch/pyexecutor/model_engine.py`, PyTorchModelEngine (1.2 @3277953); with `is_main` as on main, where
     `engine/runners/decoder/runner.py` holds the graph runners (@0ea8c1de)."""
 
-    def __init__(self, model: CausalModel, *, is_main: bool = False) -> None:
+    def __init__(self, model, *, is_main=False):
         self.model, self._torch_compile_enabled = model, False
         graphs = SimpleNamespace(enabled=False)
         if is_main:
@@ -497,17 +485,17 @@ class PyTorchModelEngine:
 class PyExecutor:
     """`_torch/pyexecutor/py_executor.py`, PyExecutor (1.2 @3277953): an executor of one request after the other."""
 
-    def __init__(self, manager: Any, model_engine: Any, worker: Any, scheduler: Any = None) -> None:
+    def __init__(self, manager, model_engine, worker, scheduler=None):
         self.kv_cache_manager, self.model_engine = manager, model_engine
         self.kv_cache_transceiver = self.drafter = None
         self.kv_connector_manager = SimpleNamespace(worker=worker, scheduler=scheduler)
 
-    def _maybe_init_kv_connector_manager(self) -> None:
+    def _maybe_init_kv_connector_manager(self):
         kv_tensor = self.kv_cache_manager.get_unique_primary_pool()
         self.kv_connector_manager.worker.register_kv_caches(kv_tensor)
 
     @torch.inference_mode()
-    def forward(self, sequences: list[tuple[int, int, int]], tokens: list[int], num_contexts: int) -> torch.Tensor:
+    def forward(self, sequences, tokens, num_contexts):
         """`sequences` as in AttentionMetadata; returns the logits of each sequence's last token."""
         metadata = AttentionMetadata(self.kv_cache_manager, sequences, num_contexts)
         positions = [range(cached, cached + length) for _, cached, length in sequences]
@@ -518,7 +506,7 @@ class PyExecutor:
             inputs_embeds=None,
         )
 
-    def prefill(self, request: LlmRequest) -> torch.Tensor:
+    def prefill(self, request):
         """One context step, from where the request stands to its end; publishes as the executor does."""
         begin = request.context_current_position
         logits = self.forward([(request.py_request_id, begin, len(request.tokens) - begin)], request.tokens[begin:], 1)
@@ -528,9 +516,9 @@ class PyExecutor:
 
 
 def executor_of(
-    path: Path, worker: Any, scheduler: Any = None, *, fused: bool = True, style: str = "1.2", blocks: int = 96,
-    source: Any = None, kv_dtype: torch.dtype = torch.float32,
-) -> PyExecutor:  # fmt: skip
+    path, worker, scheduler = None, *, fused = True, style = "1.2", blocks = 96,
+    source = None, kv_dtype = torch.float32,
+):  # fmt: skip
     """An executor over the tiny model of a folder, or over one rank's part of it (`source`). Unwritten KV is NaN."""
     if source is None:
         source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

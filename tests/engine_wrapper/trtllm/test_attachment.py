@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,16 +22,9 @@ from tests.engine_wrapper.trtllm.stand_ins import (
     KVCacheManagerV2,
     LlmArgs,
     LlmRequest,
-    PyExecutor,
     executor_of,
 )
 from tests.semblend_trt.rank_threads import on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from semblend_trt.ranks import Ranks
 
 
 class Site:
@@ -39,11 +32,11 @@ class Site:
 
     def __init__(
         self,
-        path: Path,
-        change: Callable[[PyExecutor, LlmArgs], None] | None = None,
-        contract: str = "1.2",
-        **options: Any,
-    ) -> None:
+        path,
+        change=None,
+        contract="1.2",
+        **options,
+    ):
         self.args = LlmArgs(path, contract=contract)
         self.worker = SemBlendKvConnectorWorker(self.args)
         self.executor = executor_of(path, self.worker, **options)
@@ -52,11 +45,11 @@ class Site:
         self.runtime = runtime_for(self.args)
         self.before = self.attributes()
 
-    def attach(self) -> Any:
+    def attach(self):
         self.executor._maybe_init_kv_connector_manager()
         return self.worker.attachment
 
-    def attributes(self) -> list[dict[str, Any]]:
+    def attributes(self):
         engine = self.executor.model_engine
         owners: list[Any] = [self.executor, self.executor.kv_cache_manager, engine, engine.model]
         decoder = getattr(engine.model, "model", None)
@@ -74,7 +67,7 @@ WATCHED = ("load_weights", "reset_reuse_state")
 
 
 @pytest.fixture
-def site(tiny_qwen2_path: Path) -> Iterator[Site]:
+def site(tiny_qwen2_path):
     site = Site(tiny_qwen2_path)
     yield site
     site.worker.close()
@@ -83,9 +76,7 @@ def site(tiny_qwen2_path: Path) -> Iterator[Site]:
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize("style", ["1.2", "main"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-def test_both_known_layouts_are_attached_to_and_left_as_they_were(
-    tiny_model_paths: dict[str, Path], family: str, style: str
-) -> None:
+def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_model_paths, family, style):
     site = Site(tiny_model_paths[family], contract=style, style=style)
     attachment = site.attach()
     assert (attachment.guard_refusal, attachment.execution_refusal) == (None, None)
@@ -99,19 +90,19 @@ def test_both_known_layouts_are_attached_to_and_left_as_they_were(
     assert not site.runtime.publication_guard
 
 
-def attention(executor: PyExecutor) -> Any:
+def attention(executor):
     return executor.model_engine.model.model.layers[1].self_attn
 
 
-def set_on(pick: Callable[[PyExecutor, LlmArgs], Any], **values: Any) -> Callable[[PyExecutor, LlmArgs], None]:
+def set_on(pick, **values):
     return lambda executor, args: vars(pick(executor, args)).update(values)
 
 
-def args_of(_executor: PyExecutor, args: LlmArgs) -> LlmArgs:
+def args_of(_executor, args):
     return args
 
 
-def forget(name: str) -> Callable[[PyExecutor, LlmArgs], None]:
+def forget(name):
     return lambda _executor, args: delattr(args, name)
 
 
@@ -154,7 +145,7 @@ NO_EXECUTION = {
 
 @pytest.mark.known_defect(13)
 @pytest.mark.parametrize("case", NO_EXECUTION)
-def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path: Path, case: str) -> None:
+def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path, case):
     change, reason = NO_EXECUTION[case]
     site = Site(tiny_qwen2_path, change)
     attachment = site.attach()
@@ -172,13 +163,13 @@ def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny
 class Stubborn(KVCacheManager):
     """Lets itself be patched at some places only."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         if name == "store_blocks_for_reuse":
             raise AttributeError(name)
         super().__setattr__(name, value)
 
 
-def make_stubborn(executor: PyExecutor, _args: LlmArgs) -> None:
+def make_stubborn(executor, _args):
     executor.kv_cache_manager.__class__ = type("KVCacheManager", (Stubborn,), {})
 
 
@@ -191,7 +182,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path: Path, case: str) -> None:
+def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, case):
     change, reason = NOTHING[case]
     site = Site(tiny_qwen2_path, change)
     attachment = site.attach()
@@ -209,15 +200,13 @@ OF_ONE_RANK = {
 
 
 @pytest.mark.parametrize("case", OF_ONE_RANK)
-def test_what_one_rank_cannot_attach_no_rank_attaches(
-    tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypatch, case):
     # Each stand-in holds the whole model, and is no part of a larger one.
     monkeypatch.setattr("semblend_trt.connector.worker.join_ranks", lambda *_: None)
     change, refusals = OF_ONE_RANK[case]
     sites = [Site(tiny_qwen2_path), Site(tiny_qwen2_path, change)]
 
-    def attach(ranks: Ranks) -> tuple[str | None, str | None]:
+    def attach(ranks):
         site = sites[ranks.rank]
         site.runtime.ranks = ranks
         attachment = site.attach()
@@ -229,7 +218,7 @@ def test_what_one_rank_cannot_attach_no_rank_attaches(
         assert site.attributes() == site.before
 
 
-def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:
+def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site):
     stock, manager = site.executor.kv_cache_manager, KVCacheManagerV2()
     manager.get_unique_primary_pool = stock.get_unique_primary_pool  # type: ignore[attr-defined]
     site.executor.kv_cache_manager = manager
@@ -240,19 +229,19 @@ def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site: Site) -> None:
 class Unreadable:
     """A caller that cannot be looked at, and what it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kv_connector_manager = self
 
     @property
-    def worker(self) -> Any:
+    def worker(self):
         raise RuntimeError("not now")
 
-    def register(self, site: Site) -> None:
+    def register(self, site):
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
 
 
 @pytest.mark.parametrize("caller", [None, Unreadable()], ids=["none", "unreadable"])
-def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site, caller: Unreadable | None) -> None:
+def test_without_an_executor_among_the_callers_nothing_is_attached(site, caller):
     if caller is None:
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
     else:
@@ -262,7 +251,7 @@ def test_without_an_executor_among_the_callers_nothing_is_attached(site: Site, c
     assert site.attributes() == site.before
 
 
-def test_a_refused_pool_attaches_nothing(site: Site) -> None:
+def test_a_refused_pool_attaches_nothing(site):
     manager = site.executor.kv_cache_manager
     manager.pool = manager.pool[:, :, :1].clone()
     assert site.attach().guard_refusal == "pool_layout"
@@ -270,7 +259,7 @@ def test_a_refused_pool_attaches_nothing(site: Site) -> None:
 
 
 @pytest.fixture
-def pending(site: Site, make_plan: Any) -> Site:
+def pending(site, make_plan):
     """A plan waits for its forward."""
     site.attach()
     site.runtime.mode = EngineMode.WRAPPER
@@ -279,7 +268,7 @@ def pending(site: Site, make_plan: Any) -> Site:
     return site
 
 
-def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(pending: Site) -> None:
+def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(pending):
     """`PyExecutor._forward_step` (1.1) frees what it prepared in vain, and tells no connector."""
     request, manager = LlmRequest(1, list(range(40))), pending.executor.kv_cache_manager
     manager.add_sequence(request)
@@ -288,7 +277,7 @@ def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(pendin
     assert pending.runtime.refusal is None
 
 
-def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending: Site) -> None:
+def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending):
     with pytest.raises(SemBlendError, match="without asking for its plans"):
         pending.worker.wait_for_save(None)
     assert pending.runtime.refusal == "plan_not_executed"
@@ -308,9 +297,7 @@ def test_a_forward_past_a_plan_is_an_error_and_ends_reuse(pending: Site) -> None
         ("default", True, {"tensor_parallel_size": 2}, "model_layout"),
     ],
 )
-def test_what_only_a_model_or_its_configuration_shows(
-    tiny_llama_path: Path, rope: str, fused: bool, settings: dict[str, int], reason: str | None
-) -> None:
+def test_what_only_a_model_or_its_configuration_shows(tiny_llama_path, rope, fused, settings, reason):
     executor, facts = executor_of(tiny_llama_path, None, fused=fused), model_facts(tiny_llama_path)
     parts = ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
     facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})

@@ -1,10 +1,7 @@
 """The scales of TensorRT-LLM's fp8 cache are read from its attention, or the cache is refused by name."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,11 +12,8 @@ from engine_wrapper.trtllm.attachment import scales_of
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.trtllm.stand_ins import LlmArgs, executor_of
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def decoder(*scales: float) -> Any:
+def decoder(*scales):
     layers = [
         SimpleNamespace(attn=SimpleNamespace(kv_scale_quant_orig=scale, kv_scale_orig_quant=1 / scale))
         for scale in map(torch.tensor, scales)
@@ -27,19 +21,19 @@ def decoder(*scales: float) -> Any:
     return SimpleNamespace(layers=[SimpleNamespace(self_attn=each) for each in layers])
 
 
-def with_scales(**changes: Any) -> Any:
+def with_scales(**changes):
     found = decoder(1.0, 0.5)
     vars(found.layers[1].self_attn.attn).update(changes)
     return found
 
 
-def without_attention() -> Any:
+def without_attention():
     found = decoder(1.0, 0.5)
     found.layers[1] = SimpleNamespace()
     return found
 
 
-def test_each_layer_has_its_own() -> None:
+def test_each_layer_has_its_own():
     assert scales_of(decoder(1.0, 0.5, 0.25)) == (1.0, 0.5, 0.25)
 
 
@@ -56,15 +50,13 @@ def test_each_layer_has_its_own() -> None:
         (with_scales(kv_scale_orig_quant=torch.tensor(1.0)), "times 1.0 and reads it times 0.5"),
     ],
 )
-def test_a_scale_that_is_none_is_refused_with_its_value(found: Any, told: str) -> None:
+def test_a_scale_that_is_none_is_refused_with_its_value(found, told):
     with pytest.raises(LayoutError, match=told) as refusal:
         scales_of(found)
     assert refusal.value.reason == "kv_scales"
 
 
-def test_an_fp8_cache_without_scales_is_refused_by_name(
-    tiny_qwen2_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_fp8_cache_without_scales_is_refused_by_name(tiny_qwen2_path, caplog):
     args = LlmArgs(tiny_qwen2_path)
     executor = executor_of(tiny_qwen2_path, SemBlendKvConnectorWorker(args), kv_dtype=torch.float8_e4m3fn)
     del executor.model_engine.model.model.layers[1].self_attn.attn.kv_scale_orig_quant

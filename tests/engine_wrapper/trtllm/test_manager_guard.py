@@ -1,9 +1,6 @@
 """Nothing of a flagged request enters a reuse tree, and unflagged requests are published as ever."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,34 +15,34 @@ FLAGGED, EXACT = 1, 2
 
 
 @pytest.fixture
-def plans(make_plan: Any) -> ActivePlans:
+def plans(make_plan):
     plans = ActivePlans()
     plans.put(make_plan(tuple(range(40)), [(12, 30)], num_layers=2, block_size=BLOCK, request_id=FLAGGED, shift=3))
     return plans
 
 
-def requests() -> tuple[LlmRequest, LlmRequest]:
+def requests():
     return LlmRequest(FLAGGED, list(range(40))), LlmRequest(EXACT, list(range(100, 140)))
 
 
-def v1() -> KVCacheManager:
+def v1():
     return KVCacheManager(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
 
 
-def guarded(manager: Any, plans: ActivePlans) -> Any:
+def guarded(manager, plans):
     guard_for(manager, plans).install()
     return manager
 
 
-def batch(*context: LlmRequest, generation: tuple[LlmRequest, ...] = ()) -> Any:
+def batch(*context, generation=()):
     return SimpleNamespace(context_requests=list(context), generation_requests=list(generation))
 
 
-def starts(tree: set[tuple[int, ...]]) -> set[int]:
+def starts(tree):
     return {prefix[0] for prefix in tree}
 
 
-def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans: ActivePlans) -> None:
+def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans):
     manager = guarded(v1(), plans)
     flagged, exact = requests()
     for request in (flagged, exact):
@@ -65,7 +62,7 @@ def test_v1_stores_nothing_of_a_flagged_request_at_any_of_its_three_places(plans
     assert sorted(manager.impl.free) == list(range(32))
 
 
-def test_without_the_guard_the_stand_in_publishes_all_of_it(plans: ActivePlans) -> None:
+def test_without_the_guard_the_stand_in_publishes_all_of_it(plans):
     manager = v1()
     flagged, _ = requests()
     manager.add_sequence(flagged)
@@ -73,7 +70,7 @@ def test_without_the_guard_the_stand_in_publishes_all_of_it(plans: ActivePlans) 
     assert starts(manager.impl.tree) == {0}
 
 
-def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans: ActivePlans) -> None:
+def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans):
     manager = guarded(v1(), plans)
     for expected in (set(), {0}):
         request, _ = requests()
@@ -84,7 +81,7 @@ def test_a_flag_ends_with_the_blocks_so_that_the_id_may_be_used_again(plans: Act
         assert starts(manager.impl.tree) == expected
 
 
-def test_v2_commits_nothing_more_of_a_flagged_request(plans: ActivePlans) -> None:
+def test_v2_commits_nothing_more_of_a_flagged_request(plans):
     manager = guarded(KVCacheManagerV2(), plans)
     flagged, exact = requests()
     cache, other = manager.add(flagged), manager.add(exact)
@@ -101,7 +98,7 @@ def test_v2_commits_nothing_more_of_a_flagged_request(plans: ActivePlans) -> Non
     assert not plans.withholds(FLAGGED)
 
 
-def test_v2_ignores_a_flagged_request_without_a_cache(plans: ActivePlans) -> None:
+def test_v2_ignores_a_flagged_request_without_a_cache(plans):
     manager = guarded(KVCacheManagerV2(), plans)
     flagged, _ = requests()
     manager.try_commit_blocks(flagged)
@@ -109,7 +106,7 @@ def test_v2_ignores_a_flagged_request_without_a_cache(plans: ActivePlans) -> Non
 
 
 @pytest.mark.parametrize("build", [v1, KVCacheManagerV2])
-def test_removal_leaves_the_manager_as_it_was_found(build: Any, plans: ActivePlans) -> None:
+def test_removal_leaves_the_manager_as_it_was_found(build, plans):
     manager = build()
     before = dict(vars(manager))
     assert guard_refusal(manager) is None
@@ -125,17 +122,17 @@ def test_removal_leaves_the_manager_as_it_was_found(build: Any, plans: ActivePla
 class OfMain(KVCacheManager):
     """As `resource_manager.py` on main, where dummies may have their blocks before they are scheduled."""
 
-    def __init__(self, pool: torch.Tensor, geometry: KvGeometry) -> None:
+    def __init__(self, pool, geometry):
         super().__init__(pool, geometry)
         self._preprepared_dummy_request_ids = {FLAGGED, EXACT}
 
-    def free_resources(self, request: LlmRequest, pin_on_release: bool = False) -> None:
+    def free_resources(self, request, pin_on_release=False):
         result = self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
         self._preprepared_dummy_request_ids.discard(request.py_request_id)
         return result
 
 
-def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_meanwhile_only(plans: ActivePlans) -> None:
+def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_meanwhile_only(plans):
     manager = type("KVCacheManager", (OfMain,), {})(torch.zeros(32, 2, 2, GEOMETRY.row_elements), GEOMETRY)
     assert guard_refusal(manager) is None
     guard_for(manager, plans).install()
@@ -147,7 +144,7 @@ def test_all_that_a_release_of_main_does_is_done_and_the_request_is_a_dummy_mean
     assert manager._preprepared_dummy_request_ids == set()
 
 
-def test_a_release_that_fails_leaves_no_dummy_behind(plans: ActivePlans) -> None:
+def test_a_release_that_fails_leaves_no_dummy_behind(plans):
     manager = guarded(v1(), plans)
     flagged, _ = requests()
     with pytest.raises(KeyError):
@@ -155,34 +152,34 @@ def test_a_release_that_fails_leaves_no_dummy_behind(plans: ActivePlans) -> None
     assert not flagged.is_dummy_request
 
 
-def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch):
     monkeypatch.setattr(LlmRequest, "is_dummy_request", property(lambda _: False))
     assert guard_refusal(v1()) == "publication_unknown"
     monkeypatch.delattr(LlmRequest, "is_dummy_request")
     assert guard_refusal(v1()) == "publication_unknown"
 
 
-def test_a_method_that_another_package_has_replaced_is_not_taken_for_the_class_s() -> None:
+def test_a_method_that_another_package_has_replaced_is_not_taken_for_the_class_s():
     manager = v1()
     manager.update_resources = print  # type: ignore[assignment]
     assert guard_refusal(manager) == "publication_unknown"
 
 
 class Stores(KVCacheManager):
-    def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
+    def free_resources(self, request, pin_on_release=False):
         self.impl.announce(request)
         return self.impl.remove_sequence(request.py_request_id, request, pin_on_release)
 
 
 class Silent(KVCacheManager):
-    def update_resources(self, scheduled_batch: Any, attn_metadata: Any = None, size: Any = None) -> None:
+    def update_resources(self, scheduled_batch, attn_metadata=None, size=None):
         self.impl.publish(scheduled_batch)
 
 
 class CommitsAtRelease(KVCacheManagerV2):
     """As `kv_cache_manager_v2.py` did in early 1.3 release candidates."""
 
-    def free_resources(self, request: Any, pin_on_release: bool = False) -> None:
+    def free_resources(self, request, pin_on_release=False):
         kv_cache = self.kv_cache_map.pop(request.py_request_id)
         kv_cache.commit(request.get_tokens(0))
         kv_cache.close()
@@ -201,7 +198,7 @@ class MambaHybridCacheManager(KVCacheManager):
         (MambaHybridCacheManager, None, "cache_manager_unknown"),
     ],
 )
-def test_a_manager_that_publishes_in_another_way_is_refused(kind: Any, base: Any, reason: str) -> None:
+def test_a_manager_that_publishes_in_another_way_is_refused(kind, base, reason):
     # Under the known name, only what its methods do can tell it from the known ones.
     named = kind if base is None else type(base.__name__, (kind,), {})
     manager = named() if base is KVCacheManagerV2 else named(torch.zeros(4, 2, 2, GEOMETRY.row_elements), GEOMETRY)
@@ -210,7 +207,7 @@ def test_a_manager_that_publishes_in_another_way_is_refused(kind: Any, base: Any
     assert vars(manager) == before
 
 
-def test_windows_that_differ_by_layer_and_conversations_are_refused() -> None:
+def test_windows_that_differ_by_layer_and_conversations_are_refused():
     first, second = v1(), KVCacheManagerV2()
     first.is_vswa = True
     second.conversation_manager = object()

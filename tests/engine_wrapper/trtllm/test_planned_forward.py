@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +21,6 @@ from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.runtime import Runtime
 from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, PyExecutor, executor_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.plan import SemanticKvPlan
 
 LAYERS = 3
 SIZES = {"num_layers": LAYERS, "block_size": BLOCK}
@@ -45,7 +40,7 @@ TERMS = {
 class Bench:
     """A stand-in executor with plans attached, and ours over the same weights and a pool of the same content."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path, **options):
         self.path, facts = path, model_facts(path)
         self.executor: PyExecutor = executor_of(path, None, **options)
         manager = self.executor.kv_cache_manager
@@ -54,16 +49,16 @@ class Bench:
         self.forward = PlannedForward(self.decoder, manager, self.runtime, manager.pool, facts, None)
         self.forward.install()
 
-    def request(self, request_id: int, length: int) -> LlmRequest:
+    def request(self, request_id, length):
         generator = torch.Generator().manual_seed(request_id)
         request = LlmRequest(request_id, torch.randint(0, 256, (length,), generator=generator).tolist())
         self.executor.kv_cache_manager.add_sequence(request)
         return request
 
-    def slice(self, request: LlmRequest, begin: int = 0, plan: SemanticKvPlan | None = None) -> SequenceSlice:
+    def slice(self, request, begin=0, plan=None):
         return SequenceSlice(request.request_id, begin, tuple(request.tokens[begin:]), tuple(request.blocks), plan)
 
-    def run(self, *slices: SequenceSlice, contexts: int | None = None) -> torch.Tensor:
+    def run(self, *slices, contexts=None):
         """The engine's logits of each slice's last token; plans are pending meanwhile."""
         for each in slices:
             if each.plan is not None:
@@ -72,11 +67,11 @@ class Bench:
         tokens = [token for each in slices for token in each.token_ids]
         return self.executor.forward(sequences, tokens, len(slices) if contexts is None else contexts)
 
-    def prove(self) -> None:
+    def prove(self):
         self.executor.prefill(self.request(99, 80))
         assert self.runtime.mode is EngineMode.WRAPPER
 
-    def scatter(self, request: LlmRequest, spans: list[tuple[int, int]]) -> None:
+    def scatter(self, request, spans):
         """Random KV in the places of the spans, as a donor of another context would leave it."""
         view = pool_view(self.executor.kv_cache_manager.pool, self.executor.kv_cache_manager.geometry)
         generator = torch.Generator().manual_seed(7)
@@ -85,7 +80,7 @@ class Bench:
                 cell = view[request.blocks[position // BLOCK], :, :, :, position % BLOCK]
                 cell.copy_(torch.randn(cell.shape, generator=generator))
 
-    def ours(self, *slices: SequenceSlice) -> torch.Tensor:
+    def ours(self, *slices):
         """Logits of each slice's last token by our own forward, over a copy of the pool."""
         manager = self.executor.kv_cache_manager
         model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
@@ -108,12 +103,12 @@ QWEN2 = ("qwen2", True, "1.2")
     ],
     ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2", "smollm3-main", "gemma3-main", "gemma3-1.2"],
 )
-def bench(request: pytest.FixtureRequest, tiny_model_paths: dict[str, Path]) -> Bench:
+def bench(request, tiny_model_paths):
     family, fused, style = request.param
     return Bench(tiny_model_paths[family], fused=fused, style=style)
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual, expected):
     assert actual.shape == expected.shape
     difference = (actual - expected).abs().max().item()
     assert difference < 1e-3, f"largest difference {difference}"
@@ -130,9 +125,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         ([(1, 0, MIN_TOKENS)], 0, False),
     ],
 )
-def test_only_a_long_prompt_from_position_0_proves_that_plans_can_run(
-    bench: Bench, sequences: list[tuple[int, int, int]], contexts: int, proves: bool
-) -> None:
+def test_only_a_long_prompt_from_position_0_proves_that_plans_can_run(bench, sequences, contexts, proves):
     for request_id in (1, 2):
         bench.request(request_id, 80)
     bench.executor.forward(sequences, list(range(sum(length for _, _, length in sequences))), contexts)
@@ -142,10 +135,10 @@ def test_only_a_long_prompt_from_position_0_proves_that_plans_can_run(
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
 @pytest.mark.parametrize("what", ["hidden rows", "KV of layer 1", "counts positions in another way"])
-def test_what_differs_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, what: str) -> None:
+def test_what_differs_is_named(bench, caplog, what):
     own, request = bench.forward._stock, bench.request(1, 72)
 
-    def otherwise(**options: Any) -> torch.Tensor:
+    def otherwise(**options):
         hidden: torch.Tensor = own(**options)
         if what == "hidden rows":
             return hidden * 1.5
@@ -165,9 +158,7 @@ def test_what_differs_is_named(bench: Bench, caplog: pytest.LogCaptureFixture, w
 @pytest.mark.known_defect(12)
 @pytest.mark.parametrize("max_rows", [None, 49, 16])
 @pytest.mark.parametrize("terms", TERMS)
-def test_a_plan_in_a_mixed_batch_equals_our_own_forward(
-    bench: Bench, make_plan: Any, monkeypatch: pytest.MonkeyPatch, terms: str, max_rows: int | None
-) -> None:
+def test_a_plan_in_a_mixed_batch_equals_our_own_forward(bench, make_plan, monkeypatch, terms, max_rows):
     bench.prove()
     rows, own = [], planned_forward.PlannedRows
     monkeypatch.setattr(
@@ -190,7 +181,7 @@ def test_a_plan_in_a_mixed_batch_equals_our_own_forward(
 
 
 @pytest.mark.known_defect(11)
-def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> None:
+def test_two_plans_of_one_batch_do_not_meet(bench, make_plan):
     bench.prove()
     slices = []
     for length, spans, terms in ((70, SPANS, {"check": SpanCheck(0, 0.0)}), (64, [(5, 50)], {"boundary": 1})):
@@ -203,7 +194,7 @@ def test_two_plans_of_one_batch_do_not_meet(bench: Bench, make_plan: Any) -> Non
 
 
 @pytest.mark.known_defect(11)
-def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Bench, make_plan: Any) -> None:
+def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench, make_plan):
     bench.prove()
     donor, request = bench.request(1, 70), bench.request(2, 70)
     request.tokens = list(donor.tokens)
@@ -218,7 +209,7 @@ def test_an_exact_prefix_in_front_of_the_plan_is_read_and_not_written(bench: Ben
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
-def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, make_plan: Any) -> None:
+def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench, make_plan):
     bench.prove()
     request = bench.request(1, 70)
     with pytest.raises(ValueError, match="the slice begins at 50"):
@@ -228,7 +219,7 @@ def test_a_plan_that_does_not_fit_fails_its_batch_and_ends_reuse(bench: Bench, m
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
-def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_plan: Any) -> None:
+def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench, make_plan):
     bench.prove()
     request = bench.request(1, 70)
     bench.runtime.active_plans.put(make_plan(request.tokens, SPANS, **SIZES))
@@ -237,7 +228,7 @@ def test_embeddings_in_the_place_of_tokens_cannot_be_planned(bench: Bench, make_
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
-def test_a_decoder_without_the_layer_of_the_check_is_named(bench: Bench, make_plan: Any) -> None:
+def test_a_decoder_without_the_layer_of_the_check_is_named(bench, make_plan):
     bench.prove()
     decoder, request = bench.decoder, bench.request(1, 70)
     decoder.layers = decoder.layers[:1]
@@ -248,32 +239,32 @@ def test_a_decoder_without_the_layer_of_the_check_is_named(bench: Bench, make_pl
 
 
 class _Metadata:
-    def __init__(self, request_ids: list[int], cached: list[int], lengths: list[int]) -> None:
+    def __init__(self, request_ids, cached, lengths):
         self.request_ids, self.num_contexts, self.seq_lens = request_ids, 1, torch.tensor(lengths)
 
 
-def _wrong_rotation(bench: Bench) -> None:
+def _wrong_rotation(bench):
     for layer in bench.decoder.layers:
         layer.self_attn.rope_fusion = not layer.self_attn.rope_fusion
 
 
-def _sees_all(bench: Bench) -> None:
+def _sees_all(bench):
     layer = bench.decoder.layers[1]
     layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(0, keepdim=True))
 
 
-def _asked_for(wish: str) -> Any:
-    def spoil(bench: Bench) -> None:
+def _asked_for(wish):
+    def spoil(bench):
         bench.decoder.layers[2].self_attn.asks[wish] = 128
 
     return spoil
 
 
-def _cannot_be_left(bench: Bench) -> None:
+def _cannot_be_left(bench):
     layer = bench.decoder.layers[0]
     own = layer.forward
 
-    def forward(**options: Any) -> Any:
+    def forward(**options):
         try:
             return own(**options)
         except Exception:
@@ -295,7 +286,7 @@ def _cannot_be_left(bench: Bench) -> None:
     ],
     ids=["rotation", "rows mix", "window", "mrope", "mrope deltas", "bias", "cannot be left"],
 )
-def test_a_decoder_that_computes_otherwise_is_given_back_as_it_was(bench: Bench, spoil: Any) -> None:
+def test_a_decoder_that_computes_otherwise_is_given_back_as_it_was(bench, spoil):
     decoder = bench.decoder
     spoil(bench)
     logits = bench.executor.prefill(bench.request(1, 80))

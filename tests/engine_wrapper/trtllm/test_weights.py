@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,33 +16,28 @@ from tests.engine_wrapper.test_connector import Service
 from tests.engine_wrapper.trtllm.stand_ins import LlmRequest
 from tests.semblend_trt.rank_threads import on_ranks
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.ranks import Ranks
-
 DOCUMENT = text(1, 90)
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     monkeypatch.setenv("SEMBLEND_MIN_SPAN_TOKENS", "32")
 
 
-def load(service: Service, factor: float) -> None:
+def load(service, factor):
     """As `update_weights` of TensorRT-LLM's worker extension: loads, then empties the reuse tree."""
     model = service.executor.model_engine.model
     model.load_weights({name: each.detach() * factor for name, each in model.named_parameters()})
     service.manager.reset_reuse_state()
 
 
-def reused(service: Service, request_id: int) -> int:
+def reused(service, request_id):
     report = service.report(request_id)
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
 
 
-def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path: Path) -> None:
+def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path):
     drawn, service, found = random.Random(2), Service(tiny_qwen2_path), 0
     loads = 0
     for request_id in range(1, 201):
@@ -62,11 +57,11 @@ def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ranks_that_load", [(0, 1), (1,)])
-def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path: Path, ranks_that_load: tuple[int, ...]) -> None:
+def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path, ranks_that_load):
     sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
     prompts = [[*DOCUMENT, *text(each, 5)] for each in range(5)]
 
-    def serve(ranks: Ranks) -> list[tuple[int, bool]]:
+    def serve(ranks):
         keep_shard(sources[ranks.rank], ranks)
         service, found = Service(tiny_qwen2_path, ranks, sources[ranks.rank]), []
         for request_id, prompt in enumerate(prompts, 1):
@@ -88,7 +83,7 @@ def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path: Path, ranks_that_
     assert tokens[4] == 90
 
 
-def test_new_scales_of_an_fp8_cache_end_reuse(tiny_qwen2_path: Path) -> None:
+def test_new_scales_of_an_fp8_cache_end_reuse(tiny_qwen2_path):
     service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
     service.serve(LlmRequest(1, [*DOCUMENT, *text(1, 5)]))
     load(service, 1.1)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +24,6 @@ from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER, settle
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
@@ -45,7 +42,7 @@ needs_torchvision = pytest.mark.skipif(
 )
 
 
-def random_tokens(seed: int) -> Callable[[int], list[int]]:
+def random_tokens(seed):
     """Draws so many tokens."""
     generator = random.Random(seed)
     return lambda count: [generator.randrange(10, 2000) for _ in range(count)]
@@ -73,30 +70,28 @@ Cold = Callable[[Sequence[int]], Answered]
 class Served:
     """One engine in this process."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm):
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self):
         """Our scheduler half for every engine; None without a connector."""
         connector = self.core.scheduler.connector
         return None if connector is None else connector._scheduler._scheduler
 
     @property
-    def worker(self) -> Any:
+    def worker(self):
         """Our worker half inside vLLM."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()._worker
 
     @property
-    def runtime(self) -> Any:
+    def runtime(self):
         return self.scheduler._runtime
 
-    def ask(
-        self, *prompts: Sequence[int], max_tokens: int = 8, salts: Sequence[str | None] = (), **options: Any
-    ) -> Any:
+    def ask(self, *prompts, max_tokens=8, salts=(), **options):
         """Answers of prompts that are asked together, greedily."""
         from vllm import SamplingParams
 
@@ -116,20 +111,20 @@ class Served:
         return found[0] if len(found) == 1 else found
 
     @property
-    def last(self) -> int:
+    def last(self):
         """Our number of the request that was asked last."""
         return next(copy(self.core.scheduler.connector._scheduler._next_number)) - 1
 
     @property
-    def offered(self) -> int:
+    def offered(self):
         """Tokens that the plan of the last request offered; those that were computed after all are among them."""
         return self.offered_of(1)[0]
 
-    def offered_of(self, count: int) -> list[int]:
+    def offered_of(self, count):
         """Tokens that the plans of the last requests offered, the oldest first."""
         return [self.scheduler.outcomes.of(self.last - back).offered_tokens for back in reversed(range(count))]
 
-    def forget(self) -> None:
+    def forget(self):
         """vLLM's own prefix cache is empty from now on; donors stay."""
         for _ in range(20):
             if self.llm.reset_prefix_cache():
@@ -137,23 +132,23 @@ class Served:
             self.ask([1, 2, 3], max_tokens=4)  # a step that was on its way lets go of its blocks
         raise AssertionError("blocks are held")
 
-    def settle(self) -> None:
+    def settle(self):
         """Waits until all that has ended is saved, and its blocks are free."""
         settle(self.core, lambda: self.ask([1, 2, 3], max_tokens=1))
         self.ask([1, 2, 3], max_tokens=4)  # blocks that a step on its way might write come back behind it
 
-    def close(self) -> None:
+    def close(self):
         with _collected_once():
             self.llm.llm_engine.engine_core.shutdown()
 
 
-def near(ours: list[float], theirs: list[float], rounding: float = 0.0) -> bool:
+def near(ours, theirs, rounding=0.0):
     """Whether log-probabilities are the same but for rounding, at least so much."""
     # A card multiplies float32 matrices in parts of another order for every number of rows.
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < max(rounding, 1e-2 if is_available() else 1e-3)
 
 
-def taught(served: Served, *donors: list[int]) -> Served:
+def taught(served, *donors):
     """The engine with `DONOR`, or these donors, and none of their blocks in vLLM's own prefix cache."""
     for donor in donors or (DONOR,):
         served.ask(donor, max_tokens=1)
@@ -163,22 +158,22 @@ def taught(served: Served, *donors: list[int]) -> Served:
     return served
 
 
-def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool = False) -> list[int]:
+def fail_planned(monkeypatch, served, *, once=False):
     """Has the fifth layer fail for our rows, not for vLLM's own; the list grows with every failure."""
     from engine_wrapper.vllm.attention import VllmRows
 
     layer, inside, failures = served.worker._forward._runner.model.model.layers[5], list[VllmRows](), list[int]()
     run, enter, leave = layer.forward, VllmRows.__enter__, VllmRows.__exit__
 
-    def entered(rows: VllmRows) -> VllmRows:
+    def entered(rows):
         inside.append(rows)
         return enter(rows)
 
-    def left(rows: VllmRows, *raised: object) -> None:
+    def left(rows, *raised):
         inside.remove(rows)
         leave(rows, *raised)
 
-    def fails(*arguments: Any, **options: Any) -> Any:
+    def fails(*arguments, **options):
         if inside and not (once and failures):
             failures.append(5)
             raise RuntimeError("the fifth layer fails")
@@ -190,7 +185,7 @@ def fail_planned(monkeypatch: pytest.MonkeyPatch, served: Served, *, once: bool 
     return failures
 
 
-def serving(model: Path | None = None, **options: Any) -> Served:
+def serving(model=None, **options):
     """An engine over a model, the shipped one at first."""
     from vllm import LLM
 
@@ -218,7 +213,7 @@ def serving(model: Path | None = None, **options: Any) -> Served:
 
 
 @contextmanager
-def _collected_once() -> Iterator[None]:
+def _collected_once():
     """Without vLLM's own collections on a CPU: there are six for an engine, of a second each behind many engines."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_available():
@@ -226,7 +221,7 @@ def _collected_once() -> Iterator[None]:
         yield
 
 
-def cold_answers(*prompts: Sequence[int], model: Path | None = None, **options: Any) -> Cold:
+def cold_answers(*prompts, model=None, **options):
     """vLLM's own answers to prompts, of 16 tokens, without a connector."""
     served = serving(model, enable_prefix_caching=False, **options)
     try:
@@ -236,7 +231,7 @@ def cold_answers(*prompts: Sequence[int], model: Path | None = None, **options: 
     return lambda prompt: found[tuple(prompt)]
 
 
-def while_another_decodes(served: Served) -> dict[str, list[int]]:
+def while_another_decodes(served):
     """The tokens of NEW, "new", and of MOVED, "moved", which comes three steps later."""
     from vllm import SamplingParams
 
@@ -251,7 +246,7 @@ def while_another_decodes(served: Served) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _bfloat16_sinks() -> Iterator[None]:
+def _bfloat16_sinks():
     """vLLM 0.28's attention on a CPU reads sinks as bfloat16, whatever the model's type is, and float32 ones fail."""
     if is_available() or not find_spec("vllm"):
         yield
@@ -260,7 +255,7 @@ def _bfloat16_sinks() -> Iterator[None]:
 
     stock = _custom_ops.cpu_attention_with_kv_cache
 
-    def attend(*, s_aux: Any = None, **options: Any) -> None:
+    def attend(*, s_aux=None, **options):
         if s_aux is not None:
             s_aux.data.copy_(s_aux.bfloat16())  # so that our attention reads the same
         stock(s_aux=None if s_aux is None else s_aux.bfloat16(), **options)
@@ -271,13 +266,13 @@ def _bfloat16_sinks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def blocks_for_windows() -> Iterator[None]:
+def blocks_for_windows():
     with on_card(WINDOWED):
         yield
 
 
 @pytest.fixture(scope="session")
-def cold() -> Cold:
+def cold():
     return cold_answers(DONOR, MOVED, NEW, LONG)
 
 
@@ -295,11 +290,11 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(tmp_path_factory):
     """Makes a random model of a family and a number of layers, once; `own` are fields of its configuration."""
     made: dict[str, Path] = {}
 
-    def model(family: str, layers: int = TINY_LAYERS, **own: Any) -> Path:
+    def model(family, layers=TINY_LAYERS, **own):
         key = repr((family, layers, own))
         if key not in made:
             # Heads as wide as vLLM's attention on a CPU needs them, and room for the prompts.
@@ -323,11 +318,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="session")
-def cold_of() -> Callable[..., Answered]:
+def cold_of():
     """Asks vLLM without a connector for its 16 tokens, once; to be called before an engine runs."""
     found: dict[str, Answered] = {}
 
-    def answer(model: Path, prompt: Sequence[int], **options: Any) -> Answered:
+    def answer(model, prompt, **options):
         key = repr((model, prompt, options, PLACE))
         if key not in found:
             found[key] = cold_answers(prompt, model=model, **options)(prompt)
@@ -337,7 +332,7 @@ def cold_of() -> Callable[..., Answered]:
 
 
 @pytest.fixture(scope="session")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profile(tmp_path_factory):
     """The shipped model's profile, in this vLLM among its engines."""
     from vllm.config import KVTransferConfig
 
@@ -353,13 +348,13 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(profile: Path) -> Iterator[Callable[..., Served]]:
+def engine(profile):
     """Makes an engine with our connector under a policy; `settings` are those of its extra config."""
     from vllm.config import KVTransferConfig
 
     opened: list[Served] = []
 
-    def make(policy: str | None, settings: dict[str, Any] | None = None, **options: Any) -> Served:
+    def make(policy, settings=None, **options):
         while opened:
             opened.pop().close()
         if policy is not None:
@@ -376,14 +371,14 @@ def engine(profile: Path) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def blocks(monkeypatch):
     """Those of the request whose rows we computed last, alone."""
     from engine_wrapper.vllm.planned_forward import PlannedForward
 
     last: list[int] = []
     stock = PlannedForward._blocks
 
-    def told(forward: Any) -> list[list[int]]:
+    def told(forward):
         found = stock(forward)
         last[:] = found[0]
         return found
@@ -393,7 +388,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def built(monkeypatch):
     """Of all metadata that we had built for latent rows, the sequences that count as decodes, and those that count as
     prompts."""
     from engine_wrapper.vllm.attention import VllmRows
@@ -401,7 +396,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     stock = VllmRows._metadata
 
-    def told(own: VllmRows, *asked: Any) -> Any:
+    def told(own, *asked):
         metadata = stock(own, *asked)
         found.append((metadata.num_decodes, metadata.num_prefills))
         return metadata
@@ -411,13 +406,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_runs(monkeypatch):
     """Checks find tokens to deviate that stand alone, and runs of them."""
     from engine_wrapper import deviation_check
 
     choose = deviation_check.choose
 
-    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
+    def chosen(check, deviations, *rest):
         places = np.arange(len(deviations))
         deviating = (places % 9 == 0) | (places // 20 % 3 == 1)
         return choose(SpanCheck(check.layer, 0.5), deviating.astype(np.float32), *rest)
@@ -426,7 +421,7 @@ def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_async(request, monkeypatch):
     """Whether engines schedule a step before the last one's tokens are known, as vLLM does on a card; on the CPU it
     turns that off."""
     if is_available():
@@ -436,7 +431,7 @@ def is_async(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     stock = CpuPlatform.check_and_update_config
 
-    def keep(config: Any) -> None:
+    def keep(config):
         stock(config)
         config.scheduler_config.async_scheduling = request.param
 

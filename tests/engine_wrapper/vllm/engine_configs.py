@@ -1,19 +1,16 @@
 """vLLM's own configuration of an engine on the shipped model, made once and copied."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 MODEL = Path(__file__).parents[3] / "validation/assets/model"
 
 
-def engine_config(changes: dict[str, Any] | None = None, **extra: Any) -> VllmConfig:
+def engine_config(changes=None, **extra):
     """A configuration of an engine of its own, with `extra` as the connector's extra configuration and `changes` by
     their paths."""
     config = copy.deepcopy(_made())
@@ -28,7 +25,7 @@ def engine_config(changes: dict[str, Any] | None = None, **extra: Any) -> VllmCo
     return config
 
 
-def transfer_config(**extra: Any) -> KVTransferConfig:
+def transfer_config(**extra):
     return KVTransferConfig(
         kv_connector="ExampleConnector",
         kv_role="kv_both",
@@ -37,7 +34,7 @@ def transfer_config(**extra: Any) -> KVTransferConfig:
     )
 
 
-def made_for(model: Path, **arguments: Any) -> VllmConfig:
+def made_for(model, **arguments):
     """What vLLM makes of a model's folder."""
     made = EngineArgs(
         model=str(model),
@@ -51,5 +48,5 @@ def made_for(model: Path, **arguments: Any) -> VllmConfig:
 
 
 @cache
-def _made() -> VllmConfig:
+def _made():
     return made_for(MODEL, dtype="float32")

@@ -7,10 +7,10 @@ before it apart, and joins the two by the logarithms of their sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +18,10 @@ from kernels.layout import indexable
 from kernels.rope import saturated
 from tests.kernels.builders import FP8
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import pytest
-
 _HERE = "vllm.v1.attention.backends.mla.prefill"
 
 
-def complete(patch: pytest.MonkeyPatch) -> None:
+def complete(patch):
     """Puts in what is missing."""
     if find_spec(f"{_HERE}.cpu_sdpa") is not None:
         return
@@ -42,7 +37,7 @@ def complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
-def take_prompts_as_in_0_25(patch: pytest.MonkeyPatch, workspace_rows: int) -> None:
+def take_prompts_as_in_0_25(patch, workspace_rows):
     """Has latent attention take prompts as vLLM 0.25.1 does on a card: those with tokens before them come first, and
     share a workspace of so many rows, a block for each at least.
 
@@ -54,7 +49,7 @@ def take_prompts_as_in_0_25(patch: pytest.MonkeyPatch, workspace_rows: int) -> N
     builders = mla_attention.MLACommonMetadataBuilder
     build, join = builders.build, mla_attention.merge_attn_states
 
-    def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any) -> Any:
+    def built(builder, common_prefix_len, common_attn_metadata, **options):
         metadata, common = build(builder, common_prefix_len, common_attn_metadata, **options), common_attn_metadata
         context = metadata.prefill and metadata.prefill.chunked_context
         if context is not None:
@@ -65,7 +60,7 @@ def take_prompts_as_in_0_25(patch: pytest.MonkeyPatch, workspace_rows: int) -> N
             context.prefill_tokens_with_context = int(starts[count] - starts[0])
         return metadata
 
-    def joined(*, output: torch.Tensor, suffix_output: torch.Tensor, **rest: Any) -> None:
+    def joined(*, output, suffix_output, **rest):
         join(output=output, suffix_output=suffix_output, **rest)
         metadata = next(iter(get_forward_context().attn_metadata.values()))
         with_context = metadata.prefill.chunked_context.prefill_tokens_with_context
@@ -77,13 +72,13 @@ def take_prompts_as_in_0_25(patch: pytest.MonkeyPatch, workspace_rows: int) -> N
     patch.setattr(mla_attention, "merge_attn_states", joined)
 
 
-def scale_by(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None:
+def scale_by(patch, scales):
     """Gives every layer its scale, as a checkpoint would that has them."""
     from vllm.model_executor.layers.attention import MLAAttention
 
     process = MLAAttention.process_weights_after_loading
 
-    def load(attention: Any, act_dtype: torch.dtype) -> None:
+    def load(attention, act_dtype):
         process(attention, act_dtype)
         attention._k_scale_float = scales[int(attention.layer_name.split(".")[2])]
         attention._k_scale.fill_(attention._k_scale_float)
@@ -91,7 +86,7 @@ def scale_by(patch: pytest.MonkeyPatch, scales: Mapping[int, float]) -> None:
     patch.setattr(MLAAttention, "process_weights_after_loading", load)
 
 
-def store_in_fp8(patch: pytest.MonkeyPatch) -> None:
+def store_in_fp8(patch):
     """Has vLLM's backend on a CPU store latent rows in e4m3, each layer by its scale, and read them so: single rows as
     its decodes, and what lies before a longer run, as TRITON_MLA does. A run's own rows it reads as they are computed.
 
@@ -105,20 +100,18 @@ def store_in_fp8(patch: pytest.MonkeyPatch) -> None:
         CPUMLAImpl._compute_prefill_context,
     )
 
-    def stored(
-        impl: Any, latent: torch.Tensor, turning: torch.Tensor, cache: Any, slots: Any, kind: str, scale: torch.Tensor
-    ) -> None:
+    def stored(impl, latent, turning, cache, slots, kind, scale):
         if cache.dtype == torch.uint8:
             latent, turning = (saturated(each.float() / scale, FP8).view(torch.uint8) for each in (latent, turning))
         update(impl, latent, turning, cache, slots, kind, scale)
 
-    def attend(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
+    def attend(impl, q, cache, metadata, layer):
         if cache.dtype == FP8:
             cache, table = _read(cache, metadata.decode.block_table, layer._k_scale, impl.kv_b_proj.params_dtype)
             metadata = replace(metadata, decode=replace(metadata.decode, block_table=table))
         return decode(impl, q, cache, metadata, layer)
 
-    def context(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, scale: torch.Tensor) -> Any:
+    def context(impl, q, cache, metadata, scale):
         if cache.dtype != FP8:
             return before(impl, q, cache, metadata, scale)
         cache, table = _read(cache, metadata.prefill.block_table, scale, q.dtype)
@@ -135,49 +128,47 @@ def store_in_fp8(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CPUMLAImpl, "_compute_prefill_context", context)
 
 
-def _read(
-    cache: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(cache, table, scale, dtype):
     """The blocks of a cache in e4m3 that a table names, in `dtype`, and the table of their places there."""
     blocks, places = table.unique(return_inverse=True)
     held = indexable(cache)[blocks.long()].view(FP8).float() * scale
     return held.to(dtype), places.int()
 
 
-def _keep_weights(stock: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+def _keep_weights(stock, layer, remove_weight):
     stock(layer, remove_weight=False)
 
 
-def _prefill_backend() -> type:
+def _prefill_backend():
     from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
     class TorchPrefill(MLAPrefillBackend):  # type: ignore[misc]
         """In the place of the one that a card has."""
 
         @staticmethod
-        def get_name() -> str:
+        def get_name():
             return "FLASH_ATTN"
 
-        def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **_: Any) -> Any:
+        def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, **_):
             starts = self._prefill_metadata.query_start_loc
             output, sums = _attend(q, k, v, starts, starts, self.scale, causal=True)
             return (output, sums) if return_softmax_lse else output
 
-        def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, **_: Any) -> Any:
+        def run_prefill_context_chunk(self, chunk, q, k, v, **_):
             return _attend(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, self.scale, causal=False)
 
     return TorchPrefill
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q,
+    k,
+    v,
+    queries,
+    keys,
+    scale,
+    causal,
+):
     """Rows [rows, heads, channels] of sequences that begin at `queries` and `keys`; the output, and the logarithm of
     the sum of each softmax, [heads, rows]."""
     outputs, sums = [], []
@@ -193,15 +184,15 @@ def _attend(
 
 def _gather(
     *,
-    src_cache: torch.Tensor,
-    dst: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    token_to_seq: torch.Tensor,
-    num_tokens: int,
-    seq_starts: torch.Tensor,
-    **_: Any,
-) -> None:
+    src_cache,
+    dst,
+    block_table,
+    cu_seq_lens,
+    token_to_seq,
+    num_tokens,
+    seq_starts,
+    **_,
+):
     sequences = token_to_seq[:num_tokens].long()
     positions = torch.arange(num_tokens) - cu_seq_lens[sequences] + seq_starts[sequences]
     size = src_cache.shape[1]
@@ -210,14 +201,14 @@ def _gather(
 
 def _join(
     *,
-    output: torch.Tensor,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-    output_lse: torch.Tensor | None = None,
-    **_: Any,
-) -> None:
+    output,
+    prefix_output,
+    prefix_lse,
+    suffix_output,
+    suffix_lse,
+    output_lse=None,
+    **_,
+):
     both = torch.stack([prefix_lse, suffix_lse])
     share = both.softmax(0)[0].T[..., None]
     joined = prefix_output * share + suffix_output * (1 - share)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.cuda import is_available
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Engines on a card come one behind the other, and give memory back late.
 PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
@@ -26,7 +23,7 @@ LATENT = {"dtype": "float16", "attention_backend": "FLASH_ATTN_MLA"}
 LATENT_IN_FP8 = LATENT | {"attention_backend": "TRITON_MLA"}
 
 
-def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
+def _on_cpu(options):
     """For latent attention from vLLM 0.32 on, where the processor has AMX: its backend there takes no float32."""
     is_latent = "MLA" in options.get("attention_backend", "")
     if not is_latent or not torch.cpu._is_amx_tile_supported():
@@ -37,7 +34,7 @@ def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def on_card(options: dict[str, Any]) -> Iterator[None]:
+def on_card(options):
     """Engines on a card get these options as well."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (options if is_available() else _on_cpu(options)).items():

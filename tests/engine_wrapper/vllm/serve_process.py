@@ -1,7 +1,5 @@
 """`vllm serve` with the shipped model in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -21,7 +19,7 @@ VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.std
 class ServeProcess(ServerProcess):
     """A server at a free port, with these options and variables."""
 
-    def __init__(self, *options: str, **variables: str) -> None:
+    def __init__(self, *options, **variables):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -29,7 +27,7 @@ class ServeProcess(ServerProcess):
         given = [*OPTIONS.split(), *ON_CARD, "--port", str(port), *options]
         super().__init__("-c", SERVE, "serve", str(MODEL), *given, **VARIABLES, **variables)
 
-    def kill(self) -> None:
+    def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         super().kill()

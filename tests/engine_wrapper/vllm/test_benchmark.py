@@ -1,29 +1,23 @@
 """The dry run of the benchmark inside vLLM: everything is measured and written, and what is refused gives no figure."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 from benchmarks.vllm.arm import PARTS
 from validation.scoreboard import read_rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 COMMAND = [sys.executable, "-m", "benchmarks.vllm.ttft", "--small"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments):
     # Rows of the second model runner have names of their own.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     return subprocess.run([*COMMAND, *arguments], check=False, capture_output=True, text=True, env=variables)
 
 
-def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
+def test_a_dry_run_measures_and_writes_every_row(tmp_path):
     out = tmp_path / "out"
     check = "--check-option=sample_every=16", "--check-option=layer=1"
     ended = run("--out", str(out), "--arms", "stock,verified", "--json", str(tmp_path / "json"), *check)
@@ -53,14 +47,14 @@ def test_a_dry_run_measures_and_writes_every_row(tmp_path: Path) -> None:
     assert "| `vllm_verified_ttft_3k_over_cold` |" in (out / "rows" / "vllm.md").read_text()
 
 
-def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path: Path) -> None:
+def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
     ended = run("--out", str(tmp_path), "--arms", "position_fix", "--our-option", "enable_prompt_embeds=true")
     assert ended.returncode == 1
     assert "refusal prompt_embeds" in ended.stderr
     assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}
 
 
-def test_with_a_cache_in_fp8_single_prompts_are_measured(tmp_path: Path) -> None:
+def test_with_a_cache_in_fp8_single_prompts_are_measured(tmp_path):
     ended = run("--out", str(tmp_path), "--kv", "fp8")
     assert ended.returncode == 0, ended.stderr
     rows = {row.name: row for row in read_rows(tmp_path / "rows")["vllm_fp8"]}

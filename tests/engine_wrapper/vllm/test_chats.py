@@ -6,7 +6,6 @@ import json
 import urllib.error
 import urllib.request
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from packaging.version import Version
@@ -18,9 +17,6 @@ from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.chat_bodies import READ, TEMPLATES
 from tests.semblend_trt.fleet.router.test_end_to_end import wait_for
 from tests.server_process import MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.every_version
 # Each body brings its template. vLLM refuses tools without a parser of answers.
@@ -36,7 +32,7 @@ IS_NEWER = Version(version("vllm")) >= Version("0.32")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServeProcess]:
+def server():
     # The newer one keeps the path that renders a chat closed otherwise.
     process = ServeProcess(*OPTIONS.split(), *["--enable-scale-out"] * IS_NEWER, "--served-model-name", "m")
     try:
@@ -47,7 +43,7 @@ def server() -> Iterator[ServeProcess]:
         process.kill()
 
 
-def is_up(server: ServeProcess) -> bool:
+def is_up(server):
     """vLLM tells its address before it listens there."""
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
@@ -56,7 +52,7 @@ def is_up(server: ServeProcess) -> bool:
         return False
 
 
-def ids_of(server: ServeProcess, path: str, body: dict[str, Any]) -> list[int] | None:
+def ids_of(server, path, body):
     """The token ids of a body; None where vLLM refuses it."""
     asked = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
@@ -70,7 +66,7 @@ def ids_of(server: ServeProcess, path: str, body: dict[str, Any]) -> list[int] |
     return found
 
 
-def read(reader: PromptReader, body: dict[str, Any]) -> list[int] | str:
+def read(reader, body):
     try:
         return reader.chat(body)
     except ChatError as error:
@@ -78,7 +74,7 @@ def read(reader: PromptReader, body: dict[str, Any]) -> list[int] | str:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_chat_has_the_tokens_that_vllm_gives_it(server: ServeProcess, kind: str) -> None:
+def test_a_chat_has_the_tokens_that_vllm_gives_it(server, kind):
     tokenizer = load_tokenizer(str(MODEL))
     tokenizer.chat_template = template = TEMPLATES[kind]
     reader, count = PromptReader(tokenizer), 0

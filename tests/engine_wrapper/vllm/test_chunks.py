@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.engine_wrapper.vllm.conftest import (
     DOCUMENT,
     DONOR,
     MOVED,
+    Answered,
     Served,
     cold_answers,
     near,
@@ -23,14 +26,8 @@ from tests.engine_wrapper.vllm.conftest import (
     taught,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine_wrapper.vllm.conftest import Answered
-
-    Engine = Callable[..., Served]
-    Models = Callable[[tuple[int, ...]], Path]
+Engine = Callable[..., Served]
+Models = Callable[[tuple[int, ...]], Path]
 
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
@@ -51,15 +48,15 @@ EARLY, LATER = 40, 50
 SCALED = {"override_generation_config": {"attn_temperature_tuning": True}}
 
 
-def placed(early: int = 0, later: int = 0) -> tuple[list[int], list[int]]:
+def placed(early=0, later=0):
     """A donor and a prompt whose document begins so many tokens before a chunk's end, and `later` in the prompt."""
     return [*IN_DONOR[early:], *DOCUMENT], [*IN_PROMPT[early:], *NEW[:later], *DOCUMENT, *NEW[-30:]]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory):
     @cache
-    def model(turning: tuple[int, ...]) -> Path:
+    def model(turning):
         folder = tmp_path_factory.mktemp("llama4")
         return save_tiny_model("llama4_text", folder, no_rope_layers=list(turning), **SIZES)
 
@@ -67,17 +64,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def cold(models: Models) -> Callable[..., Answered]:
+def cold(models):
     """The answer of vLLM without a connector."""
 
     @cache
-    def answer(turning: tuple[int, ...], prompt: tuple[int, ...] = tuple(MOVED), is_scaled: bool = False) -> Answered:
+    def answer(turning, prompt=tuple(MOVED), is_scaled=False):
         return cold_answers(prompt, model=models(turning), **SCALED if is_scaled else {})(prompt)
 
     return answer
 
 
-def asked(served: Served, prompt: list[int] = MOVED) -> Answered:
+def asked(served, prompt=MOVED):
     """The answer to a prompt, most of which is not computed by vLLM."""
     answer: Answered = served.ask(prompt, max_tokens=16)
     assert served.offered >= len(DOCUMENT) - CHUNK
@@ -85,14 +82,12 @@ def asked(served: Served, prompt: list[int] = MOVED) -> Answered:
     return answer
 
 
-def is_cold(answer: Answered, cold: Answered) -> bool:
+def is_cold(answer, cold):
     return answer.tokens == cold.tokens and near(answer.logprobs, cold.logprobs)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}, {"enforce_eager": False}], ids=str)
-def test_with_all_layers_computed_again_answers_are_cold_ones(
-    engine: Engine, models: Models, cold: Callable[..., Answered], options: dict[str, Any]
-) -> None:
+def test_with_all_layers_computed_again_answers_are_cold_ones(engine, models, cold, options):
     wanted = cold(MIXED)
     served = taught(engine(*WHOLE, model=models(MIXED), **options))
     assert is_cold(asked(served), wanted)
@@ -100,18 +95,14 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(
 
 
 @needs_torchvision
-def test_a_model_that_takes_images_is_served_for_text_alone(
-    engine: Engine, models: Models, cold: Callable[..., Answered], tmp_path: Path
-) -> None:
+def test_a_model_that_takes_images_is_served_for_text_alone(engine, models, cold, tmp_path):
     """As Llama 4 is published."""
     wanted, model = cold(MIXED), save_with_images(models(MIXED), tmp_path)
     served = taught(engine(*WHOLE, model=model, language_model_only=True))
     assert is_cold(asked(served), wanted)
 
 
-def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(
-    engine: Engine, models: Models, cold: Callable[..., Answered]
-) -> None:
+def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(engine, models, cold):
     """vLLM does so where it takes long prompts; the KV is that of another engine then."""
     wanted = cold(MIXED, is_scaled=True)
     assert not is_cold(wanted, cold(MIXED))
@@ -125,15 +116,15 @@ def test_where_queries_are_scaled_by_their_position_answers_are_cold_ones_too(
     [(0, 0, 0, True), (0, 0, 1, False), (EARLY, EARLY, 0, True), (EARLY, EARLY - 1, 0, False)],
 )
 def test_from_a_chunks_first_token_on_a_moved_run_is_that_of_a_cold_run(
-    engine: Engine,
-    models: Models,
-    cold: Callable[..., Answered],
-    early: int,
-    heads: int,
-    later: int,
-    cold_ones: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    models,
+    cold,
+    early,
+    heads,
+    later,
+    cold_ones,
+    monkeypatch,
+):
     """Up to the first layer with full attention K and V depend on the tokens of their chunk alone."""
     donor, prompt = placed(early, later)
     wanted, attended = cold(LOWER, tuple(prompt)), list[bool]()
@@ -147,9 +138,7 @@ def test_from_a_chunks_first_token_on_a_moved_run_is_that_of_a_cold_run(
     assert set(attended) == {False, True}
 
 
-def test_keys_that_turn_as_those_of_transformers_are_not_vllms(
-    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_that_turn_as_those_of_transformers_are_not_vllms(engine, models, monkeypatch, caplog):
     monkeypatch.setattr(engine_spec, "LLAMA4", ())
     served = engine("position_fix", model=models(LOWER))
     served.ask(DONOR, max_tokens=1)
@@ -159,9 +148,7 @@ def test_keys_that_turn_as_those_of_transformers_are_not_vllms(
 
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("check", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)
-def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
-    engine: Engine, models: Models, cold: Callable[..., Answered], tmp_path: Path, check: dict[str, Any]
-) -> None:
+def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(engine, models, cold, tmp_path, check):
     wanted = cold(MIXED)
     served = engine("position_fix", model=models(MIXED))
     made = ProfileCheck(**{"layer": 2, "threshold": 0.0, "max_span_share": 1.0, **check})
@@ -174,9 +161,7 @@ def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
     assert report.recomputed_tokens == report.offered_tokens > len(DOCUMENT) // 2
 
 
-def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(
-    engine: Engine, models: Models, cold: Callable[..., Answered]
-) -> None:
+def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(engine, models, cold):
     donor, prompt = placed(later=LATER)
     wanted = cold(LOWER, tuple(prompt))
     served = taught(engine("position_fix", {"min_span_tokens": CHUNK - LATER + 1}, model=models(LOWER)), donor)
@@ -185,14 +170,12 @@ def test_a_run_that_is_cut_into_pieces_shorter_than_a_span_is_refused_by_name(
     assert served.scheduler.outcomes.of(served.last).reason == "chunk_edge"
 
 
-def test_layers_with_other_chunks_than_the_models_are_refused_by_name(
-    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_other_chunks_than_the_models_are_refused_by_name(engine, models, monkeypatch):
     from vllm.model_executor.layers.attention import ChunkedLocalAttention
 
     stock = ChunkedLocalAttention.__init__
 
-    def shorter(self: Any, *given: Any, attention_chunk_size: int, **options: Any) -> None:
+    def shorter(self, *given, attention_chunk_size, **options):
         stock(self, *given, attention_chunk_size=attention_chunk_size // 2, **options)
 
     monkeypatch.setattr(ChunkedLocalAttention, "__init__", shorter)

@@ -1,28 +1,19 @@
 """What a user of vLLM gets: answers that equal vLLM's own, from other requests' KV."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, near, taught
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine_wrapper.vllm.conftest import Cold, Served
-
 pytestmark = pytest.mark.every_version
 
 
-def test_without_a_plan_answers_are_vllms_own_to_the_bit(engine: Callable[..., Served], cold: Cold) -> None:
+def test_without_a_plan_answers_are_vllms_own_to_the_bit(engine, cold):
     served = engine("position_fix")
     for prompt in (DONOR, NEW):
         assert served.ask(prompt, max_tokens=16) == cold(prompt)
 
 
-def test_text_that_vllm_has_forgotten_comes_back(engine: Callable[..., Served], cold: Cold) -> None:
+def test_text_that_vllm_has_forgotten_comes_back(engine, cold):
     served = engine("position_fix")
     served.ask(DONOR)
     served.settle()
@@ -32,7 +23,7 @@ def test_text_that_vllm_has_forgotten_comes_back(engine: Callable[..., Served], 
     assert near(answer.logprobs, cold(DONOR).logprobs)
 
 
-def test_a_document_that_moved_is_reused_and_its_holes_are_computed(engine: Callable[..., Served]) -> None:
+def test_a_document_that_moved_is_reused_and_its_holes_are_computed(engine):
     served = engine("position_fix")
     served.ask(DONOR)
     served.settle()
@@ -44,7 +35,7 @@ def test_a_document_that_moved_is_reused_and_its_holes_are_computed(engine: Call
     assert sum(served.runtime.faults.values()) == 0, served.runtime.faults
 
 
-def test_with_all_layers_computed_again_answers_are_cold_ones(engine: Callable[..., Served], cold: Cold) -> None:
+def test_with_all_layers_computed_again_answers_are_cold_ones(engine, cold):
     served = engine(*WHOLE)
     served.ask(DONOR)
     served.settle()
@@ -54,7 +45,7 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(engine: Callable[.
     assert near(answer.logprobs, cold(MOVED).logprobs)
 
 
-def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine: Callable[..., Served]) -> None:
+def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine):
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
@@ -71,7 +62,7 @@ def test_a_beam_search_and_answers_to_one_prompt_leave_a_donor_each(engine: Call
     assert not served.runtime.faults
 
 
-def test_nothing_that_was_computed_before_a_reset_is_reused(engine: Callable[..., Served], cold: Cold) -> None:
+def test_nothing_that_was_computed_before_a_reset_is_reused(engine, cold):
     served = taught(engine("position_fix"))
     assert served.llm.reset_prefix_cache(reset_connector=True)
     assert served.ask(MOVED, max_tokens=16) == cold(MOVED)
@@ -86,9 +77,7 @@ def test_nothing_that_was_computed_before_a_reset_is_reused(engine: Callable[...
     assert not served.runtime.faults
 
 
-def test_a_reset_that_fails_is_told_and_nothing_is_reused(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reset_that_fails_is_told_and_nothing_is_reused(engine, cold, monkeypatch):
     served = taught(engine("position_fix"))
     with monkeypatch.context() as change:
         change.setattr(served.scheduler.donor_index, "lost_all", lambda: 1 / 0)

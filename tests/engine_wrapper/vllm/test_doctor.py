@@ -1,9 +1,6 @@
 """`semblend-trt doctor --engine vllm` says beforehand what an engine would be refused for."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import vllm
@@ -14,24 +11,21 @@ from semblend_trt.reuse_profile import ReuseProfile
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import TRANSFER as OURS
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 AREAS = ("engine", "options")
 VERSION = ".".join(vllm.__version__.split(".")[:2])
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_process(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def looked_at(
-    options: dict[str, Any] | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    areas: tuple[str, ...] = AREAS,
-) -> list[Any]:
+    options,
+    tmp_path,
+    capsys,
+    areas=AREAS,
+):
     """The findings of these areas."""
     arguments = ["doctor", "--json", "--engine", "vllm"]
     arguments += [] if options is not None and "model" in options else ["--model", str(shipped_model())]
@@ -44,16 +38,14 @@ def looked_at(
     return [(each["status"], each["reason"], each["text"]) for each in findings if each["area"] in areas]
 
 
-def test_options_that_are_fine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_fine(tmp_path, capsys):
     for options in (None, {"dtype": "float32", "kv-transfer-config": json.dumps(OURS)}):
         version, own = looked_at(options, tmp_path, capsys)
         assert version[0] == own[0] == "ok"
         assert own[2] == "nothing in these options is refused"
 
 
-def test_a_cache_in_fp8_halves_what_a_token_takes(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_in_fp8_halves_what_a_token_takes(profile, tmp_path, capsys):
     held = ReuseProfile.read(profile)
     digest = "fp8_e4m3+0123456789abcdef"
     for scales, is_known in ((digest, True), (f"{digest}+bfloat16 keys", False), ("auto", False)):
@@ -77,9 +69,7 @@ def test_a_cache_in_fp8_halves_what_a_token_takes(
         ({"kv_transfer_config": {**OURS, "kv_connector_extra_config": {"min_span": 0}}}, "settings_invalid"),
     ],
 )
-def test_a_refusal_is_told_with_what_to_change(
-    options: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_is_told_with_what_to_change(options, reason, tmp_path, capsys):
     status, named, text = looked_at(options, tmp_path, capsys)[-1]
     assert (status, named) == ("refused", reason)
     assert text == advice(reason, Scope.VLLM)
@@ -93,9 +83,7 @@ def test_a_refusal_is_told_with_what_to_change(
         ({"max_model_len": -5}, "vLLM refuses these options"),
     ],
 )
-def test_what_vllm_would_not_start_with_is_told(
-    options: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_vllm_would_not_start_with_is_told(options, sentence, tmp_path, capsys):
     status, _, text = looked_at(options, tmp_path, capsys)[-1]
     assert status == "failed"
     assert sentence in text
@@ -111,8 +99,8 @@ def test_what_vllm_would_not_start_with_is_told(
     ids=["listed", "another engine", "another dtype"],
 )
 def test_the_profile_that_the_options_name_is_compared_with_the_engine(
-    engine: str, dtype: str, status: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    engine, dtype, status, sentence, tmp_path, capsys
+):
     shipped, path = profile_of(None, None), tmp_path / "profile.json"
     assert shipped is not None
     held = ReuseProfile.read(shipped)
@@ -126,9 +114,7 @@ def test_the_profile_that_the_options_name_is_compared_with_the_engine(
     assert sentence in compared[2]
 
 
-def test_notes_on_tensorrt_llm_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notes_on_tensorrt_llm_are_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "96")
     found = looked_at(None, tmp_path, capsys, ("settings", "model"))
     assert "SEMBLEND_MIN_SPAN" in found[0][2]
@@ -144,14 +130,14 @@ def test_notes_on_tensorrt_llm_are_left_out(
     ],
 )
 def test_a_version_is_told_by_what_is_known_of_it(
-    version: str,
-    status: str,
-    reason: str | None,
-    sentence: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    version,
+    status,
+    reason,
+    sentence,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.setattr(vllm, "__version__", version)
     told, *others = looked_at(None, tmp_path, capsys)
     assert told[:2] == (status, reason)

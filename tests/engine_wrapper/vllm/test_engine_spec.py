@@ -1,19 +1,16 @@
 """What vLLM's configuration of an engine tells the connector's halves and the namespace of its KV."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import vllm
-from vllm.config import CacheConfig, VllmConfig, replace, set_current_vllm_config
+from vllm.config import CacheConfig, replace, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config, settings_of, settings_off, vllm_version
@@ -25,7 +22,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.scheduler import SemBlendKvConnectorScheduler
 from semblend_trt.connector.worker import SemBlendKvConnectorWorker
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.namespace import CacheNamespace, is_content, is_unknown
+from semblend_trt.namespace import is_content, is_unknown
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.vllm.engine_configs import MODEL, engine_config
@@ -34,7 +31,7 @@ from tests.semblend_trt.samples import unknown_fields
 HEADS, DIM, BLOCK = 2, 64, 16
 
 
-def with_layers(config: VllmConfig, cache: Any = None) -> VllmConfig:
+def with_layers(config, cache=None):
     """The configuration as it is when vLLM has built attention layers and bound their caches."""
     if cache is None:
         cache = torch.empty(4, HEADS, BLOCK, 2 * DIM)
@@ -45,12 +42,12 @@ def with_layers(config: VllmConfig, cache: Any = None) -> VllmConfig:
     return config
 
 
-def namespace_of(changes: dict[str, Any] | None = None, cache: Any = None) -> CacheNamespace:
+def namespace_of(changes=None, cache=None):
     arguments = from_vllm_config(with_layers(engine_config(changes), cache))
     return namespace_for(arguments, model_facts(MODEL), load_settings(**arguments.settings), BLOCK, torch.float32)
 
 
-def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments() -> None:
+def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments():
     config = engine_config()
     arguments = from_vllm_config(config)
     copies = (copy.copy(config), copy.deepcopy(config), replace(config))
@@ -59,7 +56,7 @@ def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments() -> 
     assert from_vllm_config(engine_config()) is not arguments
 
 
-def test_arguments_and_their_runtime_end_with_their_holders() -> None:
+def test_arguments_and_their_runtime_end_with_their_holders():
     config = engine_config()
     arguments = from_vllm_config(config)
     ended = [weakref.ref(arguments)]
@@ -70,7 +67,7 @@ def test_arguments_and_their_runtime_end_with_their_holders() -> None:
     assert runtime_for(from_vllm_config(config)).refusal is None
 
 
-def test_a_new_engine_under_the_id_of_one_that_has_ended_has_from_vllm_config_its_own() -> None:
+def test_a_new_engine_under_the_id_of_one_that_has_ended_has_from_vllm_config_its_own():
     first, second = with_layers(engine_config()), with_layers(engine_config())
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
     held = from_vllm_config(first)
@@ -78,7 +75,7 @@ def test_a_new_engine_under_the_id_of_one_that_has_ended_has_from_vllm_config_it
     assert from_vllm_config(second) is not held
 
 
-def test_both_halves_take_the_arguments_and_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_halves_take_the_arguments_and_meet(monkeypatch):
     arguments = from_vllm_config(engine_config(min_donor_tokens=77, metrics=False))
     worker, scheduler = SemBlendKvConnectorWorker(arguments), SemBlendKvConnectorScheduler(arguments)
     try:
@@ -91,7 +88,7 @@ def test_both_halves_take_the_arguments_and_meet(monkeypatch: pytest.MonkeyPatch
         worker.close()
 
 
-def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
+def test_what_the_halves_read_is_what_the_engine_runs_with():
     arguments = from_vllm_config(engine_config())
     assert (arguments.model, arguments.tokenizer) == (str(MODEL), str(MODEL))
     assert (arguments.dtype, arguments.read_caches().dtype) == ("float32", "auto")
@@ -102,13 +99,13 @@ def test_what_the_halves_read_is_what_the_engine_runs_with() -> None:
     assert engine_refusal(arguments) is None
 
 
-def test_only_vllms_own_code_puts_channels_into_another_order() -> None:
+def test_only_vllms_own_code_puts_channels_into_another_order():
     assert from_vllm_config(engine_config()).halved_model_types == LLAMA4
     others = engine_config({"model_config.model_impl": "transformers"})
     assert from_vllm_config(others).halved_model_types == ()
 
 
-def test_everything_of_the_namespace_is_known_and_two_engines_agree() -> None:
+def test_everything_of_the_namespace_is_known_and_two_engines_agree():
     first, second = namespace_of(), namespace_of()
     assert unknown_fields(first) == []
     assert first == second
@@ -133,7 +130,7 @@ def test_everything_of_the_namespace_is_known_and_two_engines_agree() -> None:
     ],
     ids=str,
 )
-def test_what_changes_the_kv_makes_another_namespace(changes: dict[str, Any]) -> None:
+def test_what_changes_the_kv_makes_another_namespace(changes):
     other = namespace_of(changes)
     assert unknown_fields(other) == []
     assert other.key != namespace_of().key
@@ -153,19 +150,19 @@ def test_what_changes_the_kv_makes_another_namespace(changes: dict[str, Any]) ->
     ],
     ids=str,
 )
-def test_what_is_not_known_matches_nothing(changes: dict[str, Any], field: str) -> None:
+def test_what_is_not_known_matches_nothing(changes, field):
     assert field in unknown_fields(namespace_of(changes))
     assert namespace_of(changes).key != namespace_of(changes).key
 
 
 @pytest.mark.parametrize("name", ["hf_overrides", "model_class_overrides", "hf_config_path", "config_format"])
-def test_a_model_that_is_told_more_than_its_files_say_is_refused(name: str) -> None:
+def test_a_model_that_is_told_more_than_its_files_say_is_refused(name):
     arguments = from_vllm_config(engine_config({f"model_config.{name}": {"a": 1}}))
     assert arguments.has_model_overrides
     assert engine_refusal(arguments) == "model_kwargs"
 
 
-def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unknown() -> None:
+def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unknown():
     turned = torch.empty(4, BLOCK, HEADS, 2 * DIM).transpose(1, 2)
     assert namespace_of(cache=turned).backend_cache_layout.endswith("/0.2.1.3")
     assert is_unknown(namespace_of(cache=torch.empty(0)).backend_cache_layout)
@@ -174,7 +171,7 @@ def test_caches_of_another_order_are_another_engine_and_unallocated_ones_are_unk
     assert namespace_of(cache=[torch.empty(4, HEADS, BLOCK, 2 * DIM)]).backend_cache_layout.endswith("/0.1.2.3")
 
 
-def test_layers_of_two_backends_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_two_backends_are_unknown(monkeypatch):
     config = with_layers(engine_config())
     backend = config.compilation_config.static_forward_context["model.layers.0"].attn_backend
     other = type("Other", (backend,), {"get_name": staticmethod(lambda: "OTHER")})
@@ -186,7 +183,7 @@ def test_layers_of_two_backends_are_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     ("text", "version"),
     [("0.25.1", (0, 25)), ("0.32.0rc1+cpu", (0, 32)), ("1.0", (1, 0)), ("dev", None), (None, None)],
 )
-def test_versions(monkeypatch: pytest.MonkeyPatch, text: object, version: tuple[int, int] | None) -> None:
+def test_versions(monkeypatch, text, version):
     monkeypatch.setattr(vllm, "__version__", text)
     assert vllm_version() == version
     assert (from_vllm_config(with_layers(engine_config())).read_caches().layout is None) is (version is None)
@@ -213,16 +210,16 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, text: object, version: tuple[
         ({"profile": "/p.json"}, "profile_path", Path("/p.json")),
     ],
 )
-def test_a_key_is_a_setting_whatever_type_its_value_has(extra: dict[str, Any], field: str, value: object) -> None:
+def test_a_key_is_a_setting_whatever_type_its_value_has(extra, field, value):
     assert getattr(load_settings(**settings_of(extra)), field) == value
 
 
-def test_every_setting_can_be_given_by_its_variable_in_lower_case() -> None:
+def test_every_setting_can_be_given_by_its_variable_in_lower_case():
     given = {row.variables[1].lower(): "x" for row in settings_table()}
     assert set(settings_of(given)) == set(Settings.model_fields)
 
 
-def test_extra_configuration_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_configuration_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "256")
     monkeypatch.setenv("SEMBLEND_MAX_DONORS", "3")
     settings = load_settings(**settings_of({"min_span": 96}))
@@ -230,7 +227,7 @@ def test_extra_configuration_wins_over_the_environment(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])
-def test_an_empty_value_counts_as_unset(value: object) -> None:
+def test_an_empty_value_counts_as_unset(value):
     assert settings_of({"audit_path": value, "nonsense": value}) == {}
 
 
@@ -245,15 +242,13 @@ def test_an_empty_value_counts_as_unset(value: object) -> None:
         ({"min_similarity": 0.7, "min_reuse_ratio": 0.5}, {"min_similarity": "0.7", "min_reuse_ratio": "0.5"}),
     ],
 )
-def test_keys_of_the_older_connector_that_mean_a_setting_are_understood(
-    caplog: pytest.LogCaptureFixture, extra: dict[str, Any], settings: dict[str, Any]
-) -> None:
+def test_keys_of_the_older_connector_that_mean_a_setting_are_understood(caplog, extra, settings):
     assert settings_of(extra) == settings
     load_settings(**settings_of(extra))
     assert not caplog.records
 
 
-def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplog):
     old = {"mode": "semantic_span_experimental", "capture_policy": "all", "kv_storage_path": "/kv", "donor_dtype": 1}
     assert settings_of({**old, "host_byte": 1, "\x1b[31m" + "n" * 99: 1}) == {"disk_path": "/kv"}
     replaced, unknown = (record.getMessage() for record in caplog.records)
@@ -279,9 +274,7 @@ def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplo
     ],
     ids=str,
 )
-def test_a_value_out_of_range_turns_reuse_off_with_one_sentence(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
-) -> None:
+def test_a_value_out_of_range_turns_reuse_off_with_one_sentence(caplog, monkeypatch, extra):
     arguments = from_vllm_config(engine_config(**extra))
     assert arguments.refusal == "settings_invalid"
     (told,) = (record for record in caplog.records if record.levelno == logging.ERROR)
@@ -289,7 +282,7 @@ def test_a_value_out_of_range_turns_reuse_off_with_one_sentence(
     assert load_settings(**arguments.settings)
 
 
-def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkeypatch):
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "much")
     with pytest.raises(ConfigurationError):
         load_settings()
@@ -300,6 +293,6 @@ def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkey
     assert load_settings(**arguments.settings).enabled
 
 
-def test_settings_that_fit_refuse_nothing_and_reach_the_arguments() -> None:
+def test_settings_that_fit_refuse_nothing_and_reach_the_arguments():
     arguments = from_vllm_config(engine_config(host_bytes=5))
     assert (arguments.refusal, arguments.settings) == (None, {"host_bytes": "5"})

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,17 +22,12 @@ from tests.engine_wrapper.vllm.place import on_card
 from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, written
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tests.engine_wrapper.vllm.conftest import Answered, Cold, Served
-
 FP8 = {"kv_cache_dtype": "fp8"}
 # As a checkpoint would have them: no powers of 2, and another one in each layer.
 SCALES = {layer: (0.013 * (layer + 1), 0.007 * (layer + 2)) for layer in range(8)}
 
 
-def same(answer: Answered, expected: Answered) -> bool:
+def same(answer, expected):
     """Equal; on a card but for what e4m3 makes of sums in another order, which some numbers of rows have there."""
     if not is_available():
         return (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
@@ -42,19 +36,19 @@ def same(answer: Answered, expected: Answered) -> bool:
 
 
 @pytest.fixture(scope="module")
-def cold() -> Cold:
+def cold():
     """vLLM's own answers without a connector, with its own fp8 cache."""
     return cold_answers(DONOR, MOVED, NEW, **FP8)
 
 
 @pytest.fixture
-def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+def scaled(monkeypatch):
     """Engines have SCALES, as if they had read them from a checkpoint."""
     from vllm.model_executor.layers.attention import Attention
 
     process = Attention.process_weights_after_loading
 
-    def load(attention: Any, act_dtype: torch.dtype) -> None:
+    def load(attention, act_dtype):
         process(attention, act_dtype)
         layer = int(attention.layer_name.split(".")[2])
         for kind, scale in zip("kv", SCALES[layer], strict=True):
@@ -65,12 +59,12 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def compared(monkeypatch):
     """The deviations of all tokens that are checked."""
     found: list[float] = []
     deviations = DeviationCheck.deviations
 
-    def told(*arguments: Any) -> torch.Tensor:
+    def told(*arguments):
         values = deviations(*arguments)
         found.extend(values.tolist())
         return values
@@ -79,9 +73,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(
-    engine: Callable[..., Served], cold: Cold
-) -> None:
+def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, cold):
     served = taught(engine(*WHOLE, **FP8))
     for prompt in (NEW, MOVED):
         answer = served.ask(prompt, max_tokens=16)
@@ -91,7 +83,7 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
 
 
 @pytest.mark.usefixtures("scaled", "to_nearest")
-def test_with_a_checkpoints_scales_too(engine: Callable[..., Served], compared: list[float]) -> None:
+def test_with_a_checkpoints_scales_too(engine, compared):
     wanted = cold_answers(MOVED, **FP8)(MOVED)
     served = taught(engine(*WHOLE, **FP8))
     # By the self-check's plans, over the prompt's own KV.
@@ -103,7 +95,7 @@ def test_with_a_checkpoints_scales_too(engine: Callable[..., Served], compared: 
     assert not served.runtime.faults
 
 
-def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine: Callable[..., Served], cold: Cold) -> None:
+def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine, cold):
     served = taught(engine("position_fix", **FP8))
     answer = served.ask(DONOR, max_tokens=16)
     # A last row alone is multiplied in another order than among others.
@@ -118,7 +110,7 @@ def test_kv_that_is_not_shifted_is_vllms_own_to_the_bit(engine: Callable[..., Se
     assert not served.runtime.faults
 
 
-def held(served: Served, blocks: list[int], positions: range) -> tuple[torch.Tensor, ...]:
+def held(served, blocks, positions):
     """K and V in the pool of a request, each uint8 [layers, kv_heads, positions, head_dim]."""
     kinds = served.worker._forward._parts.pool.kinds
     both = [
@@ -127,7 +119,7 @@ def held(served: Served, blocks: list[int], positions: range) -> tuple[torch.Ten
     return tuple(each[:, :, positions.start : positions.stop].clone() for each in both)
 
 
-def turned(codes: torch.Tensor, shift: int, frequencies: Sequence[float]) -> torch.Tensor:
+def turned(codes, shift, frequencies):
     """Bytes of K, turned by complex numbers and rounded once."""
     values = codes.view(torch.float8_e4m3fn).double()
     angles = shift * torch.tensor(frequencies, dtype=torch.float64, device=codes.device)
@@ -136,7 +128,7 @@ def turned(codes: torch.Tensor, shift: int, frequencies: Sequence[float]) -> tor
 
 
 @pytest.fixture(scope="module")
-def unscaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unscaled(tmp_path_factory):
     """A small model. Another process makes it: classes of Transformers that vLLM has run in this one are vLLM's."""
     folder = tmp_path_factory.mktemp("unscaled")
     sizes = {"head_dim": 64, "vocab_size": 2000, "max_position_embeddings": 2048}
@@ -146,7 +138,7 @@ def unscaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_scales(unscaled: Path, folder: Path, strategy: str) -> Path:
+def with_scales(unscaled, folder, strategy):
     """A checkpoint that asks for KV in fp8 and holds its scales, as compressed-tensors writes them."""
     shutil.copytree(unscaled, folder, dirs_exist_ok=True)
     scales = torch.tensor([[[1.0]], [[2.0]]]) if strategy == "attn_head" else torch.ones(1)
@@ -164,21 +156,21 @@ def with_scales(unscaled: Path, folder: Path, strategy: str) -> Path:
 
 
 @pytest.fixture
-def by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_head(monkeypatch):
     """vLLM's attention on a CPU, which stores all heads by the largest scale, stores each by its own, as FlashAttention
     3 does."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     update, forward = CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward
 
-    def factor(layer: Any, kind: str) -> torch.Tensor:
+    def factor(layer, kind):
         scales = getattr(layer, f"_{kind}_scale").detach()
         return (scales / scales.max()).view(-1, 1)
 
-    def stored(impl: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+    def stored(impl, layer, key, value, *rest):
         update(impl, layer, key / factor(layer, "k"), value / factor(layer, "v"), *rest)
 
-    def attend(impl: Any, layer: Any, query: torch.Tensor, *rest: Any, output: torch.Tensor, **options: Any) -> Any:
+    def attend(impl, layer, query, *rest, output, **options):
         keys, values = (factor(layer, kind).repeat_interleave(impl.num_queries_per_kv, 0) for kind in "kv")
         forward(impl, layer, query * keys, *rest, output=output, **options)
         return output.mul_(values)
@@ -188,18 +180,18 @@ def by_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def to_nearest(monkeypatch):
     """vLLM's attention on a CPU, which rounds towards 0, rounds to the nearest, as a card does."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     update = CPUAttentionBackendImpl.do_kv_cache_update
 
-    def nearest(layer: Any, kind: str, rows: torch.Tensor) -> torch.Tensor:
+    def nearest(layer, kind, rows):
         scale = getattr(layer, f"_{kind}_scale").max()
         # A little more, so that nothing of it is lost towards 0.
         return saturated(rows / scale, torch.float8_e4m3fn).to(rows.dtype) * scale * (1 + 2**-6)
 
-    def stored(impl: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+    def stored(impl, layer, key, value, *rest):
         is_fp8 = impl.kv_cache_dtype != "auto"
         rows = (nearest(layer, "k", key), nearest(layer, "v", value)) if is_fp8 else (key, value)
         update(impl, layer, *rows, *rest)
@@ -208,7 +200,7 @@ def to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", stored)
 
 
-def served_by_its_scales(engine: Callable[..., Served], model: Path) -> Served:
+def served_by_its_scales(engine, model):
     """The engine of a checkpoint that brings its scales, without --kv-cache-dtype, whose answers are cold ones."""
     wanted = cold_answers(MOVED, model=model)(MOVED)
     served = taught(engine("boundary", {"recompute_boundary_layer": 3}, model=model))
@@ -220,15 +212,13 @@ def served_by_its_scales(engine: Callable[..., Served], model: Path) -> Served:
     return served
 
 
-def test_a_checkpoint_brings_its_scales(engine: Callable[..., Served], unscaled: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_its_scales(engine, unscaled, tmp_path):
     served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "tensor"))
     assert served.worker._forward._parts.head_scales == ()
 
 
 @pytest.mark.usefixtures("to_nearest", "by_head")
-def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
-    engine: Callable[..., Served], compared: list[float], unscaled: Path, tmp_path: Path
-) -> None:
+def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, unscaled, tmp_path):
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
         served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
     assert len(compared) > 500
@@ -238,9 +228,7 @@ def test_each_head_has_the_scale_that_the_checkpoint_gives_it(
 
 
 @pytest.mark.skipif(is_available(), reason="vLLM starts no backend on a card that would store all heads by one scale")
-def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(
-    engine: Callable[..., Served], unscaled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(engine, unscaled, tmp_path, caplog):
     served = engine("position_fix", model=with_scales(unscaled, tmp_path, "attn_head"))
     assert served.runtime.refusal == "kv_scales"
     assert "by which this attention backend stores none" in caplog.text
@@ -249,9 +237,7 @@ def test_scales_of_heads_are_refused_by_name_where_the_backend_stores_by_one(
 
 
 @pytest.mark.usefixtures("scaled")
-def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(
-    engine: Callable[..., Served], blocks: list[int]
-) -> None:
+def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(engine, blocks):
     served = engine("position_fix", **FP8)
     served.ask(DONOR, max_tokens=1)  # computed a second time, by the self-check
     keys, values = held(served, blocks, range(20, 20 + len(DOCUMENT)))
@@ -269,9 +255,7 @@ def test_what_is_moved_is_rounded_once_beyond_the_caches_own_rounding(
 
 @pytest.mark.usefixtures("scaled", "to_nearest")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(
-    engine: Callable[..., Served], blocks: list[int], dtype: str
-) -> None:
+def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(engine, blocks, dtype):
     """With scales that are no powers of 2."""
     with on_card({"dtype": "bfloat16"}):
         served = engine("exact", dtype=dtype, **FP8)
@@ -291,9 +275,7 @@ def test_what_keeps_its_place_is_stored_as_vllm_stored_it_to_the_bit(
     assert not served.runtime.faults
 
 
-def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(
-    engine: Callable[..., Served], profile: Path, tmp_path: Path
-) -> None:
+def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile, tmp_path):
     """By a profile for fp8: that for another KV dtype is refused by name."""
     served = engine("verified", **FP8)
     cases = cases_of(served.llm.get_tokenizer(), "reordered")
@@ -319,9 +301,7 @@ def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(
     assert not served.runtime.faults
 
 
-def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_does_not(
-    engine: Callable[..., Served], cold: Cold, tmp_path: Path
-) -> None:
+def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_does_not(engine, cold, tmp_path):
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
     served = engine(policy, settings, **FP8)
     served.ask(DONOR, max_tokens=1)
@@ -353,14 +333,14 @@ def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_doe
     ],
 )
 def test_other_kinds_and_scales_are_refused_by_name_and_served_as_stock(
-    engine: Callable[..., Served],
-    scaled: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    reason: str,
-    told: str,
-) -> None:
+    engine,
+    scaled,
+    monkeypatch,
+    caplog,
+    kind,
+    reason,
+    told,
+):
     if kind == "fp8":
         monkeypatch.setitem(SCALES, 5, (0.0, 1.0))
     caplog.set_level(logging.WARNING)

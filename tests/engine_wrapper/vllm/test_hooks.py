@@ -13,21 +13,21 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from engine_wrapper.patches import AlreadyPatchedError
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.hooks import ModelRunner, find_runner, find_scheduler, watch_worker_calls
+from engine_wrapper.vllm.hooks import find_runner, find_scheduler, watch_worker_calls
 
 
 class SecondRunner(GPUModelRunner):
     """vLLM's V2 runner at the time when it registers its caches; without a card it makes no batches."""
 
-    def __init__(self, mode: CUDAGraphMode) -> None:
+    def __init__(self, mode):
         self.attn_groups = [["a group"]]
         self.model = torch.nn.Linear(1, 1)
         self.cudagraph_manager = SimpleNamespace(cudagraph_mode=mode)
 
-    def register(self) -> ModelRunner:
+    def register(self):
         return find_runner()
 
-    def prepare_inputs(self, *arguments: Any, **options: Any) -> InputBatch:
+    def prepare_inputs(self, *arguments, **options):
         batch = InputBatch.__new__(InputBatch)
         batch.req_ids = list(arguments[0])
         return batch
@@ -36,20 +36,20 @@ class SecondRunner(GPUModelRunner):
 class FirstRunner:
     """vLLM's V1 runner, as far as a planned forward reads it."""
 
-    def __init__(self, mode: CUDAGraphMode) -> None:
+    def __init__(self, mode):
         self.attn_groups = [["a group"]]
         self.input_batch = SimpleNamespace(req_ids=["a", "b"])
         self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
         self.model = torch.nn.Linear(1, 1)
 
-    def get_model(self) -> torch.nn.Module:
+    def get_model(self):
         return self.model
 
-    def register(self) -> ModelRunner:
+    def register(self):
         return find_runner()
 
 
-def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was() -> None:
+def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was():
     runner = SecondRunner(CUDAGraphMode.PIECEWISE)
     found = runner.register()
     assert (found.groups, found.model, found.order()) == (["a group"], runner.model, [])
@@ -63,7 +63,7 @@ def test_the_second_runner_tells_the_order_of_every_step_and_is_left_as_it_was()
     assert found.order() == ["c"]
 
 
-def test_the_first_runner_holds_its_batch() -> None:
+def test_the_first_runner_holds_its_batch():
     runner = FirstRunner(CUDAGraphMode.NONE)
     found = runner.register()
     runner.input_batch.req_ids = ["b"]
@@ -81,9 +81,7 @@ def test_the_first_runner_holds_its_batch() -> None:
         (CUDAGraphMode.NONE, True, False),
     ],
 )
-def test_steps_that_are_replayed_whole_are_refused(
-    kind: type[Any], mode: CUDAGraphMode, is_breakable: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_replayed_whole_are_refused(kind, mode, is_breakable, is_refused, monkeypatch):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(is_breakable)))
     runner = kind(mode)
     if not is_refused:
@@ -95,12 +93,12 @@ def test_steps_that_are_replayed_whole_are_refused(
     assert "prepare_inputs" not in vars(runner)
 
 
-def test_another_runner_is_not_known() -> None:
+def test_another_runner_is_not_known():
     with pytest.raises(LookupError, match="not known"):
         find_runner()
 
 
-def test_objects_of_another_kind_are_not_taken() -> None:
+def test_objects_of_another_kind_are_not_taken():
     weights: Any = None
     with pytest.raises(LookupError, match="executor is of a kind that is not known"):
         watch_worker_calls(weights)
@@ -108,7 +106,7 @@ def test_objects_of_another_kind_are_not_taken() -> None:
         find_scheduler()
 
 
-def test_an_engine_has_one_connector_alone() -> None:
+def test_an_engine_has_one_connector_alone():
     runner = SecondRunner(CUDAGraphMode.NONE)
     found = runner.register()
     with pytest.raises(AlreadyPatchedError, match=r"SecondRunner\.prepare_inputs is replaced already"):

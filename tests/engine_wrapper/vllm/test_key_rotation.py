@@ -1,9 +1,6 @@
 """Keys turn in vLLM's layers as the model's configuration says, or nothing is reused."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -12,14 +9,8 @@ from vllm.model_executor.models import qwen2
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from tests.engine_wrapper.vllm.conftest import Served
-
-
-def assert_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def assert_refused(served, caplog):
     served.ask(DONOR, max_tokens=1)
     served.settle()
     served.forget()
@@ -34,14 +25,14 @@ def assert_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     ids=str,
 )
 def test_layers_that_rotate_otherwise_are_served_as_stock(
-    engine: Callable[..., Served],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    changes: dict[str, Any],
-) -> None:
+    engine,
+    monkeypatch,
+    caplog,
+    changes,
+):
     stock = qwen2.get_rope
 
-    def other(*arguments: Any, rope_parameters: dict[str, Any], **options: Any) -> Any:
+    def other(*arguments, rope_parameters, **options):
         parameters, named = dict(rope_parameters), dict(changes)
         parameters["rope_theta"] *= named.pop("theta", 1)
         if "factor" in named:
@@ -54,7 +45,7 @@ def test_layers_that_rotate_otherwise_are_served_as_stock(
     assert_refused(engine("position_fix"), caplog)
 
 
-def as_mistral_publishes(folder: Path, theta: float) -> Path:
+def as_mistral_publishes(folder, theta):
     """The model in the folder, with its weights and parameters in Mistral's own form beside those of Transformers."""
     told = json.loads((folder / "config.json").read_text())
     names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
@@ -70,9 +61,7 @@ def as_mistral_publishes(folder: Path, theta: float) -> Path:
 
 
 @pytest.mark.parametrize("theta", [10000.0, 20000.0])
-def test_parameters_that_vllm_reads_in_the_place_of_config_json_are_those_that_count(
-    engine: Callable[..., Served], tmp_path: Path, caplog: pytest.LogCaptureFixture, theta: float
-) -> None:
+def test_parameters_that_vllm_reads_in_the_place_of_config_json_are_those_that_count(engine, tmp_path, caplog, theta):
     sizes = {"head_dim": 32, "vocab_size": 2000, "max_position_embeddings": 2048}
     model = as_mistral_publishes(save_tiny_model("mistral", tmp_path, **sizes), theta)
     served = engine("position_fix", model=model, tokenizer_mode="hf", load_format="safetensors")

@@ -1,10 +1,7 @@
 """Scales of an fp8 cache: one number above 0 for K and for V of each layer, and another namespace for others."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +11,17 @@ from engine_wrapper.vllm.kv_scales import described_dtype, scales_of, scales_of_
 from semblend_trt.namespace import is_unknown
 
 
-def attention(k: float = 1.0, v: float = 1.0, **changes: Any) -> Any:
+def attention(k=1.0, v=1.0, **changes):
     held = {"_k_scale": torch.tensor(k), "_k_scale_float": k, "_v_scale": torch.tensor(v), "_v_scale_float": v}
     return SimpleNamespace(layer_name="model.layers.0", kv_cache=torch.zeros(1), **{**held, **changes})
 
 
-def of_heads(*k: float, **changes: Any) -> Any:
+def of_heads(*k, **changes):
     """As compressed-tensors leaves two heads."""
     return attention(**{"_k_scale": torch.tensor(k), "_k_scale_float": max(k), "num_kv_heads": 2, **changes})
 
 
-def test_each_head_may_have_a_scale() -> None:
+def test_each_head_may_have_a_scale():
     pairs = [scales_of(of_heads(0.5, 2.0)), scales_of(attention(0.5))]
     assert pairs == [((0.5, 2.0), 1.0), (0.5, 1.0)]
     device = torch.device("cpu")
@@ -36,7 +33,7 @@ def test_each_head_may_have_a_scale() -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3"])
-def test_kv_of_other_scales_is_of_another_namespace(cache_dtype: str) -> None:
+def test_kv_of_other_scales_is_of_another_namespace(cache_dtype):
     layers = {"model.layers.0": attention(0.5, 2.0), "model.layers.1": attention(0.25)}
     told = described_dtype(cache_dtype, layers)
     assert told is not None
@@ -65,7 +62,7 @@ def test_kv_of_other_scales_is_of_another_namespace(cache_dtype: str) -> None:
         (attention(_k_scale=torch.tensor(0.5)), "k_scale of 0.5, and 1.0 on the host"),
     ],
 )
-def test_a_scale_that_is_none_is_refused_with_its_value(held: Any, told: str) -> None:
+def test_a_scale_that_is_none_is_refused_with_its_value(held, told):
     with pytest.raises(LayoutError, match=told) as refusal:
         scales_of(held)
     assert refusal.value.reason == "kv_scales"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _latent_on_cpu() -> Iterator[None]:
+def _latent_on_cpu():
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             complete(patch)
@@ -68,7 +68,7 @@ def _latent_on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory):
     """Saved before vLLM reads a Kimi, from when on Transformers' class is one of that."""
     made = {
         form: save_tiny_model("deepseek_v3", tmp_path_factory.mktemp("latent"), **SIZES, **own)
@@ -80,22 +80,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def cold(models: Models) -> Cold:
+def cold(models):
     """Answers of vLLM without a connector."""
 
     @cache
-    def asked(form: str) -> Cold:
+    def asked(form):
         return answered(DONOR, MOVED, FAR, NEW, LONG, model=models(form))
 
     return lambda prompt, form="deepseek_v3": asked(form)(prompt)
 
 
-def assert_cold(answer: Answered, expected: Answered) -> None:
+def assert_cold(answer, expected):
     assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
     assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS], ROUNDING)
 
 
-def latents(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
+def latents(served, blocks, positions):
     """What lies in the pool of a request, [layers, tokens, channels]."""
     parts = served.worker._forward._parts
     kv = PagedKv(parts.pool, torch.tensor(blocks), parts.geometry)
@@ -103,7 +103,7 @@ def latents(served: Served, blocks: list[int], positions: range) -> torch.Tensor
 
 
 @pytest.mark.every_version
-def test_without_a_plan_answers_are_those_of_an_engine_without_us(engine: Engine, models: Models, cold: Cold) -> None:
+def test_without_a_plan_answers_are_those_of_an_engine_without_us(engine, models, cold):
     expected = [cold(prompt) for prompt in (DONOR, NEW)]
     served = engine("position_fix", model=models())
     for prompt, answer in zip((DONOR, NEW), expected, strict=True):
@@ -121,9 +121,7 @@ def test_without_a_plan_answers_are_those_of_an_engine_without_us(engine: Engine
     ],
     ids=str,
 )
-def test_with_all_layers_computed_again_answers_are_cold_ones(
-    engine: Engine, models: Models, cold: Cold, form: str, options: dict[str, Any]
-) -> None:
+def test_with_all_layers_computed_again_answers_are_cold_ones(engine, models, cold, form, options):
     expected = cold(MOVED, form)
     served = taught(engine(*WHOLE, model=models(form), **options))
     assert_cold(served.ask(MOVED, max_tokens=16), expected)
@@ -133,9 +131,7 @@ def test_with_all_layers_computed_again_answers_are_cold_ones(
 
 @pytest.mark.every_version
 @pytest.mark.parametrize("prompt", [MOVED, FAR], ids=["a short run in front", "more rows in front than a decode has"])
-def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(
-    engine: Engine, models: Models, cold: Cold, prompt: list[int]
-) -> None:
+def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(engine, models, cold, prompt):
     expected = cold(prompt, "one layer")
     served = taught(engine("position_fix", model=models("one layer")))
     assert_cold(served.ask(prompt, max_tokens=16), expected)
@@ -143,9 +139,7 @@ def test_a_moved_run_is_that_of_a_cold_run_where_one_layer_is_all(
     assert not served.runtime.faults
 
 
-def test_neighbours_of_a_plan_are_answered_as_alone(
-    engine: Engine, models: Models, cold: Cold, built: list[tuple[int, int]]
-) -> None:
+def test_neighbours_of_a_plan_are_answered_as_alone(engine, models, cold, built):
     expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
     served = taught(engine(*WHOLE, model=models()))
     found = served.ask(NEW, MOVED, LONG, max_tokens=16)
@@ -162,9 +156,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(
     assert not served.runtime.faults
 
 
-def test_runs_of_every_length_give_the_engines_own_rows(
-    engine: Engine, models: Models, many_runs: None, built: list[tuple[int, int]]
-) -> None:
+def test_runs_of_every_length_give_the_engines_own_rows(engine, models, many_runs, built):
     """In the self-check, whose plans are over the engine's own KV."""
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
@@ -173,13 +165,11 @@ def test_runs_of_every_length_give_the_engines_own_rows(
     assert not served.runtime.faults
 
 
-def test_the_self_check_computes_runs_as_prompts_too(
-    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_check_computes_runs_as_prompts_too(engine, models, monkeypatch):
     """FLASH_ATTN_MLA takes those of the check for decodes."""
     found, stock = list[int](), attention._built
 
-    def told(builder: Any, common: Any) -> Any:
+    def told(builder, common):
         found.append(builder.reorder_batch_threshold)
         return stock(builder, common)
 
@@ -195,8 +185,8 @@ def test_the_self_check_computes_runs_as_prompts_too(
 @pytest.mark.every_version
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card's vLLM takes prompts in its own way")
 def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_them_first(
-    engine: Engine, models: Models, many_runs: None, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, models, many_runs, built, monkeypatch
+):
     take_prompts_as_in_0_25(monkeypatch, workspace_rows=64)
     served = engine("position_fix", model=models())
     served.ask(DONOR, max_tokens=1)
@@ -205,7 +195,7 @@ def test_runs_may_stand_in_any_order_where_vllm_takes_those_with_tokens_before_t
     assert not served.runtime.faults
 
 
-def test_moved_rows_are_those_of_the_text_at_its_new_place(engine: Engine, models: Models, blocks: list[int]) -> None:
+def test_moved_rows_are_those_of_the_text_at_its_new_place(engine, models, blocks):
     """In the lowest layer, where they depend on token and position alone; and their deviation in the next is found."""
     own = range(70, 70 + len(DOCUMENT))
     served = engine("exact", model=models())
@@ -241,9 +231,7 @@ def test_moved_rows_are_those_of_the_text_at_its_new_place(engine: Engine, model
         assert not served.runtime.faults
 
 
-def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(
-    engine: Engine, models: Models, cold: Cold, tmp_path: Path
-) -> None:
+def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(engine, models, cold, tmp_path):
     expected = cold(MOVED)
     served = engine("position_fix", model=models())
     namespace, geometry = served.scheduler.namespace, served.worker._forward._parts.geometry
@@ -257,9 +245,7 @@ def test_checked_rows_that_deviate_are_computed_and_the_answer_is_cold(
     assert not served.runtime.faults
 
 
-def test_another_way_to_compute_prompts_is_refused_by_name(
-    engine: Engine, models: Models, cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_way_to_compute_prompts_is_refused_by_name(engine, models, cold, monkeypatch):
     expected = cold(MOVED)
     monkeypatch.setattr(attention, "PREFILL_BACKENDS", ("ANOTHER",))
     served = engine("position_fix", model=models())
@@ -270,9 +256,7 @@ def test_another_way_to_compute_prompts_is_refused_by_name(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card's vLLM says itself whether it pads")
-def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong(
-    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_padded_values_are_refused_where_vllm_joins_their_parts_wrong(engine, models, monkeypatch):
     """Before 0.28, on a card without FlashAttention 3 and 4."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
     from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend

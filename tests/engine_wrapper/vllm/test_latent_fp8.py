@@ -1,10 +1,8 @@
 """Latent rows (MLA) in e4m3 inside a real vLLM: on a card with TRITON_MLA, on a CPU, where no backend of vLLM's own
 stores them so, with one of these tests in its place (`latent_on_cpu.py`)."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from tests.engine_wrapper.vllm.conftest import (
     LONG,
     MOVED,
     NEW,
-    Cold,
     Served,
     cold_answers,
     near,
@@ -33,13 +30,7 @@ from tests.engine_wrapper.vllm.latent_on_cpu import complete, scale_by, store_in
 from tests.engine_wrapper.vllm.place import LATENT_IN_FP8, on_card
 from tests.kernels.builders import token_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine_wrapper.vllm.conftest import Answered
-
-    Engine = Callable[..., Served]
+Engine = Callable[..., Served]
 
 FP8 = {"kv_cache_dtype": "fp8"}
 LAYERS, FREE = 3, 512
@@ -57,7 +48,7 @@ TOKENS, NEAR, SAME = (4, 0.1, 0.98) if ON_CARD else (16, 0.0, 1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _latent_in_fp8_on_cpu() -> Iterator[None]:
+def _latent_in_fp8_on_cpu():
     with pytest.MonkeyPatch.context() as patch, on_card(LATENT_IN_FP8):
         if not ON_CARD:
             complete(patch)
@@ -68,22 +59,22 @@ def _latent_in_fp8_on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return save_tiny_model("deepseek_v3", tmp_path_factory.mktemp("latent"), **SIZES)
 
 
 @pytest.fixture(scope="module")
-def cold(model: Path) -> Cold:
+def cold(model):
     """Answers of vLLM without a connector, with its cache in e4m3."""
     return cold_answers(DONOR, MOVED, NEW, LONG, model=model, **FP8)
 
 
-def assert_cold(answer: Answered, expected: Answered) -> None:
+def assert_cold(answer, expected):
     assert answer.tokens[:TOKENS] == expected.tokens[:TOKENS]
     assert near(answer.logprobs[:TOKENS], expected.logprobs[:TOKENS], NEAR)
 
 
-def stored(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
+def stored(served, blocks, positions):
     """What lies in the pool of a request, e4m3 [layers, tokens, channels]."""
     parts = served.worker._forward._parts
     kv = PagedKv(parts.pool, torch.tensor(blocks), parts.geometry)
@@ -91,9 +82,7 @@ def stored(served: Served, blocks: list[int], positions: range) -> torch.Tensor:
 
 
 @pytest.mark.every_version
-def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(
-    engine: Engine, model: Path, cold: Cold
-) -> None:
+def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, model, cold):
     expected = {prompt: cold(given) for prompt, given in (("new", NEW), ("moved", MOVED))}
     served = taught(engine(*WHOLE, model=model, **FP8))
     assert served.scheduler.namespace.kv_dtype == "float8_e4m3fn"
@@ -105,9 +94,7 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
     assert not served.runtime.faults
 
 
-def test_a_plan_reads_what_the_engine_has_stored_whatever_its_runs_are(
-    engine: Engine, model: Path, many_runs: None, built: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_reads_what_the_engine_has_stored_whatever_its_runs_are(engine, model, many_runs, built, monkeypatch):
     """But for values between two of e4m3, where a run's own rows are read as they are stored; else not by far."""
     if not ON_CARD:
         monkeypatch.setattr(self_check, "_ROUNDED_BOUND", 5e-3)
@@ -125,13 +112,13 @@ def test_a_plan_reads_what_the_engine_has_stored_whatever_its_runs_are(
 @pytest.mark.every_version
 @pytest.mark.parametrize("options", [FP8, {}], ids=["fp8", "auto"])
 def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
-    engine: Engine,
-    model: Path,
-    many_runs: None,
-    built: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-) -> None:
+    engine,
+    model,
+    many_runs,
+    built,
+    monkeypatch,
+    options,
+):
     if not ON_CARD:
         monkeypatch.setattr(attention, "RESERVING_BACKENDS", ("CPU_MLA",))
     served = engine("position_fix", model=model, max_num_seqs=4, **options)
@@ -144,7 +131,7 @@ def test_more_runs_than_a_backend_has_room_for_decodes_are_all_prompts(
     assert not served.runtime.faults
 
 
-def test_neighbours_of_a_plan_are_answered_as_alone(engine: Engine, model: Path, cold: Cold) -> None:
+def test_neighbours_of_a_plan_are_answered_as_alone(engine, model, cold):
     expected = [cold(prompt) for prompt in (NEW, MOVED, LONG)]
     served = taught(engine(*WHOLE, model=model, **FP8))
     found = served.ask(NEW, MOVED, LONG, max_tokens=16)
@@ -154,9 +141,7 @@ def test_neighbours_of_a_plan_are_answered_as_alone(engine: Engine, model: Path,
     assert not served.runtime.faults
 
 
-def test_a_plan_beside_a_decode_is_answered_as_vllm_answers_there(
-    engine: Engine, model: Path, built: list[tuple[int, int]]
-) -> None:
+def test_a_plan_beside_a_decode_is_answered_as_vllm_answers_there(engine, model, built):
     """Beside other rows sums of another order end at the next number of e4m3 here and there, in vLLM itself too."""
     stock = serving(model, enable_prefix_caching=False, **FP8)
     try:
@@ -173,9 +158,7 @@ def test_a_plan_beside_a_decode_is_answered_as_vllm_answers_there(
     assert not served.runtime.faults
 
 
-def test_moved_rows_are_the_donors_bytes_and_those_that_turn_are_rounded_once_more(
-    engine: Engine, model: Path, blocks: list[int]
-) -> None:
+def test_moved_rows_are_the_donors_bytes_and_those_that_turn_are_rounded_once_more(engine, model, blocks):
     """In the lowest layer, where they depend on token and position alone; and a check compares what is stored."""
     own = range(70, 70 + len(DOCUMENT))
     served = engine("exact", model=model, **FP8)
@@ -210,18 +193,14 @@ def test_moved_rows_are_the_donors_bytes_and_those_that_turn_are_rounded_once_mo
 
 
 @pytest.mark.parametrize(("scale", "told"), [(0.0, "k_scale of 0.0"), (math.inf, "k_scale of inf")])
-def test_a_scale_that_is_none_is_refused_with_its_value(
-    engine: Engine, model: Path, scale: float, told: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_a_scale_that_is_none_is_refused_with_its_value(engine, model, scale, told, monkeypatch, caplog):
     monkeypatch.setitem(SCALES, 1, scale)
     served = engine("position_fix", model=model, **FP8)
     assert served.runtime.refusal == "kv_scales"
     assert told in caplog.text
 
 
-def test_another_fp8_than_e4m3fn_is_refused_by_name(
-    engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_another_fp8_than_e4m3fn_is_refused_by_name(engine, model, monkeypatch, caplog):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: True)

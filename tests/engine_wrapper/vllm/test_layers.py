@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kernels.layout import LayeredPool
-
 BLOCKS, HEADS, SIZE, DIM = 5, 2, 4, 8
 FP8 = torch.float8_e4m3fn
 
 
-def channels(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def channels(cache):
     return cache[..., :DIM], cache[..., DIM:]
 
 
-def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(cache):
     both = cache.view(len(cache), HEADS, 2 * SIZE, DIM)
     return both[:, :, :SIZE], both[:, :, SIZE:]
 
 
-def transposed(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def transposed(cache):
     keys, values = halves(cache)
     return keys.as_strided(keys.shape, (keys.stride(0), keys.stride(1), 1, SIZE)), values
 
 
-def kinds_inside(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def kinds_inside(cache):
     return cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
 
 
-def kinds_outside(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def kinds_outside(cache):
     return cache[0].transpose(1, 2), cache[1].transpose(1, 2)
 
 
-def scrambled(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scrambled(cache):
     keys, values = channels(cache)
     return keys.flip(-1), values
 
@@ -55,10 +50,10 @@ LAYOUTS: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
-def backend(seen: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def backend(seen):
     """An attention module that writes where `seen` says."""
 
-    def update(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def update(_, key, value, cache, slots):
         for view, rows in zip(seen(cache), (key, value), strict=True):
             for slot, row in zip(slots.tolist(), rows, strict=True):
                 # A flipped view is a copy, so its place is written by index.
@@ -70,17 +65,17 @@ def backend(seen: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -
     return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
 
 
-def pool_of(caches: dict[str, torch.Tensor], attention: Any) -> LayeredPool | None:
+def pool_of(caches, attention):
     layout = layout_of(caches[name_of(0)], attention, (HEADS, SIZE, DIM))
     return None if layout is None else layered_pool(caches, layout)
 
 
-def name_of(layer: int) -> str:
+def name_of(layer):
     return f"model.layers.{layer}.self_attn.attn"
 
 
 @pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_layout_is_known_by_what_its_backend_writes(seen: Any, shape: tuple[int, ...]) -> None:
+def test_a_layout_is_known_by_what_its_backend_writes(seen, shape):
     caches = {name_of(layer): torch.full(shape, float("nan")) for layer in (2, 0, 1)}
     pool = pool_of(caches, backend(seen))
     assert pool is not None
@@ -92,7 +87,7 @@ def test_a_layout_is_known_by_what_its_backend_writes(seen: Any, shape: tuple[in
     assert torch.equal(seen(caches[name_of(2)])[1][4, 0, 3], torch.arange(DIM) + 50.0)
 
 
-def test_memory_in_another_order_is_no_other_layout() -> None:
+def test_memory_in_another_order_is_no_other_layout():
     """HND: the heads stand in front of the tokens in memory, and behind them in the shape."""
     caches = {name_of(0): torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)}
     pool = pool_of(caches, backend(kinds_inside))
@@ -105,7 +100,7 @@ def test_memory_in_another_order_is_no_other_layout() -> None:
     [(scrambled, (BLOCKS, HEADS, SIZE, 2 * DIM)), (channels, (BLOCKS, HEADS, SIZE, 3 * DIM))],
     ids=["another order of channels", "another shape"],
 )
-def test_what_is_not_known_is_refused(seen: Any, shape: tuple[int, ...]) -> None:
+def test_what_is_not_known_is_refused(seen, shape):
     caches = {name_of(0): torch.zeros(shape)}
     assert pool_of(caches, backend(seen)) is None
 
@@ -113,15 +108,15 @@ def test_what_is_not_known_is_refused(seen: Any, shape: tuple[int, ...]) -> None
 Scales = tuple[Any, Any]
 
 
-def in_fp8(rows: torch.Tensor, scale: Any) -> torch.Tensor:
+def in_fp8(rows, scale):
     """Rows, [rows, heads, channels], by one scale or one for each head."""
     return (rows.float() / torch.tensor(scale).view(-1, 1)).to(FP8)
 
 
-def storing_fp8(seen: Any, scales: Scales) -> Any:
+def storing_fp8(seen, scales):
     """An attention module that writes rows in e4m3, divided by `scales`, into bytes."""
 
-    def update(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def update(_, key, value, cache, slots):
         for view, rows, scale in zip(seen(cache), (key, value), scales, strict=True):
             for slot, row in zip(slots.tolist(), in_fp8(rows, scale).view(torch.uint8), strict=True):
                 view[slot // SIZE, :, slot % SIZE] = row
@@ -132,9 +127,7 @@ def storing_fp8(seen: Any, scales: Scales) -> Any:
 @pytest.mark.parametrize("scales", [(0.013, 3.7), ((0.013, 0.5), (3.7, 0.1))], ids=["one", "of heads"])
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("seen", "shape"), LAYOUTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(
-    seen: Any, shape: tuple[int, ...], rows: torch.dtype, scales: Scales
-) -> None:
+def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(seen, shape, rows, scales):
     cache = torch.full(shape, 0x7F, dtype=torch.uint8)
     attention = storing_fp8(seen, scales)
     layout = layout_of(cache, attention, (HEADS, SIZE, DIM), rows, scales)
@@ -151,7 +144,7 @@ def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(
         assert layout_of(cache, attention, (HEADS, SIZE, DIM), rows, others) is None
 
 
-def test_layers_come_in_order_and_without_a_gap() -> None:
+def test_layers_come_in_order_and_without_a_gap():
     names = [name_of(layer) for layer in (10, 2, 0, 1, *range(3, 10))]
     assert in_order(dict.fromkeys(names)) == [name_of(layer) for layer in range(11)]
     assert in_order(dict.fromkeys(names[:-1])) is None
@@ -164,12 +157,10 @@ def test_layers_come_in_order_and_without_a_gap() -> None:
 LATENT, TURNING = 12, 4
 
 
-def latent_backend(*, turning_first: bool = False, updates: bool = True) -> Any:
+def latent_backend(*, turning_first=False, updates=True):
     """The module of a latent attention, which writes both parts of a row into its slot."""
 
-    def update(
-        latent: torch.Tensor, turning: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *scale: Any
-    ) -> None:
+    def update(latent, turning, cache, slots, *scale):
         parts = (turning.squeeze(1), latent) if turning_first else (latent, turning.squeeze(1))
         cache.view(-1, LATENT + TURNING)[slots] = torch.cat(parts, dim=1)
 
@@ -180,10 +171,8 @@ def latent_backend(*, turning_first: bool = False, updates: bool = True) -> Any:
 
 @pytest.mark.parametrize("heads", [(), (1,)], ids=["before vLLM 0.32", "with one head"])
 @pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
-def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(
-    heads: tuple[int, ...], rows: torch.dtype
-) -> None:
-    def update(latent: Any, turning: Any, cache: torch.Tensor, slots: Any, kind: str, scale: torch.Tensor) -> None:
+def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(heads, rows):
+    def update(latent, turning, cache, slots, kind, scale):
         assert (kind, cache.shape[1:]) == ("fp8", (SIZE, LATENT + TURNING))
         row = torch.cat((latent, turning.squeeze(1)), dim=1)
         cache.view(-1, LATENT + TURNING)[slots] = in_fp8(row[:, None], scale.item())[:, 0].view(torch.uint8)
@@ -202,7 +191,7 @@ def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(
 
 
 @pytest.mark.parametrize("heads", [(), (1,)], ids=["before vLLM 0.32", "with one head"])
-def test_a_latent_row_is_known_by_what_its_backend_writes(heads: tuple[int, ...]) -> None:
+def test_a_latent_row_is_known_by_what_its_backend_writes(heads):
     caches = {name_of(layer): torch.full((BLOCKS, *heads, SIZE, 16), float("nan")) for layer in (1, 0)}
     layout = layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16))
     assert layout is not None
@@ -224,7 +213,7 @@ def test_a_latent_row_is_known_by_what_its_backend_writes(heads: tuple[int, ...]
     ],
     ids=["another order of channels", "no way to write", "another row in a layer", "two heads"],
 )
-def test_latent_rows_that_are_not_known_are_refused(attention: Any, shapes: list[tuple[int, ...]]) -> None:
+def test_latent_rows_that_are_not_known_are_refused(attention, shapes):
     caches = {name_of(layer): torch.zeros(shape) for layer, shape in enumerate(shapes)}
     layout = layout_of(caches[name_of(0)], attention, (1, SIZE, 16))
     assert layout is None or layered_pool(caches, layout) is None

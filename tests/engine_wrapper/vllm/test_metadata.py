@@ -1,9 +1,5 @@
 """vLLM's steps as our halves read them, in the words of its two model runners."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -13,7 +9,7 @@ from engine_wrapper.vllm.steps import Steps
 NUMBERS = {"a": 7, "b": 8}
 
 
-def step(counts: dict[str, int], new: list[NewRequestData] | None = None, **cached: Any) -> SchedulerOutput:
+def step(counts, new=None, **cached):
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs, output.num_scheduled_tokens = new or [], counts
     fields = {"resumed_req_ids": set(), "new_token_ids": [], "all_token_ids": {}, "num_output_tokens": []}
@@ -23,7 +19,7 @@ def step(counts: dict[str, int], new: list[NewRequestData] | None = None, **cach
     return output
 
 
-def new(name: str, block_ids: list[int], computed: int = 0) -> NewRequestData:
+def new(name, block_ids, computed=0):
     return NewRequestData(
         req_id=name,
         prompt_token_ids=np.ones(64, dtype=np.int32),
@@ -36,12 +32,12 @@ def new(name: str, block_ids: list[int], computed: int = 0) -> NewRequestData:
     )
 
 
-def known(name: str, computed: int, block_ids: list[int] | None, **more: Any) -> dict[str, Any]:
+def known(name, computed, block_ids, **more):
     gained = None if block_ids is None else (block_ids,)
     return {"req_ids": [name], "num_computed_tokens": [computed], "new_block_ids": [gained], **more}
 
 
-def test_blocks_are_gathered_from_step_to_step() -> None:
+def test_blocks_are_gathered_from_step_to_step():
     steps = Steps(NUMBERS.__getitem__)
     told, found = steps.read(step({"a": 32, "b": 16}, [new("a", [1, 2]), new("b", [3], computed=16)]))
     assert [each.request_id for each in told.new_requests] == [7, 8]
@@ -52,7 +48,7 @@ def test_blocks_are_gathered_from_step_to_step() -> None:
         assert (found["a"].begin, found["a"].block_ids) == (computed, blocks)
 
 
-def test_a_request_that_comes_back_has_its_new_blocks_only() -> None:
+def test_a_request_that_comes_back_has_its_new_blocks_only():
     """The V1 runner is told of it among those that it knows, the V2 runner as of a new one."""
     for back in (
         step({"a": 32}, **known("a", 0, [5, 6], resumed_req_ids={"a"})),

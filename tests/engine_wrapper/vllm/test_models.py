@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +31,6 @@ from validation.arms import COLD, ArmChoices, arms_of
 from validation.engines import EngineSettings
 from validation.vllm_engine import VllmEngines
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine_wrapper.vllm.conftest import Answered, Served, Tiny
-
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
 # All layers of every reused token are computed again, so that answers are those of cold runs.
@@ -59,12 +53,12 @@ class Case:
     prompt: list[int] = field(default_factory=lambda: MOVED, repr=False)
     is_cold: bool = True
 
-    def __str__(self) -> str:
+    def __str__(self):
         policy, settings = self.policy
         return f"{self.family}-{self.layers}-{policy}{settings or ''}{self.options or ''}"
 
 
-def epic(family: str, heads: int, is_cold: bool, **options: Any) -> Case:
+def epic(family, heads, is_cold, **options):
     """Above one layer with a window K and V depend on the tokens within it."""
     return Case(family, options, ("epic", {"epic_tokens": heads}), 2, IN_PLACE if options else MOVED, is_cold)
 
@@ -93,7 +87,7 @@ CASES = [
 ]
 
 
-def assert_cold(served: Served, case: Case, wanted: Answered) -> None:
+def assert_cold(served, case, wanted):
     """A prompt, most of whose document vLLM does not compute, is answered as by a cold run, or otherwise."""
     answer = served.ask(case.prompt, max_tokens=16)
     assert served.offered >= len(DOCUMENT) - (served.runtime.pool.chunk or WINDOW)
@@ -104,9 +98,7 @@ def assert_cold(served: Served, case: Case, wanted: Answered) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_answers_after_a_reused_run_are_cold_ones(
-    engine: Callable[..., Served], tiny: Tiny, cold_of: Callable[..., Answered], case: Case
-) -> None:
+def test_answers_after_a_reused_run_are_cold_ones(engine, tiny, cold_of, case):
     """The self-check has run checks of both kinds, without a sample where the cache is in e4m3."""
     model = tiny(case.family, case.layers)
     by_stock = {} if "max_num_batched_tokens" in case.options else case.options
@@ -119,9 +111,7 @@ def test_answers_after_a_reused_run_are_cold_ones(
 
 @needs_torchvision
 @pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
-def test_a_model_that_takes_images_is_served_for_text_alone(
-    engine: Callable[..., Served], tiny: Tiny, cold_of: Callable[..., Answered], tmp_path: Path, family: str
-) -> None:
+def test_a_model_that_takes_images_is_served_for_text_alone(engine, tiny, cold_of, tmp_path, family):
     """As Gemma 3 and Llama 4 are published."""
     wanted = cold_of(tiny(family), MOVED)
     model = save_with_images(tiny(family), tmp_path)
@@ -129,7 +119,7 @@ def test_a_model_that_takes_images_is_served_for_text_alone(
 
 
 @pytest.mark.parametrize("part", ["text", pytest.param("whole", marks=needs_torchvision)])
-def test_validation_serves_gemma_without_a_connector_too(tiny: Tiny, part: str, tmp_path: Path) -> None:
+def test_validation_serves_gemma_without_a_connector_too(tiny, part, tmp_path):
     path = tiny("gemma3_text") if part == "text" else save_with_images(tiny("gemma3_text"), tmp_path / "whole")
     engines = VllmEngines(str(path), "float32")
     settings = EngineSettings(str(path), 4096, 1 << 24, 64, 4)
@@ -148,9 +138,7 @@ def test_validation_serves_gemma_without_a_connector_too(tiny: Tiny, part: str, 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def test_experts_are_found_where_the_engine_counts_their_layers(
-    engine: Callable[..., Served], tiny: Tiny, cold_of: Callable[..., Answered], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_found_where_the_engine_counts_their_layers(engine, tiny, cold_of, monkeypatch):
     """As vLLM does before torch 2.11."""
     wanted = cold_of(tiny("mixtral"), MOVED)
     monkeypatch.setattr("vllm.model_executor.layers.fused_moe.runner.moe_runner._USE_LAYERNAME", False)
@@ -159,15 +147,15 @@ def test_experts_are_found_where_the_engine_counts_their_layers(
     assert_cold(taught(served), Case("mixtral"), wanted)
 
 
-def test_no_row_of_a_plan_counts_as_padding(engine: Callable[..., Served], tiny: Tiny) -> None:
+def test_no_row_of_a_plan_counts_as_padding(engine, tiny):
     served = taught(engine(*AGAIN, model=tiny("mixtral")))
     model = served.core.model_executor.driver_worker.worker.model_runner.get_model()
     found: list[tuple[int, torch.Tensor | None]] = []
 
-    def mark(module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def mark(module, arguments, options):
         get_forward_context().is_padding = options["positions"] < 0
 
-    def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+    def note(module, arguments):
         found.append((len(arguments[0]), get_forward_context().is_padding))
 
     model.register_forward_pre_hook(mark, with_kwargs=True)
@@ -181,20 +169,20 @@ def test_no_row_of_a_plan_counts_as_padding(engine: Callable[..., Served], tiny:
 # -- how layers are called ---------------------------------------------------------------------------------------------
 
 
-def other(hidden_states: Any, positions: Any, cache: Any) -> None: ...
+def other(hidden_states, positions, cache): ...
 
 
 @pytest.mark.parametrize("forward", [other, lambda hidden_states, position_embeddings: None, lambda *rows: None])
-def test_layers_that_take_something_else_are_refused_by_name(forward: Any) -> None:
+def test_layers_that_take_something_else_are_refused_by_name(forward):
     model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(forward=forward)]))
     with pytest.raises(LayoutError, match="not known here") as refusal:
         layer_calls_of(model)
     assert refusal.value.reason == "layer_call"
 
 
-def test_layers_are_called_by_the_names_that_they_give() -> None:
+def test_layers_are_called_by_the_names_that_they_give():
     class Layer:
-        def forward(self, hidden_states: int, positions: int, residual: int, scale: int = 7) -> tuple[int, int]:
+        def forward(self, hidden_states, positions, residual, scale=7):
             return 100 * positions + 10 * hidden_states + residual, scale
 
         __call__ = forward

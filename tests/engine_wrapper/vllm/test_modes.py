@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from torch.cuda import is_available
@@ -22,16 +22,11 @@ from tests.engine_wrapper.vllm.conftest import (
     taught,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine_wrapper.vllm.conftest import Cold, Served
-
 # Tokens in front of `MOVED`'s document, and in a block.
 HEAD, BLOCK = 70, 32
 
 
-def sampled(served: Served, prompt: list[int], **options: Any) -> Any:
+def sampled(served, prompt, **options):
     """vLLM's own output of one prompt."""
     from vllm import SamplingParams
 
@@ -39,7 +34,7 @@ def sampled(served: Served, prompt: list[int], **options: Any) -> Any:
     return served.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
 
 
-def assert_planned(served: Served, cold: Cold) -> None:
+def assert_planned(served, cold):
     """A prompt with the moved document is served from its donor, as it is cold."""
     answer = served.ask(MOVED, max_tokens=16)
     assert served.offered > 400
@@ -59,7 +54,7 @@ def assert_planned(served: Served, cold: Cold) -> None:
     ],
     ids=str,
 )
-def test_answers_are_cold_ones(engine: Callable[..., Served], cold: Cold, options: dict[str, Any]) -> None:
+def test_answers_are_cold_ones(engine, cold, options):
     served = taught(engine(*WHOLE, **options))
     config = served.llm.llm_engine.vllm_config
     for name, value in options.items():
@@ -73,7 +68,7 @@ def test_answers_are_cold_ones(engine: Callable[..., Served], cold: Cold, option
     assert not served.runtime.faults
 
 
-def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine: Callable[..., Served]) -> None:
+def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine):
     options = {"n": 3, "seed": 5, "temperature": 0.8, "max_tokens": 12}
     alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
     served = taught(engine(*WHOLE))
@@ -86,9 +81,7 @@ def test_several_samples_of_one_prompt_are_those_of_a_cold_run(engine: Callable[
 
 
 @both_schedulings
-def test_an_answer_that_stops_early_is_cold_and_a_donor(
-    engine: Callable[..., Served], cold: Cold, is_async: bool
-) -> None:
+def test_an_answer_that_stops_early_is_cold_and_a_donor(engine, cold, is_async):
     served = taught(engine(*WHOLE))
     stop = cold(MOVED).tokens[5]
     until = cold(MOVED).tokens.index(stop) + 1
@@ -103,7 +96,7 @@ def test_an_answer_that_stops_early_is_cold_and_a_donor(
 
 
 @both_schedulings
-def test_answers_are_cold_ones_in_either_scheduling(engine: Callable[..., Served], cold: Cold, is_async: bool) -> None:
+def test_answers_are_cold_ones_in_either_scheduling(engine, cold, is_async):
     served = taught(engine(*WHOLE, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     assert_planned(served, cold)
@@ -118,17 +111,15 @@ def test_answers_are_cold_ones_in_either_scheduling(engine: Callable[..., Served
 
 @pytest.mark.parametrize("fault", ["forward", "load", "lost"])
 @both_schedulings
-def test_a_plan_that_fails_is_computed_in_either_scheduling(
-    engine: Callable[..., Served], cold: Cold, is_async: bool, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_fails_is_computed_in_either_scheduling(engine, cold, is_async, fault, monkeypatch):
     served = taught(engine("position_fix"))
     worker = served.worker._worker
 
-    def fails(plans: Any, _: int) -> None:
+    def fails(plans, _):
         if plans:
             raise RuntimeError("injected")
 
-    def lost(plans: Any, changes: int, load: Any = worker._load) -> None:
+    def lost(plans, changes, load=worker._load):
         worker.store.clear()
         load(plans, changes)
 
@@ -145,9 +136,7 @@ def test_a_plan_that_fails_is_computed_in_either_scheduling(
 
 @pytest.mark.parametrize("steps", [2, 5])
 @both_schedulings
-def test_an_aborted_request_leaves_what_was_computed(
-    engine: Callable[..., Served], cold: Cold, is_async: bool, steps: int
-) -> None:
+def test_an_aborted_request_leaves_what_was_computed(engine, cold, is_async, steps):
     from vllm import SamplingParams
 
     # One part of the prompt a step: the abort comes within the prompt, or while it decodes.
@@ -168,7 +157,7 @@ def test_an_aborted_request_leaves_what_was_computed(
     assert not served.runtime.faults
 
 
-def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine: Callable[..., Served], cold: Cold) -> None:
+def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine, cold):
     options = {"prompt_logprobs": 1, "logprobs": 1}
     alone = sampled(engine(None, enable_prefix_caching=False), MOVED, **options)
     served = taught(engine("position_fix"))
@@ -196,12 +185,12 @@ def test_what_is_asked_for_about_the_prompt_is_served_as_stock(engine: Callable[
     ],
 )
 def test_a_refused_engine_serves_as_stock(
-    engine: Callable[..., Served],
-    cold: Cold,
-    reason: str,
-    changes: dict[str, str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    engine,
+    cold,
+    reason,
+    changes,
+    caplog,
+):
     from vllm.config import KVTransferConfig
 
     extra = {**SHORT, "policy": "position_fix"}
@@ -219,27 +208,27 @@ def test_a_refused_engine_serves_as_stock(
 class Published:
     """What a subscriber to vLLM's KV events is told: the hashes of all blocks that were ever stored."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hashes: set[Any] = set()
 
-    def publish(self, batch: Any) -> None:
+    def publish(self, batch):
         for event in batch.events:
             self.hashes.update(getattr(event, "block_hashes", ()) if type(event).__name__ == "BlockStored" else ())
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         """Ends with its engine."""
 
 
 class Watched:
     """Runs one request step by step, and looks at vLLM's prefix cache and events behind each of them."""
 
-    def __init__(self, served: Served, told: Published) -> None:
+    def __init__(self, served, told):
         self._served, self._told = served, told
         self.pool = served.core.scheduler.kv_cache_manager.block_pool
         self.exact: list[Any] = []
         self.approximate: list[Any] = []
 
-    def run(self, prompt: list[int], exact_tokens: int, max_tokens: int) -> int:
+    def run(self, prompt, exact_tokens, max_tokens):
         """Steps that were looked at while the request had approximate blocks."""
         from vllm import SamplingParams
 
@@ -258,17 +247,17 @@ class Watched:
             looked += len(blocks) > whole
         return looked
 
-    def assert_clean(self) -> None:
+    def assert_clean(self):
         """No hash of a block that holds approximate KV can be hit, or was ever told of."""
         assert not any(self.pool.get_cached_block(each, [0]) for each in self.approximate)
         assert not self._told.hashes & self._as_told(self.approximate)
 
-    def assert_exact_told(self) -> None:
+    def assert_exact_told(self):
         assert self._told.hashes >= self._as_told(self.exact)
         assert self.exact
 
     @staticmethod
-    def _as_told(hashes: list[Any]) -> set[Any]:
+    def _as_told(hashes):
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         return {maybe_convert_block_hash(each) for each in hashes}
@@ -276,9 +265,7 @@ class Watched:
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
 @both_schedulings
-def test_approximate_blocks_are_never_published(
-    engine: Callable[..., Served], cold: Cold, is_async: bool, options: dict[str, Any]
-) -> None:
+def test_approximate_blocks_are_never_published(engine, cold, is_async, options):
     from vllm.config import KVEventsConfig
 
     # Room for two prompts: what is held is given to others while they are asked again and again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,15 +10,10 @@ import vllm
 
 from engine_wrapper.vllm.attention import VllmRows
 from engine_wrapper.vllm.planned_forward import PlannedForward
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine_wrapper.vllm.conftest import Answered, Cold, Served
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, Answered
 
 
-def asked(served: Served) -> Answered:
+def asked(served):
     served.ask(DONOR, max_tokens=1)
     served.settle()
     answer: Answered = served.ask(MOVED, max_tokens=16)
@@ -27,14 +21,12 @@ def asked(served: Served) -> Answered:
 
 
 @pytest.fixture
-def unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def unknown_version(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
 
 
 @pytest.mark.usefixtures("unknown_version")
-def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans(
-    engine: Callable[..., Served], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans(engine, caplog):
     told = logging.getLogger("vllm.semblend")
     caplog.set_level(logging.INFO, told.name)
     told.addHandler(caplog.handler)  # vLLM's loggers may hand nothing on
@@ -52,9 +44,7 @@ def test_an_unknown_version_whose_first_prompt_comes_out_the_same_executes_plans
 
 @pytest.mark.usefixtures("unknown_version")
 @pytest.mark.parametrize("rows", ["whole", "output"])
-def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
-    engine: Callable[..., Served], cold: Cold, rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, cold, rows, monkeypatch):
     # On a card, which may multiply float32 as TF32, the bound is a twentieth.
     ours, factor = getattr(VllmRows, rows), 1.25 if torch.cuda.is_available() else 1.01
     monkeypatch.setattr(VllmRows, rows, lambda *given: ours(*given) * factor)
@@ -67,17 +57,15 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(
     assert "forward" not in vars(served.core.model_executor.driver_worker.worker.model_runner.get_model())
 
 
-def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(
-    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, monkeypatch):
     """On a card the engine's rows lie where graphs, which we replay too, have their outputs."""
     engines_rows, prove, ours = list[torch.Tensor](), PlannedForward._prove, VllmRows.whole
 
-    def kept(forward: PlannedForward, arguments: Any, options: Any, hidden: torch.Tensor) -> None:
+    def kept(forward, arguments, options, hidden):
         engines_rows.append(hidden)
         prove(forward, arguments, options, hidden)
 
-    def replayed(*given: Any) -> torch.Tensor:
+    def replayed(*given):
         found = ours(*given)
         engines_rows[-1].zero_()
         return found

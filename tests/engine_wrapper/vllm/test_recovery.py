@@ -1,22 +1,14 @@
 """What could be neither placed nor computed by our rows is computed by vLLM: all answers are cold ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine_wrapper.vllm.steps import Recovery
 from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, both_schedulings, fail_planned, near, taught
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Cold, Served
-
-
-def assert_cold(served: Served, cold: Cold, *prompts: list[int]) -> list[Any]:
+def assert_cold(served, cold, *prompts):
     answers = served.ask(*prompts, max_tokens=16)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == cold(prompt).tokens
@@ -24,35 +16,35 @@ def assert_cold(served: Served, cold: Cold, *prompts: list[int]) -> list[Any]:
     return list(answers)
 
 
-def fails_twice(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def fails_twice(monkeypatch, served):
     """Neither plans nor what they promised can be computed by our rows."""
     fail_planned(monkeypatch, served)
 
 
-def cannot_be_read(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def cannot_be_read(monkeypatch, served):
     """The order of a step's requests is unknown."""
     forward = served.worker._forward
     monkeypatch.setattr(forward, "_batch", lambda options: (_ for _ in ()).throw(LookupError("injected")))
 
 
-def is_disordered(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def is_disordered(monkeypatch, served):
     """The rows of a step stand in another order than its requests are told in."""
     forward = served.worker._forward
     runner = forward._runner
     monkeypatch.setattr(forward, "_runner", replace(runner, order=lambda: runner.order()[::-1]))
 
 
-def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def is_lost(monkeypatch, served):
     """vLLM runs its steps past our forward."""
     served.worker._forward.remove()
 
 
-def is_unread(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def is_unread(monkeypatch, served):
     """A step in which something was promised is told in words that are not known."""
     half = served.core.scheduler.connector._scheduler
     read = half._steps.read
 
-    def fails(output: Any) -> Any:
+    def fails(output):
         if any(request.num_computed_tokens > 400 for request in output.scheduled_new_reqs):
             raise AttributeError("injected")
         return read(output)
@@ -67,13 +59,13 @@ FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 96, "max_num_seqs": 2}], ids=str)
 @both_schedulings
 def test_a_double_failure_costs_nobody_a_token(
-    engine: Callable[..., Served],
-    cold: Cold,
-    is_async: bool,
-    fail: Callable[..., None],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    cold,
+    is_async,
+    fail,
+    options,
+    monkeypatch,
+):
     served = taught(engine("position_fix", **options))
     assert (served.core.batch_queue is not None) == is_async
     fail(monkeypatch, served)
@@ -87,9 +79,7 @@ def test_a_double_failure_costs_nobody_a_token(
 
 
 @pytest.mark.parametrize("call", ["wait_for_save", "get_finished"])
-def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(
-    engine: Callable[..., Served], cold: Cold, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(engine, cold, call, monkeypatch):
     served = engine("position_fix")
     worker = served.worker._worker
     with monkeypatch.context() as change:
@@ -101,14 +91,12 @@ def test_an_end_that_cannot_be_taken_note_of_costs_the_steps_donors(
     assert [each.cached for each in answers] == [0, 0]
 
 
-def test_a_request_may_end_behind_a_forward_whose_step_has_not(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_may_end_behind_a_forward_whose_step_has_not(engine, cold, monkeypatch):
     """With a grammar the V2 runner samples a step after vLLM has ended requests of the one before."""
     served = taught(engine("position_fix"))
     open_behind, end = [], served.worker.wait_for_save
 
-    def watched(metadata: Any) -> None:
+    def watched(metadata):
         open_behind.append(served.runtime.is_forward_open)
         end(metadata)
 
@@ -120,11 +108,11 @@ def test_a_request_may_end_behind_a_forward_whose_step_has_not(
 
 @both_schedulings
 def test_what_was_never_written_is_not_hit(
-    engine: Callable[..., Served],
-    cold: Cold,
-    is_async: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    cold,
+    is_async,
+    monkeypatch,
+):
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
     # The donor's text comes again where it stood: vLLM publishes its blocks before they are loaded, and hits them.
@@ -138,11 +126,11 @@ def test_what_was_never_written_is_not_hit(
 
 @both_schedulings
 def test_a_step_that_failed_can_be_aborted(
-    engine: Callable[..., Served],
-    cold: Cold,
-    is_async: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    cold,
+    is_async,
+    monkeypatch,
+):
     from vllm import SamplingParams
 
     served = taught(engine("position_fix"))
@@ -160,9 +148,7 @@ def test_a_step_that_failed_can_be_aborted(
     assert_cold(served, cold, MOVED, NEW)
 
 
-def test_a_scheduler_of_another_kind_is_refused(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_of_another_kind_is_refused(engine, cold, monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda scheduler: True)
@@ -172,18 +158,18 @@ def test_a_scheduler_of_another_kind_is_refused(
     assert [each.cached for each in assert_cold(served, cold, MOVED, NEW)] == [0, 0]
 
 
-def test_blocks_are_told_where_vllm_cannot_begin_again() -> None:
+def test_blocks_are_told_where_vllm_cannot_begin_again():
     class Broken:
         class scheduler_config:  # noqa: N801 - vLLM's name
             async_scheduling = True
 
-        def update_from_output(self) -> None:
+        def update_from_output(self):
             """Marks vLLM's scheduler."""
 
-        def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        def reset_prefix_cache(self, reset_running_requests=False):
             raise AssertionError("injected")
 
-        def bound(self) -> Recovery:
+        def bound(self):
             recovery = Recovery()
             recovery.bind()
             return recovery

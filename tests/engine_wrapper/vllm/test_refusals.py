@@ -41,12 +41,12 @@ REASONS = {reason.name for reason in TABLE if reason.scope is Scope.VLLM}
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
 
-def caches(*specs: Any) -> KVCacheConfig:
+def caches(*specs):
     groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def by_layer(*specs: Any) -> KVCacheConfig:
+def by_layer(*specs):
     """One group of layers that vLLM could not join, though all of them keep all tokens."""
     joined = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layers.0": FullAttentionSpec(**SHAPE)})
     object.__setattr__(joined, "kv_cache_specs", dict(zip("abc", specs, strict=False)))
@@ -114,7 +114,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE], ids=str)
-def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: CUDAGraphMode) -> None:
+def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode):
     config = engine_config({"compilation_config.cudagraph_mode": mode})
     assert engine_refusal_of(config, ONE_GROUP) is None
     assert engine_refusal_of(config, WINDOWED) is None
@@ -123,7 +123,7 @@ def test_an_engine_with_one_process_and_one_kind_of_cache_is_not_refused(mode: C
     assert engine_refusal_of(config, None) is None
 
 
-def test_a_cache_of_latent_rows_is_not_refused() -> None:
+def test_a_cache_of_latent_rows_is_not_refused():
     latent = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576})
     in_this_version = [each for each in AttentionBackendEnum if each.name in LATENT_BACKENDS]
     for backend in (None, *in_this_version):
@@ -131,9 +131,7 @@ def test_a_cache_of_latent_rows_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_torchvision)])
-def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(
-    tmp_path: Path, has_images: bool
-) -> None:
+def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(tmp_path, has_images):
     """Of each type one model: vLLM looks at its code first, which takes time."""
     served = {model.text["model_type"]: model for model in published() if isinstance(model.answer(), KnownModel)}
     asked = {name: model for name, model in served.items() if ("text_config" in model.config) == has_images}
@@ -147,7 +145,7 @@ def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm
         assert engine_refusal_of(config, ONE_GROUP) is None, model.name
 
 
-def test_a_model_that_takes_images_is_served_without_them_only() -> None:
+def test_a_model_that_takes_images_is_served_without_them_only():
     taking = {"model_config.multimodal_config": SimpleNamespace(language_model_only=False)}
     assert engine_refusal_of(engine_config(taking), ONE_GROUP) == "multimodal"
     for value in (1, "yes", None):
@@ -160,11 +158,11 @@ def test_a_model_that_takes_images_is_served_without_them_only() -> None:
 @pytest.mark.parametrize(
     ("reason", "path", "value"), [(reason, path, value) for reason, path, values in REFUSED for value in values]
 )
-def test_an_engine_is_refused_by_name(reason: str, path: str, value: object) -> None:
+def test_an_engine_is_refused_by_name(reason, path, value):
     assert engine_refusal_of(engine_config({path: value}), ONE_GROUP) == reason
 
 
-def test_an_engine_whose_model_is_hybrid_or_has_no_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_model_is_hybrid_or_has_no_attention_is_refused(monkeypatch):
     config = engine_config()
     for name in ("is_hybrid", "is_attention_free"):
         with monkeypatch.context() as change:
@@ -175,7 +173,7 @@ def test_an_engine_whose_model_is_hybrid_or_has_no_attention_is_refused(monkeypa
 @pytest.mark.parametrize(
     "path", ["parallel_config.decode_context_parallel_size", "cache_config.kv_sharing_fast_prefill", "lora_config"]
 )
-def test_a_field_that_a_version_does_not_have_is_off(path: str) -> None:
+def test_a_field_that_a_version_does_not_have_is_off(path):
     assert engine_refusal_of(_without(path), ONE_GROUP) is None
 
 
@@ -183,13 +181,13 @@ def test_a_field_that_a_version_does_not_have_is_off(path: str) -> None:
     ("reason", "path"),
     [("tensor_parallel", "parallel_config.tensor_parallel_size"), ("kv_cache_dtype", "cache_config.cache_dtype")],
 )
-def test_a_field_that_every_version_has_must_be_there(reason: str, path: str) -> None:
+def test_a_field_that_every_version_has_must_be_there(reason, path):
     assert engine_refusal_of(_without(path), ONE_GROUP) == reason
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
-def test_a_field_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
-    def fail(self: object) -> bool:
+def test_a_field_that_cannot_be_read_is_a_refusal(monkeypatch, error):
+    def fail(self):
         raise error("not this way")
 
     config = engine_config()
@@ -198,18 +196,18 @@ def test_a_field_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("config", [None, object(), SimpleNamespace(model_config=None)])
-def test_no_configuration_at_all_is_a_refusal(config: object) -> None:
+def test_no_configuration_at_all_is_a_refusal(config):
     assert engine_refusal_of(config, config) in REASONS
 
 
 @pytest.mark.parametrize("version", ["0.24.9", "0.9.2", "dev", None])
-def test_older_and_unnumbered_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: object) -> None:
+def test_older_and_unnumbered_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
     assert engine_refusal_of(engine_config(), ONE_GROUP) == "vllm_version"
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.32.1", "1.0.0"])
-def test_newer_versions_are_not_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_newer_versions_are_not_refused(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
     assert engine_refusal_of(engine_config(), ONE_GROUP) is None
 
@@ -230,11 +228,11 @@ def test_newer_versions_are_not_refused(monkeypatch: pytest.MonkeyPatch, version
         ("non_causal", caches(FullAttentionSpec(**SHAPE, non_causal=True))),
     ],
 )
-def test_other_caches_are_refused(reason: str, cache: Any) -> None:
+def test_other_caches_are_refused(reason, cache):
     assert engine_refusal_of(engine_config(), cache) == reason
 
 
-def test_a_connector_that_another_one_builds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_that_another_one_builds_is_refused(monkeypatch):
     child = {"kv_connector": "SemBlendConnector", "kv_connector_module_path": "engine_wrapper.vllm"}
     options = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     config = engine_config(connectors=[{**child, **options}])
@@ -248,7 +246,7 @@ def test_a_connector_that_another_one_builds_is_refused(monkeypatch: pytest.Monk
         assert inner._runtime.refusal == reason
 
 
-def request(sampling: dict[str, Any] | None = None, **changes: Any) -> Request:
+def request(sampling=None, **changes):
     given: dict[str, Any] = {
         "request_id": "a",
         "prompt_token_ids": [1, 2, 3],
@@ -258,13 +256,13 @@ def request(sampling: dict[str, Any] | None = None, **changes: Any) -> Request:
     return Request(**{**given, **changes})
 
 
-def test_ordinary_requests_are_not_refused() -> None:
+def test_ordinary_requests_are_not_refused():
     assert request_refusal(request()) is None
     assert request_refusal(request({"logprobs": 5, "n": 2}, cache_salt="s", priority=3)) is None
     assert request_refusal(request({"structured_outputs": StructuredOutputsParams(json="{}")})) is None
 
 
-def resumed() -> Request:
+def resumed():
     after = request()
     after.append_output_token_ids(5)
     return after
@@ -285,12 +283,12 @@ def resumed() -> Request:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_request_is_refused_by_name(reason: str, asked: Request) -> None:
+def test_a_request_is_refused_by_name(reason, asked):
     assert request_refusal(asked) == reason
 
 
 @pytest.mark.parametrize("asked", [None, object(), SimpleNamespace(prompt_token_ids=[1], num_output_tokens=None)])
-def test_a_request_of_unknown_shape_is_refused(asked: object) -> None:
+def test_a_request_of_unknown_shape_is_refused(asked):
     assert request_refusal(asked) in REASONS
 
 
@@ -298,7 +296,7 @@ class Attention(SimpleNamespace):
     """A layer's attention, as far as it is asked about."""
 
 
-def attention(kind: type[Any] = Attention, **changes: Any) -> Any:
+def attention(kind=Attention, **changes):
     given = {
         "alibi_slopes": None,
         "logits_soft_cap": 0,
@@ -320,7 +318,7 @@ def attention(kind: type[Any] = Attention, **changes: Any) -> Any:
         attention(attn_type=AttentionType.DECODER),
     ],
 )
-def test_plain_causal_attention_has_a_sample(known: Any) -> None:
+def test_plain_causal_attention_has_a_sample(known):
     assert sample_refusal(known) is None
 
 
@@ -339,20 +337,20 @@ def test_plain_causal_attention_has_a_sample(known: Any) -> None:
         ("latent_attention", SimpleNamespace(kv_lora_rank=512)),
     ],
 )
-def test_attention_that_our_kernel_does_not_know_has_no_sample(reason: str, unknown: Any) -> None:
+def test_attention_that_our_kernel_does_not_know_has_no_sample(reason, unknown):
     assert sample_refusal(unknown) == reason
     page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
     assert f"`{reason}`" in page.split("## Samples")[1].split("\n## ")[0]
 
 
-def test_every_reason_has_a_sentence() -> None:
+def test_every_reason_has_a_sentence():
     named = {reason for rules in (refusals._ENGINE, refusals._CACHE, refusals._REQUEST) for reason in rules}
     named |= {"settings_invalid", "vllm_version", "cache_groups", "cache_spec", "prompt_ids_missing"}
     named |= {"model_runner", "layer_call", "recovery"}
     assert named == REASONS
 
 
-def _without(path: str) -> Any:
+def _without(path):
     """A configuration without a field, as another version has it."""
     config = engine_config()
     *places, name = path.split(".")

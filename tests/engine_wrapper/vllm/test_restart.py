@@ -1,27 +1,18 @@
 """Donors on disk outlive vLLM, and what was running when it ended is none of them."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from semblend_trt.donors.disk_tier import FOLDER
-from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, WHOLE, Served, cold_answers, random_tokens, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine_wrapper.vllm.conftest import Cold
+from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER, WHOLE, cold_answers, random_tokens, serving
 
 FIRST = list(range(10, 110))
 
 
-def prompts() -> tuple[list[int], list[list[int]], list[list[int]]]:
+def prompts():
     """A donor, prompts with its document elsewhere, and prompts with a document that no ended request had."""
     some = random_tokens(4)
     kept, left = some(500), some(500)
@@ -32,22 +23,22 @@ def prompts() -> tuple[list[int], list[list[int]], list[list[int]]]:
 DONOR, MOVED, LEFT = prompts()
 
 
-def disk(path: Path) -> dict[str, Any]:
+def disk(path):
     return {"disk_path": str(path / "donors"), "disk_bytes": 1 << 30, "disk_key_path": str(path / "key")}
 
 
-def donor_files(path: Path) -> list[Path]:
+def donor_files(path):
     return sorted((path / "donors" / FOLDER).glob("*.donor.safetensors"))
 
 
-def written(served: Served) -> None:
+def written(served):
     """Waits until what has ended is saved and its files are written."""
     for _ in range(2):  # a step orders the write, another one tells its end
         served.settle()
         served.worker._worker.transfers.drain()
 
 
-def ready(served: Served) -> Served:
+def ready(served):
     """The engine when its self-check has passed and its library has taken in what lies on disk."""
     served.worker._worker.transfers.drain()
     served.ask(FIRST, max_tokens=1)
@@ -57,7 +48,7 @@ def ready(served: Served) -> Served:
     return served
 
 
-def leave_running(served: Served) -> None:
+def leave_running(served):
     """Ends in the middle: one request of the two decodes, and the other one's prompt is computed in part."""
     from vllm import SamplingParams
 
@@ -69,7 +60,7 @@ def leave_running(served: Served) -> None:
     assert len(served.core.scheduler.running) == 2
 
 
-def killed(path: str) -> None:
+def killed(path):
     """The life of an engine whose process ends without a word, in a process of its own."""
     from pathlib import Path
 
@@ -86,11 +77,11 @@ def killed(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def cold() -> Cold:
+def cold():
     return cold_answers(*MOVED, *LEFT)
 
 
-def test_another_engine_serves_a_document_from_disk(engine: Callable[..., Served], cold: Cold, tmp_path: Path) -> None:
+def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
     served = engine(policy, settings)
     served.ask(DONOR, max_tokens=1)
@@ -112,12 +103,12 @@ def test_another_engine_serves_a_document_from_disk(engine: Callable[..., Served
 
 
 def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(
-    engine: Callable[..., Served],
-    cold: Cold,
-    tmp_path: Path,
-    small_disk: Callable[[int], Path],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    engine,
+    cold,
+    tmp_path,
+    small_disk,
+    caplog,
+):
     """The file system holds two files and a half; the budget, of a gibibyte, is never used up."""
     policy, settings, draw = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}, random_tokens(11)
     served = engine(policy, settings)
@@ -150,9 +141,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(
 
 
 @pytest.mark.parametrize("end", ["shutdown", "aborted", "killed"])
-def test_what_was_running_at_the_end_is_no_donor(
-    engine: Callable[..., Served], cold: Cold, tmp_path: Path, end: str
-) -> None:
+def test_what_was_running_at_the_end_is_no_donor(engine, cold, tmp_path, end):
     policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
     if end == "killed":
         process = multiprocessing.get_context("spawn").Process(target=killed, args=(str(tmp_path),))

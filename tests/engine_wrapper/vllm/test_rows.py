@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,23 +25,18 @@ from engine_wrapper.vllm.decoder import unfused_of
 from semblend_trt.plan import SpanCheck
 from tests.engine_wrapper.vllm.conftest import near, random_tokens
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tests.engine_wrapper.vllm.conftest import Served
-
 some = random_tokens(3)
 DOCUMENT = some(600)
 DONOR, MOVED = ([*some(count), *DOCUMENT, 7, 8, 9] for count in (30, 41))
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch):
     """How many sequences each stage had."""
     found: list[int] = []
     metadata = VllmRows._metadata
 
-    def counted(rows: VllmRows, *asked: Any) -> Any:
+    def counted(rows, *asked):
         built = metadata(rows, *asked)
         found.append(len(built.seq_lens))
         return built
@@ -49,33 +45,31 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def deviate(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+def deviate(monkeypatch, every):
     """Every so many checked tokens one deviates, in place of what the check finds."""
 
-    def chosen(check: SpanCheck, deviations: Any, *rest: Any) -> Any:
+    def chosen(check, deviations, *rest):
         found = (np.arange(len(deviations)) % every == 0).astype(np.float32)
         return choose(SpanCheck(check.layer, 0.5), found, *rest)
 
     monkeypatch.setattr(deviation_check, "choose", chosen)
 
 
-def taught(engine: Callable[..., Served]) -> Served:
+def taught(engine):
     served = engine("verified", max_num_seqs=2)
     served.ask(DONOR, max_tokens=1)
     served.settle()
     return served
 
 
-def evidence_of(served: Served) -> dict[str, Any]:
+def evidence_of(served):
     outcome = served.scheduler.outcomes.of(served.last)
     assert outcome is not None
     figures: dict[str, Any] = outcome.figures
     return figures
 
 
-def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(
-    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, runs: list[int]
-) -> None:
+def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monkeypatch, runs):
     served = taught(engine)
     deviate(monkeypatch, 18)
     with monkeypatch.context() as patched:
@@ -96,9 +90,7 @@ def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(
     assert not served.runtime.faults
 
 
-def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(
-    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, runs: list[int]
-) -> None:
+def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatch, runs):
     cold = engine(None, enable_prefix_caching=False).ask(MOVED, max_tokens=16).tokens
     served = taught(engine)
     monkeypatch.setattr(planned_forward, "KEYS_PER_ROW", 1)
@@ -112,9 +104,7 @@ def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(
     assert not served.runtime.faults
 
 
-def test_the_backend_is_left_as_it_is_where_it_attends(
-    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
     served = taught(engine)
     attended: list[int] = []
     monkeypatch.setattr(VllmRows, "_attend", lambda _, layer, *__, **___: attended.append(layer))
@@ -126,18 +116,18 @@ def test_the_backend_is_left_as_it_is_where_it_attends(
 class Op(CustomOp):
     """One that runs as `kind` says: by a kernel, as plain torch, or as torch in a graph of its own."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         torch.nn.Module.__init__(self)
         self._forward_method = {"kernel": self.forward_cuda, "plain": self.forward_native}.get(kind, lambda: kind)
 
-    def forward_native(self) -> str:
+    def forward_native(self):
         return "plain"
 
-    def forward_cuda(self) -> str:
+    def forward_cuda(self):
         return "kernel"
 
 
-def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were() -> None:
+def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were():
     kinds = ["plain", "kernel", "compiled"]
     ops = torch.nn.ModuleList(map(Op, kinds))
     parts: Any = SimpleNamespace(unfused=unfused_of(ops), calls=SimpleNamespace(embed=lambda ids: ids))
@@ -150,7 +140,7 @@ def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were() -> Non
     assert [op() for op in ops] == kinds
 
 
-def test_the_builder_is_our_own_and_the_engine_keeps_its(engine: Callable[..., Served]) -> None:
+def test_the_builder_is_our_own_and_the_engine_keeps_its(engine):
     served = engine("verified", max_num_seqs=2, max_num_batched_tokens=512)
     parts = served.worker._forward._parts
     runner = served.core.model_executor.driver_worker.worker.model_runner
@@ -161,7 +151,7 @@ def test_the_builder_is_our_own_and_the_engine_keeps_its(engine: Callable[..., S
     assert theirs.vllm_config.scheduler_config.max_num_seqs == 2
 
 
-def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused() -> None:
+def test_a_backend_that_is_not_known_to_take_many_sequences_is_refused():
     group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASHINFER"))
     with pytest.raises(LayoutError, match="backend is FLASHINFER; use one of FLASH_ATTN") as refusal:
         own_builder(group, 512)
@@ -181,14 +171,14 @@ class Part:
     runtime_mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE
 
     @property
-    def concrete_cudagraph_entries(self) -> dict[BatchDescriptor, Any]:
+    def concrete_cudagraph_entries(self):
         entry = SimpleNamespace(cudagraph=object(), input_addresses=self.addresses)
         return {BatchDescriptor(count): entry for count in self.rows} | {
             BatchDescriptor(count, has_lora=True): entry for count in self.rows
         }
 
 
-def graphs_of(monkeypatch: pytest.MonkeyPatch, *parts: Part) -> StepGraphs:
+def graphs_of(monkeypatch, *parts):
     monkeypatch.setattr(CUDAGraphWrapper, "_all_instances", set(parts))
     return StepGraphs(*(each[:20] for each in BUFFERS))
 
@@ -197,9 +187,7 @@ ADDRESSES = [each.data_ptr() for each in BUFFERS[:2]]
 
 
 @pytest.mark.parametrize(("rows", "given"), [(1, 8), (8, 8), (9, 32), (32, 32), (33, None)])
-def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(
-    monkeypatch: pytest.MonkeyPatch, rows: int, given: int | None
-) -> None:
+def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(monkeypatch, rows, given):
     whole = Part([2], [], CUDAGraphMode.FULL)
     graphs = graphs_of(monkeypatch, Part([32, 8, 64], ADDRESSES), Part([8, 32], []), whole)
     ids, positions = torch.arange(rows) + 500, torch.arange(rows) + 900
@@ -222,7 +210,7 @@ def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(
     [(), (Part([8], ADDRESSES[:1]),), (Part([8], ADDRESSES), Part([32], ADDRESSES)), (Part([], ADDRESSES),)],
     ids=["eager", "of another buffer", "of a part", "none captured"],
 )
-def test_other_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch, parts: tuple[Part, ...]) -> None:
+def test_other_graphs_are_left_alone(monkeypatch, parts):
     graphs = graphs_of(monkeypatch, *parts)
     given = torch.arange(4), torch.arange(4)
     with graphs.replayed(*given) as found:

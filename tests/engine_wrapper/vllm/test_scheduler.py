@@ -1,9 +1,6 @@
 """What vLLM's own block pool publishes of a request that has approximate KV, at every way of publishing."""
 
-from __future__ import annotations
-
 from inspect import signature
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm import SamplingParams
@@ -16,15 +13,10 @@ from engine_wrapper.vllm import scheduler
 from engine_wrapper.vllm.hooks import guard_publication
 from engine_wrapper.vllm.scheduler import PublicationGuard
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine_wrapper.vllm.conftest import Served
-
 SIZE = 16
 
 
-def request(name: str, tokens: int = 4 * SIZE) -> Request:
+def request(name, tokens=4 * SIZE):
     init_none_hash(sha256)
     return Request(
         request_id=name,
@@ -35,18 +27,18 @@ def request(name: str, tokens: int = 4 * SIZE) -> Request:
     )
 
 
-def guarded(pool: Any) -> PublicationGuard:
+def guarded(pool):
     guard = PublicationGuard()
     guard_publication(pool, guard.full, guard.partly)
     return guard
 
 
-def published(blocks: list[Any]) -> list[bool]:
+def published(blocks):
     return [block.block_hash is not None for block in blocks]
 
 
 @pytest.mark.every_version
-def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended() -> None:
+def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, asked, other = guarded(pool), request("a"), request("b")
     guard.limit("a", 2 * SIZE + 5)
@@ -64,7 +56,7 @@ def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_en
 @pytest.mark.skipif(
     "block_mask" not in signature(BlockPool.cache_full_blocks).parameters, reason="this version leaves no block out"
 )
-def test_a_mask_of_blocks_is_cut_with_them() -> None:
+def test_a_mask_of_blocks_is_cut_with_them():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, own = guarded(pool), pool.get_new_blocks(4)
     guard.limit("a", 3 * SIZE)
@@ -74,7 +66,7 @@ def test_a_mask_of_blocks_is_cut_with_them() -> None:
 
 @pytest.mark.every_version
 @pytest.mark.skipif(not hasattr(BlockPool, "cache_partial_block"), reason="this version publishes whole blocks alone")
-def test_no_part_of_a_block_is_published() -> None:
+def test_no_part_of_a_block_is_published():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, [own, another] = guarded(pool), pool.get_new_blocks(2)
     guard.limit("a", 4 * SIZE)
@@ -84,7 +76,7 @@ def test_no_part_of_a_block_is_published() -> None:
 
 
 @pytest.mark.every_version
-def test_a_pool_is_left_as_it_was_found() -> None:
+def test_a_pool_is_left_as_it_was_found():
     pool = BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=SIZE)
     before = set(vars(pool))
     guard_publication(pool, print, print)()
@@ -93,9 +85,7 @@ def test_a_pool_is_left_as_it_was_found() -> None:
         guard_publication(object(), print, print)
 
 
-def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(
-    engine: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, monkeypatch):
     donor, moved = list(range(10, 510)), [*range(900, 970), *range(10, 510)]
     cold = engine(None, enable_prefix_caching=False).ask(moved).tokens
     monkeypatch.setattr(scheduler, "guard_publication", lambda _, *own: guard_publication(object(), *own))

@@ -8,7 +8,7 @@ import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import psutil
@@ -22,10 +22,6 @@ from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.conftest import NatsServer
 from tests.semblend_trt.fleet.router.test_end_to_end import prompts, wait_for
 from tests.server_process import MODEL, router
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NAME = "stock-lists"
 SECRET = {"ROUTER_SECRET": "a secret of the router"}
@@ -44,7 +40,7 @@ GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": 8, "temperature": 0}
 class VllmServer(ServeProcess):
     """`vllm serve` as worker `number` of the fleet."""
 
-    def __init__(self, number: int, nats: str, audit: Path) -> None:
+    def __init__(self, number, nats, audit):
         self.audit = audit
         settings = {"worker_id": number, "nats_url": nats, "heartbeat_seconds": 0.5, "audit_path": str(audit)}
         transfer = {**TRANSFER, "kv_connector_extra_config": {**SHORT, "policy": "position_fix", **settings}}
@@ -54,10 +50,10 @@ class VllmServer(ServeProcess):
         options = (*OPTIONS, "--kv-transfer-config", json.dumps(transfer))
         super().__init__(*options, PROMETHEUS_MULTIPROC_DIR=str(shared))
 
-    def engine(self) -> Any:
+    def engine(self):
         return next(each for each in psutil.Process(self.pid).children() if "EngineCore" in "".join(each.cmdline()))
 
-    def metrics(self) -> str:
+    def metrics(self):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             told: str = response.read().decode()
         return told
@@ -71,34 +67,34 @@ class Fleet:
     url: str
     tenants: Tenants
 
-    def client(self, tenant: str, url: str | None = None) -> Any:
+    def client(self, tenant, url=None):
         return openai.OpenAI(base_url=f"{url or self.url}/v1", api_key=f"key of {tenant}", max_retries=0, timeout=120)
 
-    def ask(self, prompt: str, tenant: str = "acme", **fields: Any) -> tuple[str, str, int]:
+    def ask(self, prompt, tenant="acme", **fields):
         """The worker that answered, its answer, and how many tokens of the prompt it did not compute."""
         raw = self.client(tenant).completions.with_raw_response.create(prompt=prompt, **GREEDY, **fields)
         return raw.headers["X-SemBlend-Worker"], *told(raw.parse())
 
-    def holder(self, prompt: str) -> str:
+    def holder(self, prompt):
         """The worker that has the prompt's documents, and is known to have them."""
         worker, *_ = self.ask(prompt)
         wait_for(lambda: self.metric("donors", worker))
         return worker
 
-    def metric(self, name: str, worker: str) -> float:
+    def metric(self, name, worker):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         series = f'semblend_router_{name}{{worker="{worker}"}}'
         return sum(float(line.split()[1]) for line in lines if line.startswith(series))
 
 
-def told(answer: Any) -> tuple[str, int]:
+def told(answer):
     details = answer.usage.prompt_tokens_details
     return answer.choices[0].text.strip(), (details and details.cached_tokens) or 0
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fleet")
     with contextlib.ExitStack() as ending:
         nats = NatsServer(folder / "nats")
@@ -126,7 +122,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield made
 
 
-def test_documents_that_moved_are_served_where_they_are_held(fleet: Fleet) -> None:
+def test_documents_that_moved_are_served_where_they_are_held(fleet):
     (first, right), *others = prompts(0)
     assert [model.id for model in fleet.client("acme").models.list()] == [NAME]
     holder, *answered = fleet.ask(first)
@@ -143,7 +139,7 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet: Fleet) -> No
     wait_for(lambda: all(f"{each} {len(others)}.0\n" in served.metrics() for each in series))
 
 
-def test_a_stream_is_sent_on(fleet: Fleet) -> None:
+def test_a_stream_is_sent_on(fleet):
     prompt, expected = prompts(0)[1]
     holder = fleet.holder(prompt)
     completions, options = fleet.client("acme").completions.with_raw_response, {"include_usage": True}
@@ -154,7 +150,7 @@ def test_a_stream_is_sent_on(fleet: Fleet) -> None:
     assert last.usage.prompt_tokens_details.cached_tokens > 400
 
 
-def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(fleet: Fleet) -> None:
+def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(fleet):
     prompt, _ = prompts(0)[1]
     holder = fleet.holder(prompt)
     routed = fleet.client("acme").completions.create(prompt=prompt, **GREEDY)
@@ -167,7 +163,7 @@ def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(
     assert straight.kv_transfer_params == {"semblend.receipt": receipt}
 
 
-def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet: Fleet) -> None:
+def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet):
     prompt, _ = prompts(0)[1]
     fleet.holder(prompt)
     acme, header = fleet.client("acme"), {"X-SemBlend-Verify": "cold"}
@@ -186,7 +182,7 @@ def test_an_answer_of_vllm_is_compared_with_a_cold_run(fleet: Fleet) -> None:
     assert (told(cold)[1], cold.kv_transfer_params["semblend.receipt"]["reason"]) == (0, "cold_run")
 
 
-def test_a_tenants_salt_reaches_vllm(fleet: Fleet) -> None:
+def test_a_tenants_salt_reaches_vllm(fleet):
     """The worker itself has the tenant's documents under the salt that the router made, and under no other."""
     prompt, expected = prompts(0)[2]
     holder = fleet.holder(prompt)
@@ -198,7 +194,7 @@ def test_a_tenants_salt_reaches_vllm(fleet: Fleet) -> None:
         assert (told(answer)[1] > 400) == is_known, salt
 
 
-def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet: Fleet, tmp_path: Path) -> None:
+def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet, tmp_path):
     (first, _), (second, expected), *_ = prompts(7)
     path, worker = tmp_path / "document.txt", fleet.workers["1.0"]
     path.write_text(first)
@@ -209,7 +205,7 @@ def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet: Fl
     assert (text, cached > 400) == (expected, True)
 
 
-def test_refusals_are_the_clients_errors(fleet: Fleet) -> None:
+def test_refusals_are_the_clients_errors(fleet):
     acme = fleet.client("acme").completions
     with pytest.raises(openai.AuthenticationError) as unknown:
         fleet.client("nobody").completions.create(prompt="?", **GREEDY)
@@ -223,7 +219,7 @@ def test_refusals_are_the_clients_errors(fleet: Fleet) -> None:
     assert acme.create(prompt="?", **GREEDY).usage.prompt_tokens == 1
 
 
-def test_a_worker_whose_engine_dies_is_replaced_and_forgotten(fleet: Fleet) -> None:
+def test_a_worker_whose_engine_dies_is_replaced_and_forgotten(fleet):
     """vLLM's server answers what its engine has left with status 500, and ends."""
     prompt, expected = prompts(0)[2]
     holder = fleet.holder(prompt)

@@ -6,7 +6,7 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
@@ -21,11 +21,6 @@ from tests.engine_wrapper.vllm.engine_configs import engine_config
 from tests.semblend_trt.plans import plan_of
 from tests.test_metrics_page import series
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine_wrapper.vllm.conftest import Served
-
 some = random_tokens(3)
 LABELS = ["model_name", "engine"]
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, 70, 20, 90, 80)
@@ -38,14 +33,14 @@ BOTH = {
 }
 
 
-def counted(*reports: ReuseReport) -> ReuseStats:
+def counted(*reports):
     stats = ReuseStats()
     for each in reports:
         stats.request_ended(each)
     return stats
 
 
-def test_an_interval_is_taken_once() -> None:
+def test_an_interval_is_taken_once():
     stats = counted(USED, DECLINED)
     taken = stats.take()
     assert taken is not None
@@ -55,7 +50,7 @@ def test_an_interval_is_taken_once() -> None:
     assert (taken.data, stats.data["requests"]) == (BOTH, {"backend_materialized_reuse": 1})
 
 
-def test_intervals_add_up_and_leave_what_they_were_made_of() -> None:
+def test_intervals_add_up_and_leave_what_they_were_made_of():
     first, second = counted(USED).data, counted(DECLINED, DECLINED).data
     both = ReuseStats.of(first).aggregate(ReuseStats.of(second)).aggregate(ReuseStats.of(None))
     assert both.reduce()["refusals deviation"] == 2
@@ -66,23 +61,23 @@ def test_intervals_add_up_and_leave_what_they_were_made_of() -> None:
 class Metrics(ReuseMetrics):
     """Of two engines, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.registry = CollectorRegistry()
         kinds: Any = dict.fromkeys(_kinds(), lambda **given: Counter(**given, registry=self.registry))
         super().__init__(engine_config(), kinds, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
 
-    def value(self, name: str, engine: int, **label: str) -> float | None:
+    def value(self, name, engine, **label):
         labels = {"model_name": "m", "engine": str(engine), **label}
         return self.registry.get_sample_value(f"vllm:semblend_{name}_total", labels)
 
 
-def _kinds() -> list[Any]:
+def _kinds():
     from prometheus_client import Gauge, Histogram
 
     return [Counter, Gauge, Histogram]
 
 
-def test_counters_are_kept_for_each_engine_and_are_there_from_the_start() -> None:
+def test_counters_are_kept_for_each_engine_and_are_there_from_the_start():
     metrics = Metrics()
     assert all(metrics.value("requests", engine, outcome=each.value) == 0 for engine in (0, 1) for each in Outcome)
     for _ in range(2):
@@ -94,14 +89,14 @@ def test_counters_are_kept_for_each_engine_and_are_there_from_the_start() -> Non
     assert metrics.value("refusals", 0, reason="deviation") is None
 
 
-def test_docs_metrics_md_names_these_counters_with_their_labels() -> None:
+def test_docs_metrics_md_names_these_counters_with_their_labels():
     metrics = Metrics()
     metrics.observe(counted(DECLINED).data)
     samples = [each for family in metrics.registry.collect() for each in family.samples if each.name.endswith("_total")]
     assert {each.name: ("counter", set(each.labels)) for each in samples} == series("vllm:")
 
 
-def test_unknown_reasons_are_counted_together() -> None:
+def test_unknown_reasons_are_counted_together():
     metrics = Metrics()
     unknown = {f"reason{number}": 1 for number in range(5)}
     metrics.observe({"refusals": {"low_reuse": 2, "planned_forward": 1, **unknown}})
@@ -111,9 +106,7 @@ def test_unknown_reasons_are_counted_together() -> None:
 
 
 @pytest.mark.parametrize("options", [{"async_scheduling": True}, {"async_scheduling": False}], ids=str)
-def test_vllm_tells_every_request_once(
-    engine: Callable[..., Served], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_tells_every_request_once(engine, options, monkeypatch):
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
     document = some(400)
@@ -121,7 +114,7 @@ def test_vllm_tells_every_request_once(
     told: list[dict[str, Any]] = []
     make = served.core.scheduler.make_stats
 
-    def spied(*arguments: Any, **given: Any) -> Any:
+    def spied(*arguments, **given):
         stats = make(*arguments, **given)
         told.append(stats.kv_connector_stats or {})
         return stats
@@ -148,7 +141,7 @@ def test_vllm_tells_every_request_once(
     assert _told("tokens", kind="reused") == evidence["reused_tokens"]
 
 
-def _told(name: str, **label: str) -> float:
+def _told(name, **label):
     """What vLLM's /metrics shows of its only engine."""
     family = next(each for each in REGISTRY.collect() if each.name == f"vllm:semblend_{name}")
     found = [each for each in family.samples if each.name.endswith("_total") and label.items() <= each.labels.items()]
@@ -159,7 +152,7 @@ def _told(name: str, **label: str) -> float:
 @pytest.mark.parametrize("hits", [None, SimpleNamespace(), PrefixCacheStats(hits=100)], ids=["none", "other", "known"])
 @pytest.mark.parametrize("prefill", [None, SimpleNamespace(), PrefillStats()], ids=["none", "other", "known"])
 @pytest.mark.parametrize("preempted", [0, 1])
-def test_counts_that_a_version_does_not_have_stay_as_they_are(hits: Any, prefill: Any, preempted: int) -> None:
+def test_counts_that_a_version_does_not_have_stay_as_they_are(hits, prefill, preempted):
     hits, prefill = deepcopy(hits), deepcopy(prefill)
     request = SimpleNamespace(num_prompt_tokens=100, num_computed_tokens=100, prefill_stats=prefill)
     request.num_preemptions = preempted

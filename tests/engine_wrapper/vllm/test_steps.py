@@ -1,9 +1,5 @@
 """Plans beside other requests, in parts, and when something fails: every answer is the one without reuse."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from engine_wrapper.vllm.attention import VllmRows
@@ -16,11 +12,6 @@ from tests.engine_wrapper.vllm.conftest import (
     taught,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine_wrapper.vllm.conftest import Cold, Served
-
 some = random_tokens(1)
 DOCUMENTS = [some(500) for _ in range(2)]
 DONORS = [[*some(20 + 9 * i), *document, *some(20)] for i, document in enumerate(DOCUMENTS)]
@@ -29,11 +20,11 @@ NEW = some(150)
 
 
 @pytest.fixture(scope="module")
-def cold() -> Cold:
+def cold():
     return cold_answers(*DONORS, *MOVED, NEW)
 
 
-def assert_cold(served: Served, cold: Cold, *prompts: list[int], **options: Any) -> list[Any]:
+def assert_cold(served, cold, *prompts, **options):
     found = served.ask(*prompts, max_tokens=16, **options)
     answers = found if isinstance(found, list) else [found]
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -41,9 +32,7 @@ def assert_cold(served: Served, cold: Cold, *prompts: list[int], **options: Any)
     return answers
 
 
-def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(
-    engine: Callable[..., Served], cold: Cold
-) -> None:
+def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, cold):
     served = taught(engine(*WHOLE), *DONORS)
     assert_cold(served, cold, MOVED[0], NEW, MOVED[1])
     assert [each > 400 for each in served.offered_of(3)] == [True, False, True]
@@ -57,16 +46,16 @@ def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(
 
 @pytest.mark.parametrize("policy", [WHOLE, ("verified",)], ids=["boundary", "verified"])
 def test_a_plan_is_cut_to_the_budget_of_a_step(
-    engine: Callable[..., Served],
-    cold: Cold,
-    policy: tuple[Any, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    cold,
+    policy,
+    monkeypatch,
+):
     served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4), *DONORS)
     most = 0
     enter = VllmRows.enter
 
-    def watched(rows: VllmRows, stage: Any) -> None:
+    def watched(rows, stage):
         nonlocal most
         most = max(most, stage.num_rows)
         enter(rows, stage)
@@ -79,7 +68,7 @@ def test_a_plan_is_cut_to_the_budget_of_a_step(
 
 
 @pytest.mark.every_version
-def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: Cold) -> None:
+def test_approximate_kv_is_never_published(engine, cold):
     served = taught(engine("position_fix"), *DONORS)
     served.forget()
     first = served.ask(MOVED[0], max_tokens=40)
@@ -93,9 +82,7 @@ def test_approximate_kv_is_never_published(engine: Callable[..., Served], cold: 
 
 
 @pytest.mark.every_version
-def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(engine, cold, monkeypatch):
     served = taught(engine("position_fix"), *DONORS)
     failures = fail_planned(monkeypatch, served)
     assert_cold(served, cold, MOVED[0], NEW)
@@ -105,14 +92,12 @@ def test_a_plan_that_fails_is_computed_and_its_neighbour_is_unharmed(
     assert_cold(served, cold, MOVED[1])  # served as without us from then on
 
 
-def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(engine, cold, monkeypatch):
     served = taught(engine("position_fix"), *DONORS)
     worker = served.worker._worker
     load = worker._load
 
-    def lost(plans: Any, changes: int) -> None:
+    def lost(plans, changes):
         worker.store.clear()
         load(plans, changes)
 
@@ -121,12 +106,10 @@ def test_donors_that_are_lost_on_the_way_cost_a_cold_prefill(
     assert "load_failed" in {served.scheduler.outcomes.of(number).reason for number in (served.last - 1, served.last)}
 
 
-def test_a_load_that_raises_is_reported_and_computed(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_raises_is_reported_and_computed(engine, cold, monkeypatch):
     served = taught(engine("position_fix"), *DONORS)
 
-    def broken(plans: Any, _: int) -> None:
+    def broken(plans, _):
         if plans:
             raise OSError("the tier is gone")
 
@@ -135,7 +118,7 @@ def test_a_load_that_raises_is_reported_and_computed(
     assert served.runtime.faults["start_load_kv"] == 1
 
 
-def test_a_plan_that_no_forward_has_executed_is_computed(engine: Callable[..., Served], cold: Cold) -> None:
+def test_a_plan_that_no_forward_has_executed_is_computed(engine, cold):
     served = taught(engine("position_fix"), *DONORS)
     served.worker._forward.remove()
     assert_cold(served, cold, MOVED[0], NEW)
@@ -143,7 +126,7 @@ def test_a_plan_that_no_forward_has_executed_is_computed(engine: Callable[..., S
     assert served.runtime.refusal == "plan_not_executed"
 
 
-def test_salts_keep_texts_apart(engine: Callable[..., Served], cold: Cold) -> None:
+def test_salts_keep_texts_apart(engine, cold):
     served = engine("position_fix")
     served.ask(DONORS[0], max_tokens=1, salts=["a"])
     served.settle()
@@ -153,14 +136,12 @@ def test_salts_keep_texts_apart(engine: Callable[..., Served], cold: Cold) -> No
     assert served.ask(MOVED[0], salts=["a"]).cached > 400
 
 
-def test_requests_that_are_preempted_come_back_with_their_answers(
-    engine: Callable[..., Served], cold: Cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_are_preempted_come_back_with_their_answers(engine, cold, monkeypatch):
     # Both prompts have 19 blocks, and the first tokens of the second one's answer lie in another.
     served = taught(engine(*WHOLE, num_gpu_blocks_override=39, max_model_len=1024), *DONORS)
     preempt, times = served.core.scheduler._preempt_request, 0
 
-    def counted(*arguments: Any, **options: Any) -> None:
+    def counted(*arguments, **options):
         nonlocal times
         times += 1
         preempt(*arguments, **options)
@@ -172,7 +153,7 @@ def test_requests_that_are_preempted_come_back_with_their_answers(
 
 
 @both_schedulings
-def test_an_aborted_request_frees_its_blocks(is_async: bool, engine: Callable[..., Served]) -> None:
+def test_an_aborted_request_frees_its_blocks(is_async, engine):
     from vllm import SamplingParams
 
     served = engine("position_fix")

@@ -1,16 +1,10 @@
 """`python -m validation --engine vllm`: every arm in vLLM itself, exact without a plan and with all layers computed."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from validation.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST = "Stock list of Depot Oslo.\n" + "\n".join(f"item number {i}: {i * 37 % 91}" for i in range(20))
 SECOND = "Stock list of Barn Riga.\n" + "\n".join(f"thing number {i}: {i * 53 % 97}" for i in range(20))
@@ -21,7 +15,7 @@ CASES = [
 ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "cacheblend_15")
 
 
-def test_a_run_measures_every_case_in_every_arm(tmp_path: Path) -> None:
+def test_a_run_measures_every_case_in_every_arm(tmp_path):
     prompts, output = tmp_path / "cases.jsonl", tmp_path / "report.json"
     prompts.write_text("".join(json.dumps(case) + "\n" for case in CASES))
     options = [

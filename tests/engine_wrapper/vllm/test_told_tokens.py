@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from semblend_trt.outcome import VLLM_RECEIPT
 from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, NEW, both_schedulings, fail_planned, taught
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Served
-
-
-def nothing(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def nothing(monkeypatch, served):
     """All goes well."""
 
 
-def is_lost(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def is_lost(monkeypatch, served):
     """The donors are gone when they are to be placed: our rows compute what was promised."""
     worker = served.worker._worker
     load = worker._load
     monkeypatch.setattr(worker, "_load", lambda *told: (worker.store.clear(), load(*told)))
 
 
-def forward_fails_once(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def forward_fails_once(monkeypatch, served):
     """A plan cannot be executed: our rows compute its request whole."""
     fail_planned(monkeypatch, served, once=True)
 
 
-def is_not_executed(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def is_not_executed(monkeypatch, served):
     """vLLM runs its steps past our forward, and computes again."""
     served.worker._forward.remove()
 
 
-def forward_fails_twice(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def forward_fails_twice(monkeypatch, served):
     """Our rows cannot compute what was promised either: vLLM computes it again."""
     fail_planned(monkeypatch, served)
 
@@ -44,14 +39,14 @@ def forward_fails_twice(monkeypatch: pytest.MonkeyPatch, served: Served) -> None
 class Told:
     """What an engine told from now on: counts by their sources, hits, and the receipts of what has ended."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    def __init__(self, monkeypatch, served):
         self.external = self.own = self.hits = 0
         self.cached: dict[str, int] = {}
         self.receipts: dict[str, dict[str, Any]] = {}
         scheduler = served.core.scheduler
         update = scheduler.update_from_output
 
-        def spied(*arguments: Any) -> Any:
+        def spied(*arguments):
             found = update(*arguments)
             for outputs in found.values():
                 for each in outputs.outputs:
@@ -62,7 +57,7 @@ class Told:
 
         monkeypatch.setattr(scheduler, "update_from_output", spied)
 
-    def _take(self, output: Any) -> None:
+    def _take(self, output):
         if (stats := output.prefill_stats) is not None:
             self.own += stats.num_local_cached_tokens
             self.external += stats.num_external_cached_tokens
@@ -70,7 +65,7 @@ class Told:
         if output.kv_transfer_params is not None:
             self.receipts[output.request_id] = output.kv_transfer_params[VLLM_RECEIPT]
 
-    def total(self, name: str) -> int:
+    def total(self, name):
         return sum(each[f"{name}_tokens"] for each in self.receipts.values())
 
 
@@ -82,12 +77,12 @@ class Told:
 @pytest.mark.parametrize("policy", ["position_fix", "verified"])
 @both_schedulings
 def test_what_is_told_is_what_was_used(
-    engine: Callable[..., Served],
-    is_async: bool,
-    policy: str,
-    fault: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    is_async,
+    policy,
+    fault,
+    monkeypatch,
+):
     served = taught(engine(policy, disable_log_stats=False))
     if fault in (nothing, is_lost, forward_fails_once):
         # In the other cases vLLM tells its hit with the first token, and computes the prompt a second time.

@@ -1,9 +1,6 @@
 """A reuse profile reaches vLLM through `confirm`, and then moved text is reused there under the default policy."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,13 +13,10 @@ from validation.engines import EngineSettings
 from validation.models import profile_of, shipped_model
 from validation.vllm_engine import VllmEngines
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 SHORT = ["--groups", "8", "--budget", "8", "--margin", "0.5", "--tokens", "512", "--max-tokens", "8"]
 
 
-def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path: Path) -> None:
+def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path):
     shipped, path = profile_of(None, None), tmp_path / "profile.json"
     assert shipped is not None
     profile = ReuseProfile.read(shipped)
@@ -36,7 +30,7 @@ def test_a_profile_is_confirmed_in_vllm_and_lists_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_quality_serves_its_arms_in_vllm(tmp_path: Path, kv_dtype: str) -> None:
+def test_quality_serves_its_arms_in_vllm(tmp_path, kv_dtype):
     output = tmp_path / "quality.json"
     options = ["--families", "header_trap", "--groups", "1", "--questions", "1", "--tokens", "512"]
     options += ["--arms", "cold,position_fix", "--kv-dtype", kv_dtype]
@@ -46,7 +40,7 @@ def test_quality_serves_its_arms_in_vllm(tmp_path: Path, kv_dtype: str) -> None:
     assert offered["position_fix"] > 0 == offered["cold"]
 
 
-def test_answers_are_forced_and_logits_are_the_models(tmp_path: Path) -> None:
+def test_answers_are_forced_and_logits_are_the_models(tmp_path):
     engines = VllmEngines(str(shipped_model()))
     choices = ArmChoices(engines.facts.num_layers, boundary=1, profile=profile_of(None, None), profile_layers=2)
     settings = EngineSettings(str(shipped_model()), 4096, 1 << 24, 64, 4)

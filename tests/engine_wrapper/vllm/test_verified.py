@@ -1,11 +1,8 @@
 """The policy verified inside vLLM: traps are seen, harmless text is reused, and nothing approximate is left behind."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,25 +17,17 @@ from validation.families.catalog import write_family
 from validation.models import shipped_model
 from validation.prompts import INSTRUCTIONS, form_for, render
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from engine_wrapper.layer_schedule import Stage
-    from tests.engine_wrapper.vllm.conftest import Served
-    from validation.cases import Case
-
 GROUPS, TOKENS = 6, 700
 
 
-def cases_of(tokenizer: Any, family: str) -> list[Case]:
-    def count(text: str) -> int:
+def cases_of(tokenizer, family):
+    def count(text):
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     return write_family(family, form_for(tokenizer), count, 3, GROUPS, 1, TOKENS)
 
 
-def answers(served: Served, cases: list[Case], *, donors: bool) -> tuple[int, int, int]:
+def answers(served, cases, *, donors):
     """How many prompts are answered rightly, how many with the donor's answer, and how many tokens were reused."""
     tokenizer = served.llm.get_tokenizer()
     encoded = {case.id: tokenizer.encode(case.prompt, add_special_tokens=False) for case in cases}
@@ -54,7 +43,7 @@ def answers(served: Served, cases: list[Case], *, donors: bool) -> tuple[int, in
 
 
 @pytest.mark.parametrize("family", [pytest.param("header_trap", marks=pytest.mark.every_version), "mid_sentence_trap"])
-def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine: Callable[..., Served], family: str) -> None:
+def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine, family):
     served = engine(None, enable_prefix_caching=False)
     cases = cases_of(served.llm.get_tokenizer(), family)
     cold, _, _ = answers(served, cases, donors=False)
@@ -67,7 +56,7 @@ def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine: Callable[...
     assert not served.runtime.faults
 
 
-def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> None:
+def test_harmless_text_is_reused_by_verified(engine):
     served = engine("verified")
     cases = cases_of(served.llm.get_tokenizer(), "reordered")
     right, _, cached = answers(served, cases, donors=True)
@@ -79,7 +68,7 @@ def test_harmless_text_is_reused_by_verified(engine: Callable[..., Served]) -> N
 
 
 @pytest.fixture
-def sampled(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: None) -> dict[str, Any]:
+def sampled(profile, tmp_path, monkeypatch, trial):
     """Settings of a profile with a sample, which is the same one for all requests."""
     monkeypatch.setattr("semblend_trt.discovery.planner.secrets.randbits", lambda _: 7)
     found = ReuseProfile.read(profile)
@@ -89,7 +78,7 @@ def sampled(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tria
     return {"policy": "verified", "profile": str(tmp_path / "sampled.json")}
 
 
-def told(report: Any) -> tuple[int | None, ...]:
+def told(report):
     """What became of a request's tokens."""
     return report.offered_tokens, report.sampled_tokens, report.checked_tokens, report.recomputed_tokens
 
@@ -98,14 +87,14 @@ FAMILIES = "reordered", "header_trap"
 
 
 @pytest.fixture
-def expected(sampled: dict[str, Any], tmp_path: Path) -> list[tuple[int | None, ...]]:
+def expected(sampled, tmp_path):
     """What becomes of them in the embedded engine."""
     engines, found = Engines(tmp_path / "audit.jsonl", model=str(shipped_model()), dtype="float32"), []
     settings = {"MIN_DONOR_TOKENS": SHORT["min_donor_tokens"], "MIN_SPAN": SHORT["min_span_tokens"]}
     cache = {"tokens_per_block": 32, "enable_partial_reuse": False}
     llm = engines(cache=cache, PROFILE=sampled["profile"], HOST_BYTES=SHORT["host_bytes"], **settings)
 
-    def ask(texts: list[str]) -> list[Any]:
+    def ask(texts):
         tokens = [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = llm.generate(tokens, [SamplingParams(max_tokens=1)] * len(tokens))
         llm.settle()
@@ -129,15 +118,15 @@ def expected(sampled: dict[str, Any], tmp_path: Path) -> list[tuple[int | None, 
     ids=str,
 )
 def test_samples_find_what_they_do_in_the_embedded_engine(
-    engine: Callable[..., Served],
-    sampled: dict[str, Any],
-    expected: list[tuple[int | None, ...]],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    sampled,
+    expected,
+    options,
+    monkeypatch,
+):
     served, most, enter = engine("boundary", sampled, **options), [0], VllmRows.enter
 
-    def watched(rows: VllmRows, stage: Stage) -> None:
+    def watched(rows, stage):
         most.append(stage.num_rows)
         enter(rows, stage)
 
@@ -159,13 +148,13 @@ def test_samples_find_what_they_do_in_the_embedded_engine(
 
 @pytest.mark.parametrize("problem", ["alibi", "no kernel for this card"])
 def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_engines(
-    engine: Callable[..., Served],
-    sampled: dict[str, Any],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fails(*_: Any) -> None:
+    engine,
+    sampled,
+    problem,
+    monkeypatch,
+    caplog,
+):
+    def fails(*_):
         raise RuntimeError(problem)
 
     if problem == "alibi":
@@ -187,9 +176,7 @@ def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_eng
 
 
 @pytest.mark.parametrize("generations", [0, 1])
-def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
-    engine: Callable[..., Served], profile: Path, tmp_path: Path, generations: int
-) -> None:
+def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(engine, profile, tmp_path, generations):
     path = tmp_path / "profile.json"
     ReuseProfile.read(profile).model_copy(update={"generations": generations}).write(path)
     served = engine("boundary", {"policy": "verified", "profile": str(path)})
@@ -205,9 +192,7 @@ def test_lists_first_seen_behind_moved_kv_are_reused_as_the_profile_allows(
     assert not served.runtime.faults
 
 
-def test_a_profile_that_is_replaced_counts_from_the_next_start_on(
-    engine: Callable[..., Served], profile: Path, tmp_path: Path
-) -> None:
+def test_a_profile_that_is_replaced_counts_from_the_next_start_on(engine, profile, tmp_path):
     path, held = tmp_path / "profile.json", ReuseProfile.read(profile)
     held.write(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -222,9 +207,7 @@ def test_a_profile_that_is_replaced_counts_from_the_next_start_on(
 
 
 @pytest.mark.every_version
-def test_a_profile_without_this_engine_is_refused_by_name(
-    engine: Callable[..., Served], profile: Path, tmp_path: Path
-) -> None:
+def test_a_profile_without_this_engine_is_refused_by_name(engine, profile, tmp_path):
     listed = ReuseProfile.read(profile)
     others = [each for each in listed.engines if not each.startswith("vllm-")]
     listed.model_copy(update={"engines": others}).write(profile_elsewhere := tmp_path / "profile.json")

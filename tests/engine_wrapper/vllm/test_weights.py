@@ -1,23 +1,23 @@
 """Weights that are written in a running vLLM: nothing that other weights computed is used afterwards."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from semblend_trt.outcome import Outcome
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, near, serving, some, taught, while_another_decodes
+from tests.engine_wrapper.vllm.conftest import (
+    DONOR,
+    MOVED,
+    Answered,
+    near,
+    serving,
+    some,
+    taught,
+    while_another_decodes,
+)
 from validation.models import shipped_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine_wrapper.vllm.conftest import Answered, Served
 
 Answers = dict[str, dict[tuple[int, ...], "Answered"]]
 pytestmark = pytest.mark.every_version
@@ -26,7 +26,7 @@ PROMPTS = [[*DONOR, *some(20 + each)] if each % 2 else [*some(50 + each), *MOVED
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(tmp_path_factory):
     """The shipped model's files with other weights."""
     path = tmp_path_factory.mktemp("weights") / "other"
     shutil.copytree(shipped_model(), path)
@@ -38,7 +38,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(other: Path) -> Answers:
+def answers(other):
     """Answers of a vLLM without a connector that loads the same weights in the same way."""
     served = serving(enable_prefix_caching=False)
     try:
@@ -51,17 +51,17 @@ def answers(other: Path) -> Answers:
         served.close()
 
 
-def reload(served: Served, path: Path | str) -> None:
+def reload(served, path):
     served.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 
 
-def write(worker: Any) -> None:
+def write(worker):
     """A user's own function: torch counts no write through `data`."""
     for each in worker.model_runner.get_model().parameters():
         each.data.copy_(each.data * 1.1)
 
 
-def assert_cold(served: Served, expected: dict[tuple[int, ...], Answered], prompts: list[list[int]]) -> list[int]:
+def assert_cold(served, expected, prompts):
     """The first tokens are those of a cold run; returns the tokens that each prompt reused."""
     found = []
     for prompt in prompts:
@@ -75,16 +75,14 @@ def assert_cold(served: Served, expected: dict[tuple[int, ...], Answered], promp
     return found
 
 
-def reused(served: Served) -> int:
+def reused(served):
     """Tokens of the last prompt whose KV came from donors."""
     report = served.scheduler.outcomes.of(served.last)
     return report.reused_tokens if report.outcome == Outcome.BACKEND_MATERIALIZED_REUSE else 0
 
 
 @pytest.mark.parametrize("policy", ["exact", "verified"])
-def test_no_token_is_of_weights_that_were_replaced(
-    engine: Callable[..., Served], other: Path, answers: Answers, policy: str
-) -> None:
+def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, policy):
     served = taught(engine(policy))
     for turn, name in enumerate(["other", "shipped"] * 3):
         reload(served, other if name == "other" else shipped_model())
@@ -101,7 +99,7 @@ def test_no_token_is_of_weights_that_were_replaced(
     assert not served.runtime.faults
 
 
-def test_a_write_by_a_function_of_the_users_own_is_noticed(engine: Callable[..., Served]) -> None:
+def test_a_write_by_a_function_of_the_users_own_is_noticed(engine):
     served = taught(engine("exact"))
     served.core.model_executor.collective_rpc(write)
     served.forget()
@@ -110,7 +108,7 @@ def test_a_write_by_a_function_of_the_users_own_is_noticed(engine: Callable[...,
     assert served.runtime.weights_changes == 1
 
 
-def test_calls_that_write_nothing_cost_no_donor(engine: Callable[..., Served]) -> None:
+def test_calls_that_write_nothing_cost_no_donor(engine):
     served = taught(engine("exact"))
     served.core.model_executor.collective_rpc(lambda worker: worker.model_runner.get_model().eval())
     served.ask(DONOR)
@@ -118,9 +116,7 @@ def test_calls_that_write_nothing_cost_no_donor(engine: Callable[..., Served]) -
     assert not served.runtime.weights_changes
 
 
-def test_kv_of_vllms_own_stale_prefix_becomes_no_donor(
-    engine: Callable[..., Served], other: Path, answers: Answers
-) -> None:
+def test_kv_of_vllms_own_stale_prefix_becomes_no_donor(engine, other, answers):
     served = engine("exact")
     served.ask(DONOR, max_tokens=1)
     reload(served, other)
@@ -131,13 +127,11 @@ def test_kv_of_vllms_own_stale_prefix_becomes_no_donor(
     assert assert_cold(served, answers["other"], [PROMPTS[1]])[0] > 400
 
 
-def test_requests_that_run_meanwhile_leave_no_donor(
-    engine: Callable[..., Served], other: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_run_meanwhile_leave_no_donor(engine, other, answers, monkeypatch):
     served = taught(engine("exact"))
     step, steps = served.llm.llm_engine.step, []
 
-    def stepped() -> Any:
+    def stepped():
         steps.append(1)
         if len(steps) == 5:
             reload(served, other)
@@ -150,14 +144,14 @@ def test_requests_that_run_meanwhile_leave_no_donor(
     assert assert_cold(served, answers["other"], [MOVED, DONOR]) == [0, 0]
 
 
-def rescale(worker: Any) -> None:
+def rescale(worker):
     for each in worker.model_runner.get_model().modules():
         if hasattr(each, "_k_scale_float"):
             each._k_scale.fill_(0.5)
             each._k_scale_float = 0.5
 
 
-def test_new_scales_of_an_fp8_cache_end_reuse(engine: Callable[..., Served]) -> None:
+def test_new_scales_of_an_fp8_cache_end_reuse(engine):
     served = taught(engine("exact", kv_cache_dtype="fp8"))
     served.core.model_executor.collective_rpc(rescale)
     served.forget()

@@ -35,26 +35,26 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory):
     @cache
-    def model(layers: int) -> Path:
+    def model(layers):
         return save_tiny_model("gpt_oss", tmp_path_factory.mktemp("gpt-oss"), num_hidden_layers=layers, **SIZES)
 
     return model
 
 
 @pytest.fixture(scope="module")
-def cold(models: Models) -> Cold:
+def cold(models):
     """The answer of vLLM without a connector."""
 
     @cache
-    def answer(layers: int) -> Answered:
+    def answer(layers):
         return cold_answers(MOVED, model=models(layers))(MOVED)
 
     return answer
 
 
-def asked(served: Served) -> Answered:
+def asked(served):
     """The answer to a moved document, most of which is not computed by vLLM."""
     answer: Answered = served.ask(MOVED, max_tokens=16)
     assert served.offered >= len(DOCUMENT)
@@ -62,21 +62,21 @@ def asked(served: Served) -> Answered:
     return answer
 
 
-def is_cold(answer: Answered, cold: Answered) -> bool:
+def is_cold(answer, cold):
     return answer.tokens == cold.tokens and near(answer.logprobs, cold.logprobs, 5e-2 if is_available() else 0.0)
 
 
 @pytest.mark.parametrize("by_ours", [False, True], ids=["vLLM's attention", "our attention"])
 @pytest.mark.parametrize(("heads", "cold_ones"), [(WINDOW - 1, True), pytest.param(WINDOW - 2, False, marks=exact)])
 def test_a_window_reaches_as_far_into_a_moved_run(
-    engine: Engine,
-    models: Models,
-    cold: Cold,
-    heads: int,
-    cold_ones: bool,
-    by_ours: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine,
+    models,
+    cold,
+    heads,
+    cold_ones,
+    by_ours,
+    monkeypatch,
+):
     """K and V above one layer with a window depend on the tokens within it: where the first `heads` of the run are
     computed, the others are those of a cold run if a window is no longer than that and the token itself."""
     if is_available():  # vLLM's attention takes float32 for TF32 there, ours does not
@@ -86,7 +86,7 @@ def test_a_window_reaches_as_far_into_a_moved_run(
     assert served.worker._forward._sparse  # the self-check has found our attention to be vLLM's
     stand_apart = VllmRows._stand_apart
 
-    def chosen(rows: VllmRows) -> bool:
+    def chosen(rows):
         attended.append(by_ours or stand_apart(rows))
         return attended[-1]
 
@@ -97,15 +97,13 @@ def test_a_window_reaches_as_far_into_a_moved_run(
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 128}, {"enforce_eager": False}], ids=str)
-def test_with_all_layers_computed_again_answers_are_cold_ones(
-    engine: Engine, models: Models, options: dict[str, Any]
-) -> None:
+def test_with_all_layers_computed_again_answers_are_cold_ones(engine, models, options):
     answer = cold_answers(MOVED, model=models(4), **options)(MOVED)  # a card rounds otherwise in other chunks
     served = taught(engine("boundary", {"recompute_boundary_layer": 4}, model=models(4), **options))
     assert is_cold(asked(served), answer)
 
 
-def test_holes_in_a_window_are_computed(engine: Engine, models: Models) -> None:
+def test_holes_in_a_window_are_computed(engine, models):
     """Runs of two donors with new text between them, shorter than the window."""
     first, second = DOCUMENT[:250], DOCUMENT[250:]
     prompt = [*MOVED[:70], *first, *range(100, 130), *second, *MOVED[-40:]]
@@ -117,7 +115,7 @@ def test_holes_in_a_window_are_computed(engine: Engine, models: Models) -> None:
     assert not served.runtime.faults
 
 
-def checked_at(served: Served, layer: int, folder: Path, **changes: Any) -> dict[str, Any]:
+def checked_at(served, layer, folder, **changes):
     """Settings of a profile for this engine whose check in `layer` lets nothing pass."""
     check = ProfileCheck(**{"layer": layer, "threshold": 0.0, "max_span_share": 1.0, **changes})
     made = ReuseProfile.made_for(
@@ -129,9 +127,7 @@ def checked_at(served: Served, layer: int, folder: Path, **changes: Any) -> dict
 
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("changes", [{}, {"sample_every": 4, "sample_threshold": 0.0}], ids=str)
-def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
-    engine: Engine, models: Models, cold: Cold, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(engine, models, cold, tmp_path, changes):
     answer = cold(4)
     settings = checked_at(engine("position_fix", model=models(4)), 2, tmp_path, **changes)
     served = taught(engine("exact", settings, model=models(4)))
@@ -140,9 +136,7 @@ def test_what_a_check_above_full_attention_finds_to_deviate_is_computed(
     assert report.recomputed_tokens == report.offered_tokens >= len(DOCUMENT)
 
 
-def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(
-    engine: Engine, models: Models, cold: Cold, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(engine, models, cold, tmp_path, caplog):
     answer = cold(4)
     settings = checked_at(engine("position_fix", model=models(4)), 1, tmp_path)
     served = taught(engine("exact", settings, model=models(4)))
@@ -153,21 +147,19 @@ def test_a_check_that_sees_no_further_than_a_window_is_refused_by_name(
 
 
 @pytest.mark.skipif(is_available(), reason="skipped: vLLM 0.25.1 does not start with such blocks on a card")
-def test_a_window_shorter_than_a_block_is_refused_by_name(engine: Engine, models: Models, cold: Cold) -> None:
+def test_a_window_shorter_than_a_block_is_refused_by_name(engine, models, cold):
     answer = cold(2)
     served = engine("position_fix", model=models(2), block_size=128)
     assert served.ask(MOVED, max_tokens=16).tokens == answer.tokens
     assert served.runtime.refusal == "window_below_block"
 
 
-def test_layers_with_other_windows_than_the_models_are_refused_by_name(
-    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_other_windows_than_the_models_are_refused_by_name(engine, models, monkeypatch):
     from vllm.model_executor.layers.attention import Attention
 
     stock = Attention.__init__
 
-    def wider(self: Any, *arguments: Any, **options: Any) -> None:
+    def wider(self, *arguments, **options):
         if options.get("per_layer_sliding_window"):
             options["per_layer_sliding_window"] += 1
         stock(self, *arguments, **options)
@@ -177,7 +169,7 @@ def test_layers_with_other_windows_than_the_models_are_refused_by_name(
     assert served.runtime.refusal == "sliding_window"
 
 
-def test_a_window_that_the_longest_prompt_outgrows_is_refused_by_name(engine: Engine, tmp_path: Path) -> None:
+def test_a_window_that_the_longest_prompt_outgrows_is_refused_by_name(engine, tmp_path):
     """As long as the model's positions, which its YaRN stretches."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 128}
     yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}

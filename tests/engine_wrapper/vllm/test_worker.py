@@ -1,30 +1,21 @@
 """What keeps the worker half out of an engine: it starts all the same, says why, and serves as stock vLLM."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import worker
 from tests.engine_wrapper.vllm.conftest import NEW
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from tests.engine_wrapper.vllm.conftest import Cold, Served
-
-
-def no_layout(*_: Any) -> None:
+def no_layout(*_):
     """As for caches that no known view reads back."""
 
 
-def another_runner() -> None:
+def another_runner():
     raise LookupError("the model runner is of a kind that is not known")
 
 
-def another_backend(*_: Any) -> None:
+def another_backend(*_):
     raise LayoutError("attention_backend", "the attention backend is FLASHINFER")
 
 
@@ -39,15 +30,15 @@ def another_backend(*_: Any) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
-    engine: Callable[..., Served],
-    cold: Cold,
-    reason: str,
-    changed: tuple[str, Any] | None,
-    settings: dict[str, Any],
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    engine,
+    cold,
+    reason,
+    changed,
+    settings,
+    sentence,
+    monkeypatch,
+    caplog,
+):
     if changed is not None:
         monkeypatch.setattr(worker, *changed)
     served = engine("position_fix", settings)

@@ -1,7 +1,5 @@
 """`semblend-trt config` prints every setting with its source, in three forms."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -14,7 +12,7 @@ from tests.pages import Page, code_in
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch) -> None:
+def settings(monkeypatch):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TRTLLM_SEMBLEND_HOST_BYTES", "1024")
@@ -23,7 +21,7 @@ def settings(monkeypatch) -> None:
     monkeypatch.setenv("SEMBLEND_POLICI", "off")
 
 
-def test_a_line_a_setting(capsys) -> None:
+def test_a_line_a_setting(capsys):
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in shown.splitlines()}
@@ -34,7 +32,7 @@ def test_a_line_a_setting(capsys) -> None:
     assert "hunter2" not in shown
 
 
-def test_json(capsys) -> None:
+def test_json(capsys):
     assert main(["config", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in told["settings"]}
@@ -51,28 +49,28 @@ def test_json(capsys) -> None:
     assert told["unknown"] == {"SEMBLEND_POLICI": "SEMBLEND_POLICY"}
 
 
-def test_markdown(capsys) -> None:
+def test_markdown(capsys):
     assert main(["config", "--markdown"]) == 0
     assert capsys.readouterr().out == settings_page()
 
 
-def test_a_setting_that_cannot_be_used_ends_with_two(monkeypatch, capsys) -> None:
+def test_a_setting_that_cannot_be_used_ends_with_two(monkeypatch, capsys):
     monkeypatch.setenv("SEMBLEND_MAX_DONORS", "none")
     assert main(["config"]) == 2
     assert "SEMBLEND_MAX_DONORS is 'none'" in capsys.readouterr().err
 
 
-def test_one_form_at_a_time() -> None:
+def test_one_form_at_a_time():
     with pytest.raises(SystemExit) as ended:
         main(["config", "--json", "--markdown"])
     assert ended.value.code == 2
 
 
-def test_the_page_in_the_repository_is_that_of_the_code() -> None:
+def test_the_page_in_the_repository_is_that_of_the_code():
     told = "docs/configuration.md is out of date; make it with `semblend-trt config --markdown > docs/configuration.md`"
     assert Page("docs/configuration.md").text == settings_page(), told
 
 
-def test_every_setting_has_one_row() -> None:
+def test_every_setting_has_one_row():
     rows = [code_in(row[0])[0] for row in Page("docs/configuration.md").rows if "`" in row[0]]
     assert rows == [row.variables[1] for row in settings_table()]

@@ -1,12 +1,9 @@
 """`semblend-trt doctor` ends with a status that scripts can use, and tells people and programs why."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,20 +13,16 @@ from semblend_trt.cli.main import main
 from semblend_trt.config import PREFIXES, load_settings
 from semblend_trt.doctor import Area, Finding, Status
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def no_settings(monkeypatch) -> None:
+def no_settings(monkeypatch):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
 
 
-def test_all_is_fine(tiny_qwen2_path: Path, capsys) -> None:
+def test_all_is_fine(tiny_qwen2_path, capsys):
     assert main(["doctor", "--model", str(tiny_qwen2_path)]) == 0
     shown = capsys.readouterr().out
     areas = [line for line in shown.splitlines() if line and not line.startswith(" ")]
@@ -37,14 +30,14 @@ def test_all_is_fine(tiny_qwen2_path: Path, capsys) -> None:
     assert "  note     no_profile: only identical text from position 0 is reused. Set SEMBLEND_PROFILE" in shown
 
 
-def test_a_refusal_is_named(tiny_qwen2_path: Path, capsys) -> None:
+def test_a_refusal_is_named(tiny_qwen2_path, capsys):
     assert main(["doctor", "--model", str(tiny_qwen2_path), "--kv-dtype", "fp8"]) == 1
     shown = capsys.readouterr().out
     assert "  refused  kv_scales: a KV cache of fp8 is taken in vLLM" in shown
     assert shown.endswith("\n1 problem\n")
 
 
-def test_json(tiny_qwen2_path: Path, capsys, monkeypatch) -> None:
+def test_json(tiny_qwen2_path, capsys, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "off")
     assert main(["doctor", "--json", "--model", str(tiny_qwen2_path)]) == 1
     told = json.loads(capsys.readouterr().out)
@@ -54,7 +47,7 @@ def test_json(tiny_qwen2_path: Path, capsys, monkeypatch) -> None:
     assert all(set(finding) == {"area", "status", "reason", "text"} for finding in told["findings"])
 
 
-def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path: Path, capsys, monkeypatch) -> None:
+def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path, capsys, monkeypatch):
     monkeypatch.setenv("SEMBLEND_MIN_SPAN", "0")
     assert main(["doctor", "--model", str(tiny_qwen2_path)]) == 1
     shown = capsys.readouterr().out
@@ -65,7 +58,7 @@ def test_a_setting_out_of_range_leaves_the_rest_to_be_checked(tiny_qwen2_path: P
 @pytest.mark.parametrize(
     ("words", "told"), [(["--kv-dtype", "int3"], "invalid choice: 'int3'"), (["--model", ""], "the name is empty")]
 )
-def test_bad_usage_ends_with_two(words: list[str], told: str, capsys) -> None:
+def test_bad_usage_ends_with_two(words, told, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *words])
     assert ended.value.code == 2
@@ -76,9 +69,7 @@ def test_bad_usage_ends_with_two(words: list[str], told: str, capsys) -> None:
     ("module", "refused"),
     [("semblend_trt.connector", [("model", "kv_scales")]), ("engine_wrapper.connector", [])],
 )
-def test_the_engines_options_decide_the_kv_dtype(
-    tiny_qwen2_path: Path, tmp_path: Path, capsys, module: str, refused: list[tuple[str, str]]
-) -> None:
+def test_the_engines_options_decide_the_kv_dtype(tiny_qwen2_path, tmp_path, capsys, module, refused):
     file = tmp_path / "options.yaml"
     file.write_text(f"{{kv_cache_config: {{dtype: fp8}}, kv_connector_config: {{connector_module: {module}}}}}")
     assert main(["doctor", "--json", "--model", str(tiny_qwen2_path), "--engine-options", str(file)]) == bool(refused)
@@ -86,12 +77,12 @@ def test_the_engines_options_decide_the_kv_dtype(
     assert [(each["area"], each["reason"]) for each in found if each["status"] in ("failed", "refused")] == refused
 
 
-def test_options_that_cannot_be_read_are_bad_usage(tmp_path: Path, capsys) -> None:
+def test_options_that_cannot_be_read_are_bad_usage(tmp_path, capsys):
     assert main(["doctor", "--engine-options", str(tmp_path / "nowhere.yaml")]) == 2
     assert "nowhere.yaml cannot be read" in capsys.readouterr().err
 
 
-def test_what_a_file_holds_is_shown_and_does_nothing(tmp_path: Path, capsys) -> None:
+def test_what_a_file_holds_is_shown_and_does_nothing(tmp_path, capsys):
     file = tmp_path / "options.yaml"
     file.write_text('{scheduler_config: {capacity_scheduler_policy: "x\\e[2J\\u202e"}}')
     assert main(["doctor", "--engine-options", str(file)]) == 1
@@ -101,15 +92,15 @@ def test_what_a_file_holds_is_shown_and_does_nothing(tmp_path: Path, capsys) -> 
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_the_doctor_says_so(capsys) -> None:
+def test_without_vllm_the_doctor_says_so(capsys):
     assert main(["doctor", "--engine", "vllm"]) == 1
     assert "failed   vllm cannot be imported here; `pip install 'semblend-trt[vllm]'`" in capsys.readouterr().out
 
 
-def test_what_ends_a_check_is_a_finding_that_failed() -> None:
+def test_what_ends_a_check_is_a_finding_that_failed():
     area = Area("engine")
 
-    def check() -> Iterator[Finding]:
+    def check():
         yield area.ok("first")
         raise OSError("libnothing.so: cannot open\nand more")
 
@@ -156,9 +147,7 @@ NEEDS_NATS = {"nats_url": "nats://127.0.0.1:4222"}
         ("999", {}, [" 9.9 is not complete: numpy is "]),
     ],
 )
-def test_a_package_that_is_needed_and_missing_or_too_old_is_a_problem(
-    numpy: str, settings: dict[str, Any], problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_needed_and_missing_or_too_old_is_a_problem(numpy, settings, problems, tmp_path, monkeypatch):
     folder = tmp_path / "semblend_trt-9.9.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(METADATA.format(numpy=numpy))
@@ -177,7 +166,7 @@ def test_a_package_that_is_needed_and_missing_or_too_old_is_a_problem(
 
 
 @pytest.fixture(params=["host", "card"])
-def place(request, monkeypatch, tmp_path: Path) -> str:
+def place(request, monkeypatch, tmp_path):
     """A container with 64 GiB, in one of the cases with a card of 8 GiB."""
     (tmp_path / "memory.max").write_text(f"{64 * GIB}\n")
     (tmp_path / "other").write_text("max\n")
@@ -194,7 +183,7 @@ def place(request, monkeypatch, tmp_path: Path) -> str:
     ("setting", "on_card"),
     [("host_bytes", False), ("device_bytes", True), ("snapshot_bytes", True), ("staging_bytes", True)],
 )
-def test_a_tier_beyond_the_memory_is_told(place: str, setting: str, on_card: bool) -> None:
+def test_a_tier_beyond_the_memory_is_told(place, setting, on_card):
     fits, found = (
         [each for each in doctor.machine(load_settings(**{setting: size})) if "lower" in each.text]
         for size in (4 * GIB, 65 * GIB)
@@ -212,11 +201,11 @@ def test_a_tier_beyond_the_memory_is_told(place: str, setting: str, on_card: boo
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def variables(**settings: Any) -> list[Finding]:
+def variables(**settings):
     return list(doctor.variables(load_settings(**settings), {}, has_trtllm=True))
 
 
-def test_every_variable_is_read_or_told(monkeypatch) -> None:
+def test_every_variable_is_read_or_told(monkeypatch):
     for name, value in (("TRTLLM_SEMBLEND_MIN_SPAN", "96"), ("SEMBLEND_MIN_SPAN", "128")):
         monkeypatch.setenv(name, value)
     for name, value in (("MAX_DONORS", "7"), ("MAX_DONOR", "7"), ("DONOR_DTYPE", "model")):
@@ -235,5 +224,5 @@ def test_every_variable_is_read_or_told(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"), [({"enabled": False}, "disabled"), ({"policy": "off"}, "policy_off"), ({}, None)]
 )
-def test_what_is_switched_off_is_refused(settings, reason: str | None) -> None:
+def test_what_is_switched_off_is_refused(settings, reason):
     assert [each.reason for each in variables(**settings) if each.is_problem] == [each for each in [reason] if each]

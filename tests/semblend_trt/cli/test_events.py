@@ -21,7 +21,7 @@ COMMAND = "import sys; from semblend_trt.cli.main import main; sys.exit(main())"
 class Listening:
     """`semblend-trt events ACTION` as a process that listens already."""
 
-    def __init__(self, url: str, action: str, *arguments: str, **variables: str) -> None:
+    def __init__(self, url, action, *arguments, **variables):
         environment = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name} | variables
         command = [sys.executable, "-c", COMMAND, "events", action, "--url", url, *arguments]
         self._process = subprocess.Popen(
@@ -31,12 +31,12 @@ class Listening:
         self.told = self._process.stderr.readline()
         assert self.told.startswith("listening on semantic-kv-events")
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         output, _ = self._process.communicate(timeout=120)
         return self._process.returncode, output
 
 
-def events(generation: int = 7) -> list[bytes]:
+def events(generation=7):
     """A worker's short life: a reset, a heartbeat that says that it holds nothing, and its last word."""
     writer = EventWriter(Emitter(3, 0, generation), EventFormat.JSON)
     return [writer.reset(), writer.heartbeat(10.0, 0, 0), writer.purged()]
@@ -47,7 +47,7 @@ def listen(nats_server, make_reader):
     """listen(action, payloads, *arguments): the status and output of the command that saw these messages."""
     reader = make_reader(nats_server.url)
 
-    def run(action: str, payloads: list[bytes], *arguments: str) -> tuple[int, str]:
+    def run(action, payloads, *arguments):
         listening = Listening(nats_server.url, action, "--limit", str(len(payloads)), *arguments)
         for payload in payloads:
             reader.publish(payload)
@@ -56,7 +56,7 @@ def listen(nats_server, make_reader):
     return run
 
 
-def test_tail_prints_a_line_an_event(listen) -> None:
+def test_tail_prints_a_line_an_event(listen):
     status, output = listen("tail", [*events(), b"garbage"])
     assert status == 0
     lines = output.splitlines()
@@ -67,7 +67,7 @@ def test_tail_prints_a_line_an_event(listen) -> None:
     assert len(lines) == 4
 
 
-def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_reader) -> None:
+def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_reader):
     arguments = ("--limit", "2")
     listening = Listening(nats_server.url, "check", *arguments, SEMBLEND_NATS_SUBJECT_PER_WORKER="1")
     assert listening.told == "listening on semantic-kv-events.*\n"
@@ -81,13 +81,13 @@ def test_an_event_on_another_workers_subject_is_a_problem(nats_server, make_read
     assert (report["messages"], report["workers"], report["problems"]) == (2, 1, {"wrong_subject": 1})
 
 
-def test_tail_prints_json(listen) -> None:
+def test_tail_prints_json(listen):
     status, output = listen("tail", events(), "--json")
     assert status == 0
     assert [json.loads(line)["event_id"] for line in output.splitlines()] == [1, 2, 3]
 
 
-def test_a_forged_event_is_shown_and_does_nothing(listen) -> None:
+def test_a_forged_event_is_shown_and_does_nothing(listen):
     forged = json.loads(events()[0])
     forged["data"]["kind"] = "x\x1b[2J\x9b1m\r\n\u202e"
     payloads = [json.dumps(forged).encode(), b'{"\x1b[2J\xc2\x9b']
@@ -102,13 +102,13 @@ def test_a_forged_event_is_shown_and_does_nothing(listen) -> None:
         assert json.loads(output)
 
 
-def test_check_is_content_with_a_sound_stream(listen) -> None:
+def test_check_is_content_with_a_sound_stream(listen):
     status, output = listen("check", events())
     report: dict[str, Any] = json.loads(output)
     assert (status, report["problems"], report["heartbeats_compared"], report["workers"]) == (0, {}, 1, 1)
 
 
-def test_check_tells_what_is_wrong(listen) -> None:
+def test_check_tells_what_is_wrong(listen):
     first, second, third = events()
     status, output = listen("check", [first, third, second, b"garbage", events(3)[0]])
     assert status == 1
@@ -118,7 +118,7 @@ def test_check_tells_what_is_wrong(listen) -> None:
     assert "two processes may have this worker id" in output
 
 
-def test_stats_say_who_holds_how_much(listen) -> None:
+def test_stats_say_who_holds_how_much(listen):
     writer = EventWriter(Emitter(3, 0, 7), EventFormat.MSGPACK)
     payloads = [writer.reset()]
     payloads += [writer.registered(f"d{number}", NAMESPACE, "host", 100, 1, b"") for number in range(3)]
@@ -135,14 +135,14 @@ def test_stats_say_who_holds_how_much(listen) -> None:
     assert worker["events"]["donor_registered"] == 3
 
 
-def test_check_asks_for_all_donors_anew(nats_server, make_reader) -> None:
+def test_check_asks_for_all_donors_anew(nats_server, make_reader):
     asked = make_reader(nats_server.url, "semantic-kv-events.resync")
     listening = Listening(nats_server.url, "check", "--seconds", "0.5")
     assert asked.wait_for(lambda reader: reader.payloads == [b""])
     assert listening.end()[0] == 0
 
 
-def test_a_server_that_dies_ends_it_with_two(nats_server) -> None:
+def test_a_server_that_dies_ends_it_with_two(nats_server):
     listening = Listening(nats_server.url, "tail")
     nats_server.kill()
     assert listening.end()[0] == 2
@@ -156,14 +156,14 @@ def test_a_server_that_dies_ends_it_with_two(nats_server) -> None:
         (["--limit", "0.5"], "argument --limit: '0.5' is no whole number from 1 on"),
     ],
 )
-def test_wrong_numbers_are_bad_usage(arguments: list[str], told: str, capsys) -> None:
+def test_wrong_numbers_are_bad_usage(arguments, told, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["events", "stats", *arguments])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(told + "\n")
 
 
-def test_a_server_that_is_not_there_is_named(make_nats_server, capsys) -> None:
+def test_a_server_that_is_not_there_is_named(make_nats_server, capsys):
     server = make_nats_server()
     server.kill()
     assert main(["events", "stats", "--url", server.url]) == 2

@@ -1,7 +1,5 @@
 """The command finds its subcommands and ends with a status that scripts can use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from semblend_trt.cli import main as command
 from semblend_trt.errors import ConfigurationError
 
 
-def test_every_module_is_a_subcommand(capsys) -> None:
+def test_every_module_is_a_subcommand(capsys):
     assert "events" in command.subcommands()
     assert "main" not in command.subcommands()
     with pytest.raises(SystemExit) as ended:
@@ -24,7 +22,7 @@ def test_every_module_is_a_subcommand(capsys) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["events"], ["events", "tail", "--seconds", "0"]])
-def test_bad_usage_ends_with_two(words, capsys) -> None:
+def test_bad_usage_ends_with_two(words, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(words)
     assert ended.value.code == 2
@@ -42,8 +40,8 @@ def test_bad_usage_ends_with_two(words, capsys) -> None:
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_what_a_subcommand_raises_becomes_a_status(error, status, told, monkeypatch, capsys) -> None:
-    def fail(arguments: object) -> int:
+def test_what_a_subcommand_raises_becomes_a_status(error, status, told, monkeypatch, capsys):
+    def fail(arguments):
         raise error
 
     module = SimpleNamespace(SUMMARY="fails", configure=lambda parser: None, run=fail, __doc__="Fails.")
@@ -53,7 +51,7 @@ def test_what_a_subcommand_raises_becomes_a_status(error, status, told, monkeypa
     assert capsys.readouterr().err == told
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_reader_that_has_enough_is_no_error():
     code = "import sys; from semblend_trt.cli.main import main; sys.exit(main(['events', '--help']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -62,7 +60,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_the_list_of_subcommands_is_quick_to_import() -> None:
+def test_the_list_of_subcommands_is_quick_to_import():
     code = (
         "import sys; import semblend_trt.cli.main; print([name for name in ('torch', 'nats') if name in sys.modules])"
     )

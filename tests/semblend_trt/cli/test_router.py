@@ -1,11 +1,8 @@
 """`semblend-trt router`: a configuration that holds, one sentence for one that does not, and an end when it is told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,21 +10,16 @@ from semblend_trt.cli import router as command
 from semblend_trt.cli.main import main
 from semblend_trt.fleet.router.config import load_config
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.fleet.connection import ConnectionOptions
-
 TABLES = '[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
 
 
 @pytest.fixture
-def write(tmp_path: Path, tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch):
+def write(tmp_path, tiny_qwen2_path, monkeypatch):
     """write(lines): the path of a configuration with the tiny model and these lines before its tables."""
     for name in [name for name in os.environ if "SEMBLEND_" in name]:
         monkeypatch.delenv(name)
 
-    def make(lines: str = "", model: Path = tiny_qwen2_path, tables: str = TABLES) -> str:
+    def make(lines="", model=tiny_qwen2_path, tables=TABLES):
         path = tmp_path / "router.toml"
         path.write_text(f'model = "{model}"\n{lines}\n{tables}')
         return str(path)
@@ -35,11 +27,11 @@ def write(tmp_path: Path, tiny_qwen2_path: Path, monkeypatch: pytest.MonkeyPatch
     return make
 
 
-def nats_of(path: str) -> ConnectionOptions | None:
+def nats_of(path):
     return command._nats(command._settings(load_config(path)))
 
 
-def test_a_configuration_that_holds_is_told(write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_holds_is_told(write, capsys):
     path = write()
     assert main(["router", "--config", path, "--check"]) == 0
     assert capsys.readouterr().out == f"{path}: 1 replica, policy span_overlap\n"
@@ -53,21 +45,19 @@ def test_a_configuration_that_holds_is_told(write, capsys: pytest.CaptureFixture
         ('nats_subject = "a b"', "nats_subject: 'a b' is no subject of letters, digits, _ and -"),
     ],
 )
-def test_one_that_does_not_is_one_sentence(write, capsys: pytest.CaptureFixture[str], lines: str, problem: str) -> None:
+def test_one_that_does_not_is_one_sentence(write, capsys, lines, problem):
     assert main(["router", "--config", write(lines), "--check"]) == 2
     said = capsys.readouterr()
     assert problem in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
 
 
-def test_a_model_without_tokenizer_is_named(write, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_model_without_tokenizer_is_named(write, capsys, tmp_path):
     assert main(["router", "--config", write(model=tmp_path), "--check"]) == 2
     assert f"tokenizer {tmp_path} cannot be read" in capsys.readouterr().err
 
 
-def test_events_are_read_where_the_file_says_else_where_the_settings_say(
-    write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_read_where_the_file_says_else_where_the_settings_say(write, monkeypatch):
     assert nats_of(write()) is None
     monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://settings:1")
     monkeypatch.setenv("SEMBLEND_NATS_STREAM", "donors")
@@ -79,27 +69,25 @@ def test_events_are_read_where_the_file_says_else_where_the_settings_say(
     assert (by_file.servers, by_file.subject, by_file.stream) == (("nats://file:1",), "theirs", None)
 
 
-def test_the_sample_is_the_files_else_the_settings(write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_is_the_files_else_the_settings(write, monkeypatch):
     monkeypatch.setenv("SEMBLEND_AUDIT_SAMPLE", "0.5")
     shares = [command._settings(load_config(write(line))).audit_sample for line in ("", "audit_sample = 0.25")]
     assert shares == [0.5, 0.25]
 
 
-def test_it_serves_until_it_is_told_to_end(
-    write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_serves_until_it_is_told_to_end(write, capsys, monkeypatch):
     """The address is written when it listens, which is when this test ends it."""
     from semblend_trt.fleet.router import serving
 
     class Heard:
-        def __init__(self) -> None:
+        def __init__(self):
             self.text = ""
 
-        def write(self, text: str) -> None:
+        def write(self, text):
             self.text += text
             threading.Timer(0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-        def flush(self) -> None: ...
+        def flush(self): ...
 
     heard = Heard()
     monkeypatch.setattr(serving.sys, "stderr", heard)
@@ -107,6 +95,6 @@ def test_it_serves_until_it_is_told_to_end(
     assert heard.text.startswith("routing on http://127.0.0.1:")
 
 
-def test_an_address_in_use_is_named(write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_in_use_is_named(write, capsys):
     assert main(["router", "--config", write('host = "192.0.2.1"\nport = 1')]) == 2
     assert "192.0.2.1:1 cannot be listened on" in capsys.readouterr().err

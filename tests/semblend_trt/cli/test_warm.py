@@ -1,7 +1,5 @@
 """Documents that were sent ahead are reused by the first request; a second run goes on where the first one ended."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

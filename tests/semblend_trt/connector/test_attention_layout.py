@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +21,11 @@ from semblend_trt.connector.attention_layout import (
 )
 from semblend_trt.errors import UnsupportedModelError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 FAST, SLOW = RopeRotation((1.0, 0.5), 4), RopeRotation((0.1, 0.05), 4)
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
 
 
-def windows_of(config: Any) -> list[int | None]:
+def windows_of(config):
     groups = layer_groups(config, [FAST] * config.num_hidden_layers)
     check_groups(groups, config.num_hidden_layers)
     found = {layer: group.window for group in groups for layer in group.layers}
@@ -53,18 +50,18 @@ def windows_of(config: Any) -> list[int | None]:
         ),
     ],
 )
-def test_windows_are_those_of_the_configuration(config: Any, windows: list[int | None]) -> None:
+def test_windows_are_those_of_the_configuration(config, windows):
     assert windows_of(config) == windows
 
 
-def test_a_window_counts_the_token_itself() -> None:
+def test_a_window_counts_the_token_itself():
     sees = sliding_window_overlay(5)
     seen = [bool(sees(0, 0, torch.tensor(9), torch.tensor(other))) for other in range(10)]
     assert sum(seen) == 5
     assert seen[9]
 
 
-def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_attention() -> None:
+def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_attention():
     types = ["chunked_attention", "full_attention", "sliding_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=256, sliding_window=32, layer_types=types)
     config.attention_chunk_size = 64
@@ -77,7 +74,7 @@ def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_atten
     assert [group.attention for group in layer_groups(config, [FAST] * 3)] == ["full", "window"]
 
 
-def test_layers_that_attend_and_rotate_alike_are_one_group() -> None:
+def test_layers_that_attend_and_rotate_alike_are_one_group():
     types = ["sliding_attention", "full_attention", "full_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=4096, sliding_window=64, layer_types=types)
     groups = layer_groups(config, [SLOW, FAST, still(4)])
@@ -99,7 +96,7 @@ def test_layers_that_attend_and_rotate_alike_are_one_group() -> None:
         (["full_attention"], "1 layer types are named for 2 layers"),
     ],
 )
-def test_layers_that_are_not_known_are_refused(types: list[str], told: str) -> None:
+def test_layers_that_are_not_known_are_refused(types, told):
     config = SimpleNamespace(num_hidden_layers=2, max_position_embeddings=64, layer_types=types)
     with pytest.raises(UnsupportedModelError, match=told) as refused:
         layer_groups(config, [FAST] * 2)
@@ -107,7 +104,7 @@ def test_layers_that_are_not_known_are_refused(types: list[str], told: str) -> N
 
 
 @pytest.mark.parametrize("held", [[(0, 1)], [(0, 1), (1, 2)], [(0, 1), (2, 3)], []])
-def test_each_layer_must_be_in_one_group(held: Sequence[tuple[int, ...]]) -> None:
+def test_each_layer_must_be_in_one_group(held):
     groups = [LayerGroup(layers, "full", None, FAST) for layers in held]
     with pytest.raises(UnsupportedModelError, match=r"hold layers \[.*\]; each of 0\.\.2 is needed once") as refused:
         check_groups(groups, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,6 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.policy import ReusePolicy
 from tests.semblend_trt.engine_specs import engine
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.connector.model_facts import ModelFacts
 
 SCOUT_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
 SCOUT_ROPE |= {"high_freq_factor": 1.0, "low_freq_factor": 1.0}
@@ -40,13 +35,13 @@ WITH_IMAGES: dict[str, Any] = {"model_type": "llama4", "architectures": ["Llama4
 PATTERN = [1, 1, 1, 0, 1, 1, 1, 0]
 
 
-def facts_of(folder: Path, config: dict[str, Any]) -> ModelFacts:
+def facts_of(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     return model_facts(folder)
 
 
 @pytest.mark.parametrize("has_images", [False, True])
-def test_layers_with_rope_have_chunks_and_the_others_neither(tmp_path: Path, has_images: bool) -> None:
+def test_layers_with_rope_have_chunks_and_the_others_neither(tmp_path, has_images):
     config = {**WITH_IMAGES, "text_config": TEXT, "vision_config": {}} if has_images else TEXT
     facts = facts_of(tmp_path, config)
     assert [(group.attention, group.window) for group in facts.groups] == [("chunks", 8192), ("full", None)]
@@ -57,13 +52,13 @@ def test_layers_with_rope_have_chunks_and_the_others_neither(tmp_path: Path, has
 
 
 @pytest.mark.parametrize("scaling", [SCOUT_ROPE, {**SCOUT_ROPE, "high_freq_factor": 4.0}, None], ids=str)
-def test_a_normed_key_moves_as_its_own_code_places_it(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
+def test_a_normed_key_moves_as_its_own_code_places_it(tmp_path, scaling):
     """The norm without weights stands behind the rotation."""
     facts = facts_of(tmp_path, TEXT | {"rope_scaling": scaling})
     rotary, norm = Llama4TextRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)), Llama4TextL2Norm()
     keys = torch.randn(1, 5, 2, 32, generator=torch.Generator().manual_seed(0))  # [1, tokens, heads, channels]
 
-    def placed(first: int) -> torch.Tensor:
+    def placed(first):
         turned = apply_rotary_emb(keys, keys, rotary(keys, torch.arange(first, first + 5)[None]))[1]
         return norm(turned)[0].transpose(0, 1)
 
@@ -79,24 +74,24 @@ def test_a_normed_key_moves_as_its_own_code_places_it(tmp_path: Path, scaling: d
 VLLM = replace(engine(), halved_model_types=("llama4", "llama4_text"))
 
 
-def as_halves(keys: torch.Tensor) -> torch.Tensor:
+def as_halves(keys):
     """Neighbouring channels one half of a head apart."""
     return torch.cat([keys[..., 0::2], keys[..., 1::2]], dim=-1)
 
 
-def test_an_engine_that_computes_as_transformers_does_has_the_same_facts(tmp_path: Path) -> None:
+def test_an_engine_that_computes_as_transformers_does_has_the_same_facts(tmp_path):
     facts = facts_of(tmp_path, TEXT)
     assert facts_in_engine(facts, engine()) is facts
     assert facts_in_engine(facts, replace(engine(), halved_model_types=("llama4",))) is facts
 
 
-def test_a_chunk_that_holds_all_positions_is_full_attention(tmp_path: Path) -> None:
+def test_a_chunk_that_holds_all_positions_is_full_attention(tmp_path):
     facts = facts_of(tmp_path, TEXT | {"max_position_embeddings": 8192})
     assert {group.attention for group in facts.groups} == {"full"}
     assert (facts.chunk, facts.lowest_check_layer) == (None, 1)
 
 
-def test_the_class_of_transformers_writes_what_is_read(tmp_path: Path) -> None:
+def test_the_class_of_transformers_writes_what_is_read(tmp_path):
     given = {name: value for name, value in TEXT.items() if name not in ("rope_theta", "rope_scaling")}
     new_form = {**SCOUT_ROPE, "rope_theta": 500000.0}
     Llama4TextConfig(**given, rope_parameters=new_form).save_pretrained(tmp_path)
@@ -127,9 +122,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("reason", "changes", "told"), REFUSED, ids=str)
 @pytest.mark.parametrize("has_images", [False, True])
-def test_what_only_claims_the_form_is_refused_by_name(
-    tmp_path: Path, reason: str, changes: dict[str, Any], told: str, has_images: bool
-) -> None:
+def test_what_only_claims_the_form_is_refused_by_name(tmp_path, reason, changes, told, has_images):
     text = TEXT | changes
     with pytest.raises(UnsupportedModelError, match=told) as refused:
         facts_of(tmp_path, {**WITH_IMAGES, "text_config": text, "vision_config": {}} if has_images else text)
@@ -137,7 +130,7 @@ def test_what_only_claims_the_form_is_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
-def test_chunks_of_another_model_type_are_refused_by_name(tmp_path: Path) -> None:
+def test_chunks_of_another_model_type_are_refused_by_name(tmp_path):
     types = ["chunked_attention", "full_attention"] * 4
     other = {name: value for name, value in TEXT.items() if name != "rope_scaling"}
     with pytest.raises(UnsupportedModelError, match="'qwen2' is not known to have chunks") as refused:
@@ -146,7 +139,7 @@ def test_chunks_of_another_model_type_are_refused_by_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("chunk", [8192, 65536])
-def test_tensorrt_llm_refuses_it_by_name(tmp_path: Path, chunk: int) -> None:
+def test_tensorrt_llm_refuses_it_by_name(tmp_path, chunk):
     facts_of(tmp_path, TEXT | {"attention_chunk_size": chunk})
     with pytest.raises(UnsupportedModelError, match="llama4_text has layers with chunks, over which no") as refused:
         served_facts(engine(tmp_path), ReusePolicy.EXACT)

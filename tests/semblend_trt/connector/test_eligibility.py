@@ -127,12 +127,12 @@ FREE: dict[str, Any] = {
         ({"attn_backend": None}, "attention_backend"),
     ],
 )
-def test_what_stands_in_the_way_has_a_name(settings: dict[str, Any], reason: str | None) -> None:
+def test_what_stands_in_the_way_has_a_name(settings, reason):
     assert decoder_refusal(engine(**FREE | settings)) == reason
 
 
 @pytest.mark.parametrize("name", ["torch_compile_config", "cuda_graph_config", "lora_config", "speculative_config"])
-def test_what_cannot_be_read_may_be_on(name: str) -> None:
+def test_what_cannot_be_read_may_be_on(name):
     assert decoder_refusal(engine(**{key: FREE[key] for key in FREE if key != name})) == "settings_unknown"
 
 

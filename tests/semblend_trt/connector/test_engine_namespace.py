@@ -6,7 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,25 +21,19 @@ from semblend_trt.namespace import is_content, is_unknown
 from tests.semblend_trt.engine_specs import known_engine
 from tests.semblend_trt.samples import unknown_fields
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.connector.attention_layout import LayerGroup
-    from semblend_trt.namespace import CacheNamespace
-
 
 def namespace_of(
-    model: Path,
-    settings: dict[str, Any] | None = None,
-    block_size: int = 32,
-    pool_dtype: torch.dtype = torch.bfloat16,
-    **args: Any,
-) -> CacheNamespace:
+    model,
+    settings=None,
+    block_size=32,
+    pool_dtype=torch.bfloat16,
+    **args,
+):
     facts, own = model_facts(model), Settings(**(settings or {}))
     return namespace_for(known_engine(model, **args), facts, own, block_size, pool_dtype)
 
 
-def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_path: Path) -> None:
+def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_path):
     first, second = namespace_of(tiny_qwen2_path), namespace_of(tiny_qwen2_path)
     assert unknown_fields(first) == []
     assert first == second
@@ -47,18 +41,18 @@ def test_everything_is_known_of_a_local_model_and_two_engines_agree(tiny_qwen2_p
     assert first.rope_config["rope_type"] == "default"
 
 
-def test_an_engine_is_named_by_the_module_of_its_arguments(tiny_qwen2_path: Path) -> None:
+def test_an_engine_is_named_by_the_module_of_its_arguments(tiny_qwen2_path):
     assert namespace_of(tiny_qwen2_path).backend_cache_layout == "types/TRTLLM/blocks.layers.kv.heads.tokens.channels"
 
 
-def test_layers_that_differ_make_another_namespace(tiny_qwen2_path: Path) -> None:
+def test_layers_that_differ_make_another_namespace(tiny_qwen2_path):
     facts = model_facts(tiny_qwen2_path)
     group = facts.groups[0]
     first, rest = replace(group, layers=group.layers[:1]), replace(group, layers=group.layers[1:])
     none = replace(first, rotation=still(first.rotation.rotary_dim))
     window, wider = (replace(first, attention="window", window=tokens) for tokens in (64, 128))
 
-    def key(*groups: LayerGroup) -> str:
+    def key(*groups):
         own = replace(facts, groups=groups)
         return namespace_for(known_engine(tiny_qwen2_path), own, Settings(), 32, torch.bfloat16).key
 
@@ -68,7 +62,7 @@ def test_layers_that_differ_make_another_namespace(tiny_qwen2_path: Path) -> Non
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path: Path, tmp_path: Path, renamed: bool) -> None:
+def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path, tmp_path, renamed):
     copy = tmp_path / ("renamed" if renamed else tiny_qwen2_path.name)
     shutil.copytree(tiny_qwen2_path, copy)
     there = namespace_of(copy)
@@ -77,9 +71,7 @@ def test_the_same_files_are_the_same_model_under_any_name(tiny_qwen2_path: Path,
 
 
 @pytest.mark.parametrize("setting", ["model_revision", "tokenizer_revision"])
-def test_a_name_binds_what_only_a_setting_tells_the_revision_of(
-    tiny_qwen2_path: Path, tmp_path: Path, setting: str
-) -> None:
+def test_a_name_binds_what_only_a_setting_tells_the_revision_of(tiny_qwen2_path, tmp_path, setting):
     shutil.copytree(tiny_qwen2_path, tmp_path / "renamed")
     keys = {namespace_of(path, {setting: "v2"}).key for path in (tiny_qwen2_path, tmp_path / "renamed")}
     assert len(keys) == 2
@@ -106,20 +98,20 @@ def test_a_name_binds_what_only_a_setting_tells_the_revision_of(
     ],
     ids=str,
 )
-def test_each_field_makes_another_namespace(tiny_qwen2_path: Path, changes: dict[str, Any]) -> None:
+def test_each_field_makes_another_namespace(tiny_qwen2_path, changes):
     base, other = namespace_of(tiny_qwen2_path), namespace_of(tiny_qwen2_path, **changes)
     assert unknown_fields(other) == []
     assert other.key != base.key
 
 
-def test_quantisation_binds_in_full_and_none_at_all_is_none_however_it_is_said(tiny_qwen2_path: Path) -> None:
+def test_quantisation_binds_in_full_and_none_at_all_is_none_however_it_is_said(tiny_qwen2_path):
     said = [SimpleNamespace(quant_algo=algorithm, group_size=size) for algorithm in ("FP8", None) for size in (64, 128)]
     keys = [namespace_of(tiny_qwen2_path, quant_config=asked).key for asked in said]
     assert len(set(keys)) == 3
     assert keys[2] == keys[3] == namespace_of(tiny_qwen2_path).key
 
 
-def test_another_tokenizer_and_each_tensor_make_another_namespace(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_and_each_tensor_make_another_namespace(tiny_qwen2_path, tmp_path):
     tuned = tmp_path / tiny_qwen2_path.name
     shutil.copytree(tiny_qwen2_path, tuned)
     (tuned / "tokenizer.json").write_text((tuned / "tokenizer.json").read_text() + "\n")
@@ -135,12 +127,12 @@ def test_another_tokenizer_and_each_tensor_make_another_namespace(tiny_qwen2_pat
     assert len(keys) == len(tensors) + 1
 
 
-def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qwen2_path, tmp_path):
     copy = tmp_path / tiny_qwen2_path.name
     shutil.copytree(tiny_qwen2_path, copy)
     base, config = namespace_of(copy), json.loads((copy / "config.json").read_text())
 
-    def key_with(**changes: Any) -> str:
+    def key_with(**changes):
         (copy / "config.json").write_text(json.dumps(dict(reversed({**config, **changes}.items()))))
         return namespace_of(copy).key
 
@@ -161,7 +153,7 @@ def test_the_configuration_binds_and_what_is_said_of_generation_does_not(tiny_qw
     assert key_with() != base.key
 
 
-def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path, tmp_path):
     adapter = tmp_path / "legal"
     adapter.mkdir()
     seen = {namespace_of(tiny_qwen2_path).key}
@@ -188,50 +180,50 @@ def test_adapters_of_the_engine_bind_by_their_content(tiny_qwen2_path: Path, tmp
         ({"dtype": None}, "extra"),
     ],
 )
-def test_what_is_unknown_matches_nothing(tiny_qwen2_path: Path, changes: dict[str, Any], unknown: str) -> None:
+def test_what_is_unknown_matches_nothing(tiny_qwen2_path, changes, unknown):
     facts, args = model_facts(tiny_qwen2_path), known_engine(tiny_qwen2_path, **changes)
     first, second = (namespace_for(args, facts, Settings(), 32, torch.float32) for _ in range(2))
     assert unknown in unknown_fields(first)
     assert first.key != second.key
 
 
-def test_a_model_without_weights_or_tokenizer_matches_nothing(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_a_model_without_weights_or_tokenizer_matches_nothing(tiny_qwen2_path, tmp_path):
     shutil.copy(tiny_qwen2_path / "config.json", tmp_path)
     assert set(unknown_fields(namespace_of(tmp_path))) == {"model_revision", "tokenizer_revision"}
 
 
-def test_a_tokenizer_object_is_known_by_where_it_came_from(tiny_qwen2_path: Path) -> None:
+def test_a_tokenizer_object_is_known_by_where_it_came_from(tiny_qwen2_path):
     by_object = namespace_of(tiny_qwen2_path, tokenizer=SimpleNamespace(name_or_path=str(tiny_qwen2_path)))
     assert by_object.key == namespace_of(tiny_qwen2_path).key
 
 
-def adapter(folder: Path, weights: bytes = b"w", config: str = '{"r": 8}') -> str:
+def adapter(folder, weights=b"w", config='{"r": 8}'):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_model.safetensors").write_bytes(weights)
     (folder / "adapter_config.json").write_text(config)
     return str(folder)
 
 
-def engine(*folders: str) -> Adapters:
+def engine(*folders):
     return Adapters(folders)
 
 
-def request(task: int | None, path: str | None = None) -> SimpleNamespace:
+def request(task, path=None):
     return SimpleNamespace(lora_task_id=task, py_lora_path=path)
 
 
-def of(engine: Adapters, task: int, path: str | None) -> str:
+def of(engine, task, path):
     found = engine.of(request(task, path))
     assert found is not None
     return found
 
 
-def test_the_base_model_has_none() -> None:
+def test_the_base_model_has_none():
     assert engine().of(request(None)) is None
     assert engine().of(SimpleNamespace()) is None
 
 
-def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path: Path) -> None:
+def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path):
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "deep" / "two")
     identity = of(engine(one), 1, one)
     assert is_content(identity)
@@ -243,7 +235,7 @@ def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_c
         assert after != identity
 
 
-def test_what_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_path: Path) -> None:
+def test_what_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_path):
     path, running = adapter(tmp_path / "one"), engine()
     for named in (path, "a name", None):
         task = hash(named)
@@ -253,7 +245,7 @@ def test_what_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_
     assert of(running, 1, "a name") != of(running, 2, "a name")
 
 
-def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path: Path) -> None:
+def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path):
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", b"x")
     running = engine(one, two)
     first = of(running, 1, one)
@@ -262,13 +254,13 @@ def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path: Pa
     assert of(running, 1, one) == first
 
 
-def test_one_that_cannot_be_read_matches_nothing(tmp_path: Path) -> None:
+def test_one_that_cannot_be_read_matches_nothing(tmp_path):
     path = str(tmp_path / "none")
     assert is_unknown(of(engine(path), 1, path))
     assert [is_unknown(identity) for identity in engine(path).identities] == [True]
 
 
-def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_are_remembered(monkeypatch):
     monkeypatch.setattr(engine_namespace, "MAX_REMEMBERED", 2)
     running = engine()
     for task in range(4):
@@ -276,7 +268,7 @@ def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_read_at_the_start", [True, False])
-def test_an_adapter_that_is_replaced_in_its_place_matches_nothing(tmp_path: Path, is_read_at_the_start: bool) -> None:
+def test_an_adapter_that_is_replaced_in_its_place_matches_nothing(tmp_path, is_read_at_the_start):
     path = adapter(tmp_path / "one")
     running = engine(*([path] if is_read_at_the_start else []))
     unused = engine(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig
@@ -13,11 +13,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from semblend_trt.connector.model_facts import _of_attention, model_facts
 from semblend_trt.connector.rope_config import rope_parameters
 from semblend_trt.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from semblend_trt.connector.model_facts import ModelFacts
 
 TEXT: dict[str, Any] = {
     "model_type": "gemma3_text",
@@ -47,14 +42,14 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def facts_of(folder: Path, config: dict[str, Any]) -> ModelFacts:
+def facts_of(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     return model_facts(folder)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_images", [False, True])
-def test_each_attention_has_the_models_own_rotation_and_window(tmp_path: Path, form: str, has_images: bool) -> None:
+def test_each_attention_has_the_models_own_rotation_and_window(tmp_path, form, has_images):
     text = TEXT | FORMS[form]
     config = {**WITH_IMAGES, "text_config": text, "vision_config": {}} if has_images else text
     facts = facts_of(tmp_path, config)
@@ -70,7 +65,7 @@ def test_each_attention_has_the_models_own_rotation_and_window(tmp_path: Path, f
     assert facts.rope_parameters == read.rope_parameters["full_attention"]
 
 
-def test_the_classes_of_transformers_write_what_is_read(tmp_path: Path) -> None:
+def test_the_classes_of_transformers_write_what_is_read(tmp_path):
     text = Gemma3TextConfig(**TEXT, rope_parameters=NESTED)
     text.save_pretrained(tmp_path)
     alone = model_facts(tmp_path)
@@ -100,14 +95,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "config"), REFUSED)
-def test_other_ones_are_refused_by_name(tmp_path: Path, reason: str, config: dict[str, Any]) -> None:
+def test_other_ones_are_refused_by_name(tmp_path, reason, config):
     with pytest.raises(UnsupportedModelError) as refused:
         facts_of(tmp_path, config)
     assert refused.value.reason == reason
     assert "\n" not in str(refused.value)
 
 
-def test_an_object_of_transformers_4_is_read_as_one_of_5() -> None:
+def test_an_object_of_transformers_4_is_read_as_one_of_5():
     raw = FORMS["old"]
     config = SimpleNamespace(**raw, rope_parameters=None)
     full, window = (rope_parameters(*_of_attention(f"{kind}_attention", raw, config)) for kind in ("full", "sliding"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +20,12 @@ from kernels.rope import rotate_keys
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.attention_layout import PUBLISHED_CODE
 from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.connector.model_facts import ModelFacts, model_facts
+from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.connector.pool_geometry import geometry_of
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.plan import EngineMode, PlanSpan
 from tests.semblend_trt.plans import plan_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OWN_CODE = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": PUBLISHED_CODE}
 V3: dict[str, Any] = {
@@ -61,7 +58,7 @@ DEFAULT = {"rope_scaling": None}
 EQUAL_BETAS = {"rope_scaling": {**V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0}}
 
 
-def facts_of(folder: Path, **changes: Any) -> ModelFacts:
+def facts_of(folder, **changes):
     """Of V3's configuration with changes; one of `...` removes the field."""
     fields = {name: value for name, value in {**V3, **changes}.items() if value is not ...}
     folder.mkdir(exist_ok=True)
@@ -71,9 +68,7 @@ def facts_of(folder: Path, **changes: Any) -> ModelFacts:
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_k2"])
 @pytest.mark.parametrize("changes", [{}, DEFAULT, EQUAL_BETAS, {"q_lora_rank": None}], ids=str)
-def test_a_layer_has_one_row_of_which_the_last_channels_turn(
-    tmp_path: Path, kind: str, changes: dict[str, Any]
-) -> None:
+def test_a_layer_has_one_row_of_which_the_last_channels_turn(tmp_path, kind, changes):
     facts = facts_of(tmp_path, model_type=kind, **changes)
     assert (facts.kv_heads, facts.head_dim, facts.kv_factor, facts.num_heads) == (1, 40, 1, 4)
     assert [(group.layers, group.attention, group.window) for group in facts.groups] == [((0, 1, 2), "latent", None)]
@@ -82,13 +77,13 @@ def test_a_layer_has_one_row_of_which_the_last_channels_turn(
 
 
 @pytest.mark.parametrize("changes", [{}, DEFAULT, EQUAL_BETAS], ids=str)
-def test_rows_turn_as_the_models_keys_do(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_rows_turn_as_the_models_keys_do(tmp_path, changes):
     """Transformers turns neighbouring channels, and puts the first of each pair in front afterwards."""
     rotation = facts_of(tmp_path, **changes).rotation
     own = DeepseekV3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     keys = torch.randn(1, 1, 5, 8, generator=torch.Generator().manual_seed(0))
 
-    def at(first: int) -> torch.Tensor:
+    def at(first):
         cos, sin = own(keys, torch.arange(first, first + 5)[None])
         turned = apply_rotary_pos_emb_interleave(keys, keys, cos, sin)[1]
         return torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(-2)
@@ -101,7 +96,7 @@ def test_rows_turn_as_the_models_keys_do(tmp_path: Path, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"])
-def test_the_published_ones_cache_576_values_a_token_and_layer(tmp_path: Path, name: str) -> None:
+def test_the_published_ones_cache_576_values_a_token_and_layer(tmp_path, name):
     (model,) = (each for each in published() if each.name == name)
     model.save(tmp_path)
     facts = model_facts(tmp_path)
@@ -141,9 +136,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("reason", "changes", "told"), REFUSED, ids=str)
-def test_what_only_claims_the_form_is_refused_with_the_value(
-    tmp_path: Path, reason: str, changes: dict[str, Any], told: str
-) -> None:
+def test_what_only_claims_the_form_is_refused_with_the_value(tmp_path, reason, changes, told):
     with pytest.raises(UnsupportedModelError) as refused:
         facts_of(tmp_path, **changes)
     assert refused.value.reason == reason
@@ -151,7 +144,7 @@ def test_what_only_claims_the_form_is_refused_with_the_value(
     assert "\n" not in str(refused.value)
 
 
-def test_pools_of_latent_rows(tmp_path: Path) -> None:
+def test_pools_of_latent_rows(tmp_path):
     facts = facts_of(tmp_path)
     wanted = KvGeometry(3, 1, 40, 16, kv_factor=1)
     assert geometry_of(torch.zeros(4, 3, 1, 16 * 40), facts, 1) == wanted
@@ -166,7 +159,7 @@ BLOCK = 8
 
 
 @pytest.mark.parametrize("mode", EngineMode)
-def test_the_worker_saves_and_moves_rows_of_tensorrt_llms_pool(tmp_path: Path, mode: EngineMode) -> None:
+def test_the_worker_saves_and_moves_rows_of_tensorrt_llms_pool(tmp_path, mode):
     """One row a token and layer, in blocks of [layers, 1, tokens * channels]."""
     rotation = facts_of(tmp_path).rotation
     worker = SemBlendKvConnectorWorker(LlmArgs(model=tmp_path))
@@ -174,7 +167,7 @@ def test_the_worker_saves_and_moves_rows_of_tensorrt_llms_pool(tmp_path: Path, m
     before = pool.clone().view(32, 3, BLOCK, 40)
     worker.register_kv_caches(pool)
 
-    def step(**fields: Any) -> None:
+    def step(**fields):
         worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
         worker.start_load_kv(None)
         worker.wait_for_save(None)

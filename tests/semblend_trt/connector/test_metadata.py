@@ -1,8 +1,6 @@
 """Metadata of another version never raises in the middle of the worker's work, and never loses a promise without an
 error."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields, replace
 

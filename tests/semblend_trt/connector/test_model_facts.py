@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from semblend_trt.connector.model_facts import HARMLESS_FIELDS, ModelFacts, model_facts
+from semblend_trt.connector.model_facts import HARMLESS_FIELDS, model_facts
 from semblend_trt.connector.rope_config import rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
@@ -33,11 +33,11 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 
 
-def rope(rope_type: str, theta: float = 1e6, **more: Any) -> dict[str, Any]:
+def rope(rope_type, theta=1e6, **more):
     return {"rope_type": rope_type, "rope_theta": theta, **more}
 
 
-def of_type(model_type: str, **changes: Any) -> PretrainedConfig:
+def of_type(model_type, **changes):
     return AutoConfig.for_model(model_type, **SMALL | changes)
 
 
@@ -61,7 +61,7 @@ SUPPORTED: dict[str, PretrainedConfig] = {
 }
 
 
-def own_frequencies(config: PretrainedConfig) -> tuple[float, ...]:
+def own_frequencies(config):
     """Those of the rotary embedding in the model's own code."""
     code = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     (rotary,) = (
@@ -72,7 +72,7 @@ def own_frequencies(config: PretrainedConfig) -> tuple[float, ...]:
     return tuple(rotary(config).inv_freq.double().tolist())
 
 
-def write_config(folder: Path, config: PretrainedConfig, **changes: Any) -> Path:
+def write_config(folder, config, **changes):
     """Saves `config` and then lays `changes` over its file; a change of None removes the key."""
     config.save_pretrained(folder)
     fields = json.loads((folder / "config.json").read_text())
@@ -84,7 +84,7 @@ def write_config(folder: Path, config: PretrainedConfig, **changes: Any) -> Path
 
 @pytest.mark.known_defect(5)
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_the_rotation_is_the_models_own(tmp_path: Path, name: str) -> None:
+def test_the_rotation_is_the_models_own(tmp_path, name):
     facts = model_facts(write_config(tmp_path, SUPPORTED[name]))
     own = own_frequencies(AutoConfig.from_pretrained(tmp_path))
     assert facts.rotation.inverse_frequencies == own
@@ -102,7 +102,7 @@ def test_the_rotation_is_the_models_own(tmp_path: Path, name: str) -> None:
     ],
     ids=str,
 )
-def test_layers_without_rope_do_not_turn(tmp_path: Path, given: dict[str, Any], turning: list[int]) -> None:
+def test_layers_without_rope_do_not_turn(tmp_path, given, turning):
     config = of_type("smollm3", num_hidden_layers=9, pad_token_id=None, **given)
     facts = model_facts(write_config(tmp_path, config))
     assert [attention.use_rope for attention in _attentions(config)] == turning
@@ -112,13 +112,13 @@ def test_layers_without_rope_do_not_turn(tmp_path: Path, given: dict[str, Any], 
     assert {group.attention for group in facts.groups} == {"full"}
 
 
-def _attentions(config: PretrainedConfig) -> list[Any]:
+def _attentions(config):
     with torch.device("meta"):
         return [layer.self_attn for layer in AutoModel.from_config(config).layers]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
+def test_the_sizes_are_the_models_own(tmp_path, name):
     config = SUPPORTED[name]
     facts = model_facts(str(write_config(tmp_path, config)))
     assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.max_positions) == (3, 4, 2, 4096)
@@ -136,9 +136,7 @@ def test_the_sizes_are_the_models_own(tmp_path: Path, name: str) -> None:
     [(12, 2, 1536, 128), (28, 4, 3584, 128), (32, 8, 4096, 128), (32, 8, 2048, 64)],
     ids=["Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3-8B", "Llama-3.2-1B"],
 )
-def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(
-    tmp_path: Path, heads: int, kv_heads: int, hidden: int, head_dim: int
-) -> None:
+def test_head_dim_of_the_shapes_that_a_guess_gets_wrong(tmp_path, heads, kv_heads, hidden, head_dim):
     config = of_type("qwen2", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden)
     facts = model_facts(write_config(tmp_path, config))
     assert (facts.head_dim, facts.kv_heads, facts.rotation.rotary_dim) == (head_dim, kv_heads, head_dim)
@@ -193,16 +191,14 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
 
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("reason", "config", "changes"), REFUSED)
-def test_what_cannot_be_moved_is_refused_by_name(
-    tmp_path: Path, reason: str, config: PretrainedConfig, changes: dict[str, Any]
-) -> None:
+def test_what_cannot_be_moved_is_refused_by_name(tmp_path, reason, config, changes):
     with pytest.raises(UnsupportedModelError) as refused:
         model_facts(write_config(tmp_path, config, **changes))
     assert refused.value.reason == reason
     assert "\n" not in str(refused.value)
 
 
-def test_quantised_weights_are_told_apart(tmp_path: Path) -> None:
+def test_quantised_weights_are_told_apart(tmp_path):
     found = set()
     for method, bits in (("awq", 4), ("awq", 8), ("gptq", 4)):
         asked = {"quant_method": method, "bits": bits}
@@ -210,7 +206,7 @@ def test_quantised_weights_are_told_apart(tmp_path: Path) -> None:
     assert len(found - {None}) == 3
 
 
-def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path: Path) -> None:
+def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path):
     write_config(tmp_path, LLAMA)
     own = tmp_path / "hf_quant_config.json"
     own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}))
@@ -227,9 +223,7 @@ def test_a_modelopt_checkpoint_is_read_from_its_own_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "a/b/c", "", "../x", Path("a-file")])
-def test_an_unknown_path_is_one_clear_sentence(
-    model: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_path_is_one_clear_sentence(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").write_text("")  # and nothing else lies beside it
     with pytest.raises(ConfigurationError, match="neither a directory that exists nor a hub id") as refused:
@@ -248,7 +242,7 @@ def test_an_unknown_path_is_one_clear_sentence(
         ('{"model_type": "llama", "hidden_size": "wide"}', "'hidden_size'"),
     ],
 )
-def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path: Path, content: str | None, told: str) -> None:
+def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path, content, told):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigurationError, match=told) as refused:
@@ -257,7 +251,7 @@ def test_an_unreadable_configuration_is_one_clear_sentence(tmp_path: Path, conte
     assert "\n" not in str(refused.value)
 
 
-def test_the_page_names_every_field_that_is_left_out() -> None:
+def test_the_page_names_every_field_that_is_left_out():
     (told,) = (
         text for text in Page("docs/failure-modes.md").paragraphs if text.startswith("Left out of `config.json`")
     )
@@ -279,27 +273,27 @@ OLD: dict[str, dict[str, Any]] = {
 }
 
 
-def new_form(old: dict[str, Any]) -> dict[str, Any]:
+def new_form(old):
     parameters = {"rope_theta": old["rope_theta"], **(old["rope_scaling"] or {})}
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type", "default")
     return {"rope_parameters": parameters}
 
 
-def facts_of(folder: Path, fields: dict[str, Any], model_type: str = "llama") -> ModelFacts:
+def facts_of(folder, fields, model_type="llama"):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **fields}))
     return model_facts(folder)
 
 
 @pytest.mark.parametrize("kind", OLD)
-def test_the_old_form_gives_the_rotation_of_the_model(tmp_path: Path, kind: str) -> None:
+def test_the_old_form_gives_the_rotation_of_the_model(tmp_path, kind):
     facts = facts_of(tmp_path, OLD[kind])
     assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.skipif(version("transformers") < "5", reason="Transformers 4 does not read the form of 5")
 @pytest.mark.parametrize("kind", OLD)
-def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path: Path, kind: str) -> None:
+def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path, kind):
     """With equal parameters the namespace is equal too, so that donors outlive an upgrade."""
     new = facts_of(tmp_path, new_form(OLD[kind]))
     raw = {**SIZES, **copy.deepcopy(OLD[kind])}
@@ -308,13 +302,13 @@ def test_an_object_of_transformers_4_is_read_as_one_of_5(tmp_path: Path, kind: s
     assert rope_rotation(parameters, 64) == new.rotation
 
 
-def test_a_configuration_without_any_rope_has_the_default_of_its_type(tmp_path: Path) -> None:
+def test_a_configuration_without_any_rope_has_the_default_of_its_type(tmp_path):
     assert facts_of(tmp_path, {}).rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 @pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
-def test_a_partial_rotation_in_the_old_form(tmp_path: Path, factor: float, model_type: str) -> None:
+def test_a_partial_rotation_in_the_old_form(tmp_path, factor, model_type):
     old = {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": factor}
     facts = facts_of(tmp_path, old, model_type)
     assert facts.rotation.inverse_frequencies == own_frequencies(AutoConfig.from_pretrained(tmp_path))
@@ -343,7 +337,7 @@ OLD_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", OLD_REFUSED)
-def test_the_old_form_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_the_old_form_is_refused_by_name(tmp_path, kind):
     reason, fields = OLD_REFUSED[kind]
     with pytest.raises(UnsupportedModelError) as refused:
         facts_of(tmp_path, fields)
@@ -352,7 +346,7 @@ def test_the_old_form_is_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
-def test_a_form_that_transformers_4_does_not_read_is_refused(kind: str) -> None:
+def test_a_form_that_transformers_4_does_not_read_is_refused(kind):
     """It leaves `rope_parameters` as it is and rotates by its defaults, and so does the engine."""
     raw = new_form(OLD[kind])
     config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None)
@@ -364,7 +358,7 @@ def test_a_form_that_transformers_4_does_not_read_is_refused(kind: str) -> None:
         assert rope_parameters(raw, agreed) == raw["rope_parameters"]
 
 
-def test_a_partial_rotation_that_transformers_4_does_not_read_is_refused() -> None:
+def test_a_partial_rotation_that_transformers_4_does_not_read_is_refused():
     raw = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
     config = SimpleNamespace(**raw, rope_theta=1e4, rope_scaling=None, partial_rotary_factor=1.0)
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor of RoPE is 0\.5 .* reads 1\.0"):
@@ -380,7 +374,7 @@ def test_a_partial_rotation_that_transformers_4_does_not_read_is_refused() -> No
     ),
 )
 @settings(max_examples=200)
-def test_a_value_that_is_no_number_never_makes_a_rotation(kind: str, values: dict[str, Any]) -> None:
+def test_a_value_that_is_no_number_never_makes_a_rotation(kind, values):
     values = {**OLD_LLAMA3, **OLD_YARN, "rope_theta": 1e6, **values, "rope_type": kind}
     try:
         frequencies = rope_rotation(values, 64).inverse_frequencies

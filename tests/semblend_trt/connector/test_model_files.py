@@ -29,13 +29,13 @@ from semblend_trt.connector.model_files import (
 from semblend_trt.errors import ConfigurationError
 
 
-def write_weights(folder: Path, weight: torch.Tensor, name: str = "model.safetensors") -> Path:
+def write_weights(folder, weight, name="model.safetensors"):
     folder.mkdir(exist_ok=True)
     save_file({"weight": weight}, folder / name)
     return folder
 
 
-def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_path: Path) -> None:
+def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_path):
     weight = torch.randn(16, 4)
     digests = [
         weights_digest(write_weights(tmp_path / "one", weight)),
@@ -50,14 +50,14 @@ def test_equal_weights_have_one_digest_wherever_they_lie_and_others_another(tmp_
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "rank0.pt", "model.gguf"])
-def test_every_kind_of_weights_counts(tmp_path: Path, name: str) -> None:
+def test_every_kind_of_weights_counts(tmp_path, name):
     (tmp_path / name).write_bytes(b"x" * 5000)
     first = weights_digest(tmp_path)
     (tmp_path / name).write_bytes(b"x" * 4999 + b"y")
     assert weights_digest(tmp_path) != first
 
 
-def test_shards_count_wherever_an_index_says_they_are(tmp_path: Path) -> None:
+def test_shards_count_wherever_an_index_says_they_are(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "deep/two.weights"}}))
     (tmp_path / "deep").mkdir()
@@ -75,13 +75,13 @@ def test_shards_count_wherever_an_index_says_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "[" * 10_000])
-def test_an_index_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_index_that_cannot_be_read_is_refused(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ConfigurationError, match="is no index of weights"):
         weights_digest(tmp_path)
 
 
-def test_a_snapshot_of_the_hub_is_what_its_links_point_at(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hub_is_what_its_links_point_at(tmp_path):
     blob, folder = tmp_path / "blobs" / "0f3c", tmp_path / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
     blob.parent.mkdir()
     folder.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_snapshot_of_the_hub_is_what_its_links_point_at(tmp_path: Path) -> Non
         ("dangling", "cannot be read: No such file"),
     ],
 )
-def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path: Path, kind: str, told: str) -> None:
+def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path, kind, told):
     weights = tmp_path / "model.safetensors"
     if kind == "pipe":
         os.mkfifo(weights)
@@ -121,7 +121,7 @@ def test_what_holds_no_weights_is_refused_without_a_wait(tmp_path: Path, kind: s
         *((PARAMETER_FILES, name) for name in ("dtypes.json", "params.json")),
     ],
 )
-def test_every_byte_of_the_files_that_fit_counts(tmp_path: Path, patterns: tuple[str, ...], name: str) -> None:
+def test_every_byte_of_the_files_that_fit_counts(tmp_path, patterns, name):
     assert digest_in(tmp_path, patterns) is None
     seen = set()
     for content in (b"a" * 9000, b"a" * 8999 + b"b"):
@@ -136,7 +136,7 @@ def test_every_byte_of_the_files_that_fit_counts(tmp_path: Path, patterns: tuple
         digest_in(tmp_path, patterns)
 
 
-def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path) -> None:
+def test_a_model_is_a_directory_or_a_hub_id(tmp_path):
     assert is_local(tmp_path)
     assert is_local(str(tmp_path))
     assert not is_local("some-org/some-model.v1")
@@ -145,7 +145,7 @@ def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path) -> None:
             is_local(neither)
 
 
-def test_the_states_of_a_models_files_tell_of_every_write(tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_the_states_of_a_models_files_tell_of_every_write(tiny_qwen2_path, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tiny_qwen2_path, copy)
     before = file_states(copy)
@@ -160,7 +160,7 @@ CHUNK = 1000
 
 
 @pytest.fixture(autouse=True)
-def _small_and_forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_and_forgetful(monkeypatch):
     """Chunks of 1,000 bytes, and files that may be remembered as soon as they are written."""
     monkeypatch.setattr(model_files, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(model_files, "READ_BYTES", 300)
@@ -169,12 +169,12 @@ def _small_and_forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reads(monkeypatch):
     """The path of every chunk that is read."""
     seen: list[str] = []
     read = model_files._chunk
 
-    def watched(state: FileState, start: int) -> bytes:
+    def watched(state, start):
         seen.append(state.path)
         return read(state, start)
 
@@ -182,13 +182,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def written(path: Path, content: bytes) -> dict[str, Path]:
+def written(path, content):
     path.write_bytes(content)
     return {path.name: path}
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
-def test_each_byte_and_the_size_count(tmp_path: Path, size: int) -> None:
+def test_each_byte_and_the_size_count(tmp_path, size):
     content = bytes(index % 251 for index in range(size))
     base = digest_of_files(written(tmp_path / "a", content))
     assert digest_of_files(written(tmp_path / "a", content + b"\0")) != base
@@ -199,7 +199,7 @@ def test_each_byte_and_the_size_count(tmp_path: Path, size: int) -> None:
     assert digest_of_files(written(tmp_path / "a", content)) == base
 
 
-def test_neither_chunks_nor_names_can_change_places(tmp_path: Path) -> None:
+def test_neither_chunks_nor_names_can_change_places(tmp_path):
     one, two = (written(tmp_path / name, name.encode() * CHUNK)[name] for name in "12")
     first, second = (
         digest_of_files(written(tmp_path / "x", b"".join(parts)))
@@ -211,9 +211,7 @@ def test_neither_chunks_nor_names_can_change_places(tmp_path: Path) -> None:
     assert len(set(map(digest_of_files, named))) == 4
 
 
-def test_what_was_read_once_is_not_read_again(
-    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_read_once_is_not_read_again(tmp_path, reads, monkeypatch):
     files = written(tmp_path / "a", b"x" * 2500)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
@@ -227,9 +225,7 @@ def test_what_was_read_once_is_not_read_again(
     assert len(reads) == 6
 
 
-def test_a_file_that_was_just_written_is_read_again(
-    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_just_written_is_read_again(tmp_path, reads, monkeypatch):
     monkeypatch.setattr(model_files, "STAMP_NS", 10**18)
     cache = DigestCache(tmp_path / "cache")
     files = written(tmp_path / "a", b"x")
@@ -238,7 +234,7 @@ def test_a_file_that_was_just_written_is_read_again(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_write_that_keeps_size_and_mtime_shows(tmp_path: Path) -> None:
+def test_a_write_that_keeps_size_and_mtime_shows(tmp_path):
     files = written(tmp_path / "a", b"x" * 100)
     before, first = os.stat(tmp_path / "a"), digest_of_files(files)
     while os.stat(tmp_path / "a").st_ctime_ns == before.st_ctime_ns:
@@ -249,12 +245,10 @@ def test_a_write_that_keeps_size_and_mtime_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"short", b"z" * 2500], ids=["cut", "rewritten"])
-def test_a_file_that_changes_while_it_is_read_has_no_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
-) -> None:
+def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path, monkeypatch, content):
     read, files = model_files._chunk, written(tmp_path / "a", b"x" * 2500)
 
-    def write_between(state: FileState, start: int) -> bytes:
+    def write_between(state, start):
         if start:
             (tmp_path / "a").write_bytes(content)
             os.utime(tmp_path / "a", ns=(0, 0))
@@ -271,41 +265,41 @@ USER_FOLDER = model_files.user_folder  # the fixture for all tests puts another 
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> FileState:
+def state(tmp_path):
     (tmp_path / "weights").write_bytes(b"x")
     return FileState.of(tmp_path / "weights")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "home" / "digests"
 
 
 @pytest.fixture
-def cache(folder: Path, state: FileState) -> DigestCache:
+def cache(folder, state):
     kept = DigestCache(folder)
     kept.keep(state, DIGEST)
     return kept
 
 
-def entry_in(folder: Path) -> Path:
+def entry_in(folder):
     (entry,) = folder.iterdir()
     return entry
 
 
-def test_what_was_kept_is_found_and_only_its_owner_may_look(cache: DigestCache, state: FileState, folder: Path) -> None:
+def test_what_was_kept_is_found_and_only_its_owner_may_look(cache, state, folder):
     assert cache.find(state) == DIGEST
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, entry_in(folder))] == [0o700, 0o600]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(FileState)])
-def test_another_state_is_not_found(cache: DigestCache, state: FileState, name: str) -> None:
+def test_another_state_is_not_found(cache, state, name):
     value: Any = getattr(state, name)
     other = replace(state, **{name: value + "x" if isinstance(value, str) else value + 1})
     assert cache.find(other) is None
 
 
-def test_a_new_state_takes_the_place_of_the_old_one(cache: DigestCache, state: FileState, folder: Path) -> None:
+def test_a_new_state_takes_the_place_of_the_old_one(cache, state, folder):
     newer = replace(state, mtime_ns=state.mtime_ns + 1)
     cache.keep(newer, DIGEST[::-1])
     assert (cache.find(state), cache.find(newer)) == (None, DIGEST[::-1])
@@ -317,9 +311,7 @@ NO_DIGESTS: list[Any] = ["", "0f", "G" * 64, "../" * 21 + "x", 3, None, [DIGEST]
 
 
 @pytest.mark.parametrize("content", [*BROKEN, *NO_DIGESTS], ids=range(len(BROKEN) + len(NO_DIGESTS)))
-def test_an_entry_that_holds_no_digest_is_not_read(
-    cache: DigestCache, state: FileState, folder: Path, content: Any
-) -> None:
+def test_an_entry_that_holds_no_digest_is_not_read(cache, state, folder, content):
     entry = entry_in(folder)
     if content not in BROKEN:
         content = json.dumps({**json.loads(entry.read_text()), "digest": content}).encode()
@@ -330,9 +322,7 @@ def test_an_entry_that_holds_no_digest_is_not_read(
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, None])
-def test_a_folder_that_others_can_write_or_own_is_left_alone(
-    cache: DigestCache, state: FileState, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
-) -> None:
+def test_a_folder_that_others_can_write_or_own_is_left_alone(cache, state, folder, monkeypatch, mode):
     owner = os.geteuid()
     if mode is None:
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -344,9 +334,7 @@ def test_a_folder_that_others_can_write_or_own_is_left_alone(
     assert entry_in(folder).read_bytes() == before
 
 
-def test_links_pipes_and_what_others_can_write_are_not_read(
-    cache: DigestCache, state: FileState, folder: Path, tmp_path: Path
-) -> None:
+def test_links_pipes_and_what_others_can_write_are_not_read(cache, state, folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     assert DigestCache(tmp_path / "link").find(state) is None
     entry = entry_in(folder)
@@ -364,16 +352,14 @@ def test_links_pipes_and_what_others_can_write_are_not_read(
     assert cache.find(state) is None
 
 
-def test_a_place_that_cannot_be_made_costs_nothing_else(state: FileState, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_made_costs_nothing_else(state, tmp_path):
     (tmp_path / "file").write_text("in the way")
     nowhere = DigestCache(tmp_path / "file" / "digests")
     nowhere.keep(state, DIGEST)
     assert nowhere.find(state) is None
 
 
-def test_the_setting_moves_it_or_switches_it_off(
-    state: FileState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_setting_moves_it_or_switches_it_off(state, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert DigestCache.from_setting(Path("off")) is None

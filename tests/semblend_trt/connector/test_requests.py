@@ -1,7 +1,5 @@
 """Requests are bounded, their plans follow what the engine took, and each report adds up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Both halves are built at once, in two threads; what look-ups need is built when the caches are registered."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -90,7 +88,7 @@ print(runtime_for(arguments).refusal, *seen)
     ("how", "order"),
     [("together", ("worker", "scheduler")), ("in turn", ("worker", "scheduler")), ("in turn", ("scheduler", "worker"))],
 )
-def test_neither_half_is_refused(tmp_path: Path, how: str, order: tuple[str, str]) -> None:
+def test_neither_half_is_refused(tmp_path, how, order):
     log = tmp_path / "audit.jsonl"
     environment = {name: value for name, value in os.environ.items() if "SEMBLEND" not in name}
     built = subprocess.run(
@@ -107,7 +105,7 @@ def test_neither_half_is_refused(tmp_path: Path, how: str, order: tuple[str, str
     assert "KV reuse is off" not in built.stderr
 
 
-def test_transformers_is_imported_in_one_way_only() -> None:
+def test_transformers_is_imported_in_one_way_only():
     """Any other import of it races with that one: `imported` is for every thread, an import statement is not."""
     found = []
     for path in sorted((ROOT / "semblend_trt").rglob("*.py")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,15 +13,11 @@ from torch import nn
 from semblend_trt.connector.weights import Weights, weights_digest
 from semblend_trt.namespace import is_unknown
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 PLACE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Block(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         self.first, self.second = nn.Linear(6, 5, dtype=dtype), nn.Linear(5, 3, bias=False, dtype=dtype)
         self.register_buffer("scale", torch.ones(1))
@@ -29,7 +25,7 @@ class Block(nn.Module):
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def model(request: pytest.FixtureRequest) -> nn.Module:
+def model(request):
     torch.manual_seed(3)
     blocks = nn.Sequential(*(Block(torch.float32) for _ in range(3)))
     for each in blocks.parameters():
@@ -38,19 +34,19 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return blocks.to(PLACE)
 
 
-def replace_parameter(model: nn.Module) -> None:
+def replace_parameter(model):
     model[1].first.weight = nn.Parameter(model[1].first.weight.float().mul(2).to(model[1].first.weight.dtype), False)
 
 
-def replace_data(model: nn.Module) -> None:
+def replace_data(model):
     model[1].second.weight.data = model[2].second.weight.data.clone()
 
 
-def replace_module(model: nn.Module) -> None:
+def replace_module(model):
     model[1].first = nn.Linear(6, 5)
 
 
-def in_inference_mode(model: nn.Module) -> None:
+def in_inference_mode(model):
     with torch.inference_mode():
         model[0].first.bias = nn.Parameter(torch.full((5,), 3.0), False)
 
@@ -69,7 +65,7 @@ SHOWN: list[Callable[[nn.Module], object]] = [
 
 
 @pytest.mark.parametrize("write", SHOWN)
-def test_a_write_is_noticed_once(model: nn.Module, write: Callable[[nn.Module], object]) -> None:
+def test_a_write_is_noticed_once(model, write):
     weights = Weights(model)
     assert not weights.have_changed()
     with torch.no_grad():
@@ -80,7 +76,7 @@ def test_a_write_is_noticed_once(model: nn.Module, write: Callable[[nn.Module], 
     assert not weights.have_changed()
 
 
-def test_a_write_that_torch_does_not_count_is_noticed_at_the_next_suspicion(model: nn.Module) -> None:
+def test_a_write_that_torch_does_not_count_is_noticed_at_the_next_suspicion(model):
     weights = Weights(model)
     model[1].first.weight.data.view(torch.uint8)[2, 3] ^= 1
     weights.suspect()
@@ -91,7 +87,7 @@ def test_a_write_that_torch_does_not_count_is_noticed_at_the_next_suspicion(mode
     assert weights.are_first
 
 
-def test_the_same_contents_are_no_change(model: nn.Module) -> None:
+def test_the_same_contents_are_no_change(model):
     weights = Weights(model)
     with torch.no_grad():
         for each in model.parameters():
@@ -100,7 +96,7 @@ def test_the_same_contents_are_no_change(model: nn.Module) -> None:
     assert not weights.have_changed()
 
 
-def test_every_octet_and_every_place_counts() -> None:
+def test_every_octet_and_every_place_counts():
     model = nn.Module()
     model.register_buffer("words", torch.arange(0, 11, dtype=torch.uint8, device=PLACE))
     found = {weights_digest(model)}
@@ -119,7 +115,7 @@ def test_every_octet_and_every_place_counts() -> None:
     assert weights_digest(model) == odd
 
 
-def test_a_prefix_cache_that_is_reset_after_the_write_is_not_stale(model: nn.Module) -> None:
+def test_a_prefix_cache_that_is_reset_after_the_write_is_not_stale(model):
     weights = Weights(model)
     for is_reset in (True, False, True):
         weights.suspect()
@@ -137,7 +133,7 @@ def test_a_prefix_cache_that_is_reset_after_the_write_is_not_stale(model: nn.Mod
     assert not weights.prefix_is_stale
 
 
-def test_what_cannot_be_read_counts_as_changed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_counts_as_changed(model, monkeypatch):
     weights = Weights(model)
     monkeypatch.setattr(model, "named_parameters", lambda: [("gone", None)])
     weights.suspect()
@@ -149,7 +145,7 @@ def test_what_cannot_be_read_counts_as_changed(model: nn.Module, monkeypatch: py
     assert weights.are_first
 
 
-def test_replaced_weights_are_not_kept_alive(model: nn.Module) -> None:
+def test_replaced_weights_are_not_kept_alive(model):
     weights = Weights(model)
     gone = weakref.ref(model[1].first.weight)
     model[1].first.weight = nn.Parameter(torch.zeros(5, 6), False)

@@ -1,7 +1,5 @@
 """The worker obeys the metadata, refuses pools it does not know, and never blocks or holds what it was not given."""
 
-from __future__ import annotations
-
 import random
 import threading
 from contextlib import contextmanager

@@ -1,15 +1,12 @@
 """Planners over donors of random text, requests, and profiles for tests."""
 
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from kernels.layout import KvGeometry
 from semblend_trt.config import Settings
-from semblend_trt.discovery.planner import LookupRequest, Planned, Planner
+from semblend_trt.discovery.planner import LookupRequest, Planner
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.plan import EngineMode, SemanticKvPlan
+from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.samples import NAMESPACE
@@ -19,12 +16,12 @@ STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
 
 
 def planner(
-    donors: dict[str, np.ndarray],
-    policy: str = "position_fix",
-    generations: dict[str, int] | None = None,
-    chunk: int | None = None,
-    **overrides: object,
-) -> Planner:
+    donors,
+    policy="position_fix",
+    generations=None,
+    chunk=None,
+    **overrides,
+):
     index = SpanIndex()
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
@@ -34,25 +31,25 @@ def planner(
 
 
 def request(
-    tokens: np.ndarray,
-    computed: int = 0,
-    mode: EngineMode = WRAPPER,
-    guard: bool = True,
-    profile: ReuseProfile | None = None,
-    profile_refusal: str = "no_profile",
-) -> LookupRequest:
+    tokens,
+    computed=0,
+    mode=WRAPPER,
+    guard=True,
+    profile=None,
+    profile_refusal="no_profile",
+):
     return LookupRequest(
         7, "space", tokens, computed, 32, mode, guard, profile=profile, profile_refusal=profile_refusal
     )
 
 
-def profile(policy: str, **fields: Any) -> ReuseProfile:
+def profile(policy, **fields):
     """A profile that holds for the engine; the planner reads its terms only."""
     namespace = replace(NAMESPACE, extra={"compute_dtype": "bfloat16", "configuration": "c"})
     return ReuseProfile.made_for(namespace, KvGeometry(NUM_LAYERS, 2, 16, 32), policy=policy, **fields)
 
 
-def plan_of(planned: Planned) -> SemanticKvPlan:
+def plan_of(planned):
     assert planned.outcome_reason is None
     assert planned.plan is not None
     return planned.plan

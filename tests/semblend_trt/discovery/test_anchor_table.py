@@ -7,7 +7,7 @@ from semblend_trt.discovery.anchor_table import AnchorTable
 
 
 @pytest.mark.parametrize(("different", "most"), [(3, 4), (500, 3), (1 << 20, 2)])
-def test_the_newest_places_of_each_key_are_found_through_any_change(different: int, most: int) -> None:
+def test_the_newest_places_of_each_key_are_found_through_any_change(different, most):
     rng = np.random.default_rng(different)
     pool = rng.integers(0, 1 << 64, different, dtype=np.uint64)
     table, held, donors = AnchorTable(), dict[int, list[tuple[int, int]]](), dict[int, tuple[np.ndarray, np.ndarray]]()
@@ -32,7 +32,7 @@ def test_the_newest_places_of_each_key_are_found_through_any_change(different: i
             assert [place for which, *place in found if which == number] == [list(place) for place in newest]
 
 
-def test_the_newest_of_all_keys_come_before_older_ones() -> None:
+def test_the_newest_of_all_keys_come_before_older_ones():
     table, keys = AnchorTable(), np.array([1 << 40, 2 << 40], dtype=np.uint64)
     for donor in range(3):
         table.add(donor, keys, np.array([7, 8]))

@@ -11,7 +11,6 @@ from semblend_trt.discovery.fingerprint import (
     RANK_BASE,
     WIDEST_RUN,
     WINDOW_GRAMS,
-    Fingerprints,
     as_token_array,
     fingerprint,
 )
@@ -20,11 +19,11 @@ from tests.semblend_trt.samples import text as random_tokens
 MAX_ID = 2**31 - 1
 
 
-def every_anchor(tokens: np.ndarray) -> Fingerprints:
+def every_anchor(tokens):
     return fingerprint(tokens, max_repeats=1 << 20)
 
 
-def reference_sums(tokens: np.ndarray, length: int) -> list[int]:
+def reference_sums(tokens, length):
     """Of every `length` tokens the polynomial in RANK_BASE modulo 2**32, in Python integers."""
     sums = []
     for start in range(len(tokens) - length + 1):
@@ -35,7 +34,7 @@ def reference_sums(tokens: np.ndarray, length: int) -> list[int]:
     return sums
 
 
-def reference_positions(tokens: np.ndarray, window: int = WINDOW_GRAMS) -> list[int]:
+def reference_positions(tokens, window=WINDOW_GRAMS):
     """Every minimum of every window of grams, for tokens without a stretch of one repeated token."""
     ranks = reference_sums(tokens, GRAM_TOKENS)
     chosen = set()
@@ -48,7 +47,7 @@ def reference_positions(tokens: np.ndarray, window: int = WINDOW_GRAMS) -> list[
 # Around 32,768 grams a block ends.
 @pytest.mark.parametrize("length", [GUARANTEED_RUN, GUARANTEED_RUN + 1, 40, 300, 32_782, 32_783, 32_784, 33_000])
 @pytest.mark.parametrize("vocabulary", [2, 50, MAX_ID + 1])
-def test_anchors_are_the_window_minima(length: int, vocabulary: int) -> None:
+def test_anchors_are_the_window_minima(length, vocabulary):
     tokens = random_tokens(2, length, vocabulary)
     anchors = every_anchor(tokens)
     assert anchors.positions.tolist() == reference_positions(tokens)
@@ -59,7 +58,7 @@ def test_anchors_are_the_window_minima(length: int, vocabulary: int) -> None:
 @pytest.mark.parametrize("shortest", [33, 47, 48, 63, WIDEST_RUN, 1_000])
 @pytest.mark.parametrize("length", [64, 65, 1_000, 2_110, 6_000])
 @pytest.mark.parametrize("vocabulary", [2, 32_000])
-def test_anchors_for_longer_runs_are_some_of_the_others(shortest: int, length: int, vocabulary: int) -> None:
+def test_anchors_for_longer_runs_are_some_of_the_others(shortest, length, vocabulary):
     tokens = random_tokens(9, length, vocabulary)
     few = fingerprint(tokens, 1 << 20, shortest).positions.tolist()
     assert few == reference_positions(tokens, min(shortest, WIDEST_RUN) - GRAM_TOKENS + 1)
@@ -74,9 +73,7 @@ def test_anchors_for_longer_runs_are_some_of_the_others(shortest: int, length: i
     st.integers(GUARANTEED_RUN, 80),
     st.booleans(),
 )
-def test_a_shared_run_keeps_the_same_anchor_wherever_it_stands(
-    seed: int, vocabulary: int, left: int, right: int, length: int, wide: bool
-) -> None:
+def test_a_shared_run_keeps_the_same_anchor_wherever_it_stands(seed, vocabulary, left, right, length, wide):
     rng = np.random.default_rng(seed)
     run = rng.integers(0, vocabulary, length, dtype=np.int32)
     if len(set(run.tolist())) == 1:
@@ -92,12 +89,12 @@ def test_a_shared_run_keeps_the_same_anchor_wherever_it_stands(
 
 
 @pytest.mark.parametrize("length", [GUARANTEED_RUN, 1_000, 100_000])
-def test_one_repeated_token_gets_two_anchors_at_most(length: int) -> None:
+def test_one_repeated_token_gets_two_anchors_at_most(length):
     positions = fingerprint(np.full(length, 5, dtype=np.int32)).positions.tolist()
     assert positions == sorted({0, length - GRAM_TOKENS})
 
 
-def test_a_stretch_of_one_token_inside_text_is_anchored_at_its_ends() -> None:
+def test_a_stretch_of_one_token_inside_text_is_anchored_at_its_ends():
     text = random_tokens(4, 100)
     anchors = fingerprint(np.concatenate([text, np.full(5_000, 99_999, dtype=np.int32), text]))
     inside = [at for at in anchors.positions.tolist() if 100 <= at <= 5_100 - GRAM_TOKENS]
@@ -105,7 +102,7 @@ def test_a_stretch_of_one_token_inside_text_is_anchored_at_its_ends() -> None:
 
 
 @pytest.mark.parametrize("max_repeats", [1, 2, 3, 8])
-def test_thinning_keeps_the_first_and_last_of_each_hash(max_repeats: int) -> None:
+def test_thinning_keeps_the_first_and_last_of_each_hash(max_repeats):
     tokens = np.tile(random_tokens(5, 60), 9)
     anchors, thinned = every_anchor(tokens), fingerprint(tokens, max_repeats)
     last = max_repeats // 2
@@ -117,12 +114,12 @@ def test_thinning_keeps_the_first_and_last_of_each_hash(max_repeats: int) -> Non
 
 
 @pytest.mark.parametrize("length", [0, 1, GRAM_TOKENS, GUARANTEED_RUN - 1])
-def test_short_input_has_no_anchors(length: int) -> None:
+def test_short_input_has_no_anchors(length):
     assert len(fingerprint(random_tokens(7, length)).positions) == 0
 
 
 @pytest.mark.parametrize("bad", [[-1], [MAX_ID + 1], [0.5], ["a"], [[1, 2]], 7, [True]])
-def test_bad_token_ids_are_refused(bad: object) -> None:
+def test_bad_token_ids_are_refused(bad):
     with pytest.raises(ValueError, match=r"token id|shape"):
         as_token_array(np.asarray(bad))
 
@@ -130,7 +127,7 @@ def test_bad_token_ids_are_refused(bad: object) -> None:
 @pytest.mark.parametrize(
     "good", [[], [0, MAX_ID], np.arange(6, dtype=np.int64)[::2], (1, 2, 3), np.frombuffer(bytes(8), dtype=np.int32)]
 )
-def test_good_token_ids_become_contiguous_int32(good: object) -> None:
+def test_good_token_ids_become_contiguous_int32(good):
     array = as_token_array(good)  # type: ignore[arg-type]
     assert array.dtype == np.int32
     assert array.flags.c_contiguous
@@ -138,7 +135,7 @@ def test_good_token_ids_become_contiguous_int32(good: object) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_texts_behind_each_other_have_the_anchors_that_each_has_alone(seed: int) -> None:
+def test_texts_behind_each_other_have_the_anchors_that_each_has_alone(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.choice([0, 5, 31, 32, 33, 60, 200, 700, 33_000 if seed % 10 == 0 else 9], rng.integers(1, 9))
     texts = [random_tokens(rng.integers(1 << 32), length, int(rng.choice([1, 2, 3, 1_000]))) for length in lengths]

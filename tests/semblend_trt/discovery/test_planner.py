@@ -2,12 +2,10 @@
 
 import gc
 import json
-import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +25,9 @@ from semblend_trt.discovery.planner import (
 )
 from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
+from semblend_trt.plan import PlanKind, PlanSpan, SpanCheck
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck
 from tests.semblend_trt.discovery import planning
 from tests.semblend_trt.discovery.planning import NUM_LAYERS, STOCK, WRAPPER, plan_of, planner, profile
 from tests.semblend_trt.samples import text
@@ -39,11 +37,11 @@ PROMPT = np.concatenate([SYSTEM, DOCUMENT, OTHER, QUESTION])
 SHIFTED = np.concatenate([text(5, 9), PROMPT])
 
 
-def request(tokens: np.ndarray = PROMPT, *rest: Any, **named: Any) -> LookupRequest:
+def request(tokens=PROMPT, *rest, **named):
     return planning.request(tokens, *rest, **named)
 
 
-def assert_refused(planned: Planned, reason: str) -> None:
+def assert_refused(planned, reason):
     assert planned.plan is None
     assert planned.outcome_reason == reason
 
@@ -51,7 +49,7 @@ def assert_refused(planned: Planned, reason: str) -> None:
 # -- what a plan is -----------------------------------------------------------------------------------------------
 
 
-def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
+def test_a_shifted_document_becomes_a_request_local_plan_with_holes():
     donors = {"a": np.concatenate([text(5, 64), DOCUMENT]), "b": np.concatenate([text(6, 10), OTHER])}
     plan = plan_of(planner(donors).plan(request()))
     assert plan.spans == (PlanSpan("a", 64, 100, 400), PlanSpan("b", 10, 500, 300))
@@ -71,7 +69,7 @@ def test_a_shifted_document_becomes_a_request_local_plan_with_holes() -> None:
 
 
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
-def test_of_equally_good_donors_one_on_the_card_is_taken(mode: EngineMode) -> None:
+def test_of_equally_good_donors_one_on_the_card_is_taken(mode):
     index = SpanIndex()
     for donor_id in ("a", "near", "z"):
         index.add("space", donor_id, np.concatenate([text(ord(donor_id[0]), 9), PROMPT]))
@@ -83,7 +81,7 @@ def test_of_equally_good_donors_one_on_the_card_is_taken(mode: EngineMode) -> No
     assert plan.spans == (PlanSpan("start-near", 0, 0, 200, exact=True), PlanSpan("near", 209, 200, 639))
 
 
-def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
+def test_a_leading_run_from_position_zero_is_exact_and_goes_first():
     donors = {"exact": PROMPT[:300], "shifted": SHIFTED}
     plan = plan_of(planner(donors).plan(request()))
     assert plan.spans == (PlanSpan("exact", 0, 0, 300, exact=True), PlanSpan("shifted", 309, 300, 539))
@@ -92,12 +90,12 @@ def test_a_leading_run_from_position_zero_is_exact_and_goes_first() -> None:
     assert plan.holes == ()
 
 
-def test_one_prompt_token_always_stays() -> None:
+def test_one_prompt_token_always_stays():
     for donor in (PROMPT, np.concatenate([text(5, 3), PROMPT, text(6, 50)])):
         assert plan_of(planner({"a": donor}).plan(request())).prefix_end == len(PROMPT) - 1
 
 
-def pieced(count: int, length: int = 70, donors: int = 8) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def pieced(count, length=70, donors=8):
     """A prompt of `count` pieces of `length` tokens, and donors that hold them in other orders among other text."""
     pieces = [text(10 + at, length) for at in range(count)]
     order = np.random.default_rng(count).permutation(count)
@@ -108,7 +106,7 @@ def pieced(count: int, length: int = 70, donors: int = 8) -> tuple[dict[str, np.
 
 
 @pytest.mark.parametrize(("count", "length"), [(300, 70), (655, 100), (1300, 70), (1300, 200)])
-def test_every_run_of_a_long_prompt_is_reused(count: int, length: int) -> None:
+def test_every_run_of_a_long_prompt_is_reused(count, length):
     donors, prompt = pieced(count, length)
     planned = planner(donors).plan(request(prompt))
     assert plan_of(planned).reused_tokens == count * length
@@ -116,7 +114,7 @@ def test_every_run_of_a_long_prompt_is_reused(count: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("every", [200, 500])
-def test_edited_text_is_reused_around_its_differences(every: int) -> None:
+def test_edited_text_is_reused_around_its_differences(every):
     donor = text(3, 262_144)
     prompt = donor.copy()
     prompt[every - 1 :: every] += 1
@@ -144,9 +142,7 @@ CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share
         ("verified", profile("verified", check=CHECK, boundary=1), 1, SpanCheck(2, 0.2, None, 0.5, 0.1), 0),
     ],
 )
-def test_the_execution_that_policy_and_profile_give(
-    policy: str, made: ReuseProfile | None, boundary: int, check: SpanCheck | None, head: int
-) -> None:
+def test_the_execution_that_policy_and_profile_give(policy, made, boundary, check, head):
     asked = planner(
         {"a": SHIFTED}, policy, recompute_boundary_layer=3, epic_tokens=24, cacheblend_share=0.3, min_reuse_ratio=0.1
     )
@@ -156,7 +152,7 @@ def test_the_execution_that_policy_and_profile_give(
 
 @pytest.mark.parametrize("policy", [policy.value for policy in ReusePolicy if policy is not ReusePolicy.OFF])
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
-def test_exact_spans_are_never_checked_under_any_policy(policy: str, mode: EngineMode) -> None:
+def test_exact_spans_are_never_checked_under_any_policy(policy, mode):
     made = profile("verified", check=CHECK, boundary=2)
     asked = planner({"a": PROMPT[:600]}, policy, recompute_boundary_layer=2)
     execution = plan_of(asked.plan(request(mode=mode, profile=made))).execution
@@ -164,7 +160,7 @@ def test_exact_spans_are_never_checked_under_any_policy(policy: str, mode: Engin
 
 
 @pytest.mark.parametrize("made", [None, profile("exact")])
-def test_verified_without_a_profile_that_justifies_more_is_exact(made: ReuseProfile | None) -> None:
+def test_verified_without_a_profile_that_justifies_more_is_exact(made):
     asked, exact = (planner({"a": SHIFTED, "b": PROMPT[:600]}, policy) for policy in ("verified", "exact"))
     for computed in (0, 96, 500):
         assert asked.plan(request(computed=computed, profile=made)) == exact.plan(request(computed=computed))
@@ -179,8 +175,8 @@ GENERATIONS = profile("verified", check=CHECK, generations=2)
     + [(policy, 1, False) for policy in ("exact", "position_fix", "boundary", "epic", "cacheblend")],
 )
 def test_approximate_donors_are_used_by_verified_alone_up_to_the_generation_that_its_profile_allows(
-    policy: str, generation: int, used: bool
-) -> None:
+    policy, generation, used
+):
     for donor in (PROMPT[:600], SHIFTED):
         asked = planner({"a": donor}, policy, {"a": generation} if generation else {}, recompute_boundary_layer=2)
         planned = asked.plan(request(profile=GENERATIONS))
@@ -193,7 +189,7 @@ def test_approximate_donors_are_used_by_verified_alone_up_to_the_generation_that
         assert plan_of(planned).is_checked != span.exact
 
 
-def test_runs_of_a_generation_are_checked_without_a_sample() -> None:
+def test_runs_of_a_generation_are_checked_without_a_sample():
     sampled = CHECK.model_copy(update={"sample_every": 8, "sample_threshold": 0.1})
     made = profile("verified", check=sampled, generations=2)
     plans = [
@@ -207,7 +203,7 @@ def test_runs_of_a_generation_are_checked_without_a_sample() -> None:
     assert (approximate.check, approximate.sample_seed) == (dense, 0)
 
 
-def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
+def test_of_donors_of_one_text_the_lowest_generation_is_taken():
     longer = np.concatenate([DOCUMENT, OTHER[:40]])
     prompt = np.concatenate([text(7, 50), longer, text(8, 50)])
     donors = {"a": SHIFTED[109:509], "b": np.concatenate([text(6, 9), longer]), "c": PROMPT[100:]}
@@ -216,26 +212,26 @@ def test_of_donors_of_one_text_the_lowest_generation_is_taken() -> None:
         assert plan_of(asked.plan(request(prompt, profile=GENERATIONS))).spans[0].donor_id == taken
 
 
-def test_a_profile_does_not_turn_a_stock_engine_into_one_that_checks() -> None:
+def test_a_profile_does_not_turn_a_stock_engine_into_one_that_checks():
     for made in (None, profile("position_fix"), profile("verified", check=CHECK)):
         planned = planner({"a": SHIFTED}, "verified").plan(request(mode=STOCK, profile=made))
         assert_refused(planned, "check_needs_wrapper")
         assert planned.runs_found == 1
 
 
-def test_reasons_of_missing_profiles_are_given_only_where_a_profile_could_have_helped() -> None:
+def test_reasons_of_missing_profiles_are_given_only_where_a_profile_could_have_helped():
     assert_refused(planner({}, "verified").plan(request()), "no_donor_match")
     assert_refused(planner({"a": PROMPT[:300]}, "verified").plan(request()), "low_reuse")
 
 
 @pytest.mark.parametrize(("policy", "reuse"), [("epic", 300 - 60), ("cacheblend", 300 - 75), ("position_fix", 300)])
-def test_the_share_counts_tokens_that_stay_reused(policy: str, reuse: int) -> None:
+def test_the_share_counts_tokens_that_stay_reused(policy, reuse):
     for ratio, reason in ((reuse / 840 - 0.001, None), (reuse / 840 + 0.001, "low_reuse")):
         asked = planner({"a": OTHER}, policy, epic_tokens=60, cacheblend_share=0.25, min_reuse_ratio=ratio)
         assert asked.plan(request()).outcome_reason == reason
 
 
-def test_a_run_of_head_tokens_alone_is_not_moved() -> None:
+def test_a_run_of_head_tokens_alone_is_not_moved():
     for head, reason in ((299, None), (300, "no_donor_match")):
         asked = planner({"a": OTHER}, "epic", epic_tokens=head, min_reuse_ratio=0.0)
         assert asked.plan(request()).outcome_reason == reason
@@ -244,7 +240,7 @@ def test_a_run_of_head_tokens_alone_is_not_moved() -> None:
 # -- a stock engine -----------------------------------------------------------------------------------------------
 
 
-def test_stock_takes_only_what_goes_on_without_a_hole() -> None:
+def test_stock_takes_only_what_goes_on_without_a_hole():
     donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": QUESTION}
     plan = plan_of(planner(donors).plan(request(mode=STOCK)))
     assert plan.spans == (PlanSpan("a", 9, 0, 200), PlanSpan("b", 100, 200, 300))
@@ -252,14 +248,14 @@ def test_stock_takes_only_what_goes_on_without_a_hole() -> None:
     assert plan.holes == ()
 
 
-def test_stock_refuses_a_hole() -> None:
+def test_stock_refuses_a_hole():
     assert_refused(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK)), "hole_needs_wrapper")
     plan = plan_of(planner({"b": PROMPT[100:]}).plan(request(mode=STOCK, computed=100)))
     assert plan.spans == (PlanSpan("b", 0, 100, 739),)
 
 
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
-def test_without_a_publication_guard_only_exact_kv_is_placed(mode: EngineMode) -> None:
+def test_without_a_publication_guard_only_exact_kv_is_placed(mode):
     assert_refused(planner({"a": SHIFTED}).plan(request(mode=mode, guard=False)), "no_publication_guard")
     plan = plan_of(planner({"a": SHIFTED, "b": PROMPT[:600]}).plan(request(mode=mode, guard=False)))
     assert plan.kind is PlanKind.EXACT_PREFIX
@@ -272,7 +268,7 @@ def test_without_a_publication_guard_only_exact_kv_is_placed(mode: EngineMode) -
 @pytest.mark.parametrize(
     ("length", "reason"), [(0, "short_prompt"), (1, "short_prompt"), (64, "short_prompt"), (65, None)]
 )
-def test_short_prompts(length: int, reason: str | None) -> None:
+def test_short_prompts(length, reason):
     asked = planner({"a": PROMPT}, "exact")
     assert asked.plan(request(PROMPT[:length])).outcome_reason == reason
 
@@ -280,30 +276,30 @@ def test_short_prompts(length: int, reason: str | None) -> None:
 @pytest.mark.parametrize(
     ("computed", "reason"), [(775, None), (776, "prefix_covers_prompt"), (840, "prefix_covers_prompt")]
 )
-def test_a_prefix_that_leaves_less_than_a_span(computed: int, reason: str | None) -> None:
+def test_a_prefix_that_leaves_less_than_a_span(computed, reason):
     assert planner({"a": PROMPT}, "exact").plan(request(computed=computed)).outcome_reason == reason
 
 
-def test_other_namespaces_are_not_even_counted() -> None:
+def test_other_namespaces_are_not_even_counted():
     asked = planner({"a": PROMPT})
     planned = asked.plan(LookupRequest(7, "elsewhere", PROMPT, 0, 32, WRAPPER, True))
     assert planned == Planned(None, "no_donor_match", 0)
 
 
 @pytest.mark.parametrize(("ratio", "reason"), [(0.25, None), (0.36, "low_reuse")])
-def test_the_reused_share_is_of_what_the_engine_lacks(ratio: float, reason: str | None) -> None:
+def test_the_reused_share_is_of_what_the_engine_lacks(ratio, reason):
     asked = planner({"a": OTHER}, min_reuse_ratio=ratio)
     assert asked.plan(request()).outcome_reason == reason  # 300 of 840
     assert asked.plan(request(computed=480)).outcome_reason is None  # 300 of 360
 
 
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS + 1])
-def test_a_boundary_outside_the_model_is_refused_at_once(boundary: int) -> None:
+def test_a_boundary_outside_the_model_is_refused_at_once(boundary):
     with pytest.raises(ConfigurationError, match="BOUNDARY"):
         planner({}, "boundary", recompute_boundary_layer=boundary)
 
 
-def test_discovery_only_reports_and_promises_nothing() -> None:
+def test_discovery_only_reports_and_promises_nothing():
     donors = {"a": np.concatenate([text(5, 64), DOCUMENT, OTHER])}
     plan = plan_of(planner(donors, discovery_only=True).plan(request(computed=32)))
     assert plan.kind is PlanKind.DISCOVERY_ONLY
@@ -314,7 +310,7 @@ def test_discovery_only_reports_and_promises_nothing() -> None:
     assert planner({}, discovery_only=True).plan(request()).outcome_reason == "no_donor_match"
 
 
-def test_exact_materialization_only_places_what_is_exact_and_reports_the_rest() -> None:
+def test_exact_materialization_only_places_what_is_exact_and_reports_the_rest():
     donors = {"exact": PROMPT[:300], "shifted": SHIFTED}
     plan = plan_of(planner(donors, exact_materialization_only=True, min_reuse_ratio=0.3).plan(request()))
     assert plan.kind is PlanKind.EXACT_PREFIX
@@ -326,9 +322,7 @@ def test_exact_materialization_only_places_what_is_exact_and_reports_the_rest() 
 
 
 @pytest.mark.parametrize(("donors", "ratio"), [({"b": SHIFTED}, 0.3), ({"a": PROMPT[:300], "b": SHIFTED}, 0.4)])
-def test_exact_materialization_only_without_enough_that_is_exact_only_reports(
-    donors: dict[str, np.ndarray], ratio: float
-) -> None:
+def test_exact_materialization_only_without_enough_that_is_exact_only_reports(donors, ratio):
     plan = plan_of(planner(donors, exact_materialization_only=True, min_reuse_ratio=ratio).plan(request()))
     assert plan.kind is PlanKind.DISCOVERY_ONLY
     assert plan.matched_tokens == 0
@@ -337,7 +331,7 @@ def test_exact_materialization_only_without_enough_that_is_exact_only_reports(
 
 @pytest.mark.parametrize("mode", [STOCK, WRAPPER])
 @pytest.mark.parametrize("computed", [0, 32, 45])
-def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode: EngineMode, computed: int) -> None:
+def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode, computed):
     donors = {"a": np.concatenate([text(5, 9), SYSTEM, DOCUMENT[:100]]), "b": DOCUMENT, "c": OTHER[20:]}
     asked = planner(donors, strict_prefix_boundary=True, min_reuse_ratio=0.1)
     plan = plan_of(asked.plan(request(mode=mode, computed=computed)))
@@ -349,15 +343,15 @@ def test_a_strict_prefix_has_no_hole_and_ends_with_a_block(mode: EngineMode, com
 class Ticking:
     """A clock that goes on by a second each time that it is read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = -1.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 1
         return self.now
 
 
-def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
+def test_a_lookup_past_its_deadline_is_refused_with_what_it_found():
     for milliseconds, runs_found in ((1, 0), (1700, 1)):
         planned = planner({"a": SHIFTED}).plan(request(), Deadline(milliseconds, DEADLINE_TOKENS, clock=Ticking()))
         assert_refused(planned, "lookup_timeout")
@@ -365,7 +359,7 @@ def test_a_lookup_past_its_deadline_is_refused_with_what_it_found() -> None:
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled: bool) -> None:
+def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled):
     donors, prompt = pieced(1300, 70)
     asked, passes = planner(donors), list[str]()
     was_enabled, count = gc.isenabled(), lambda phase, _: passes.append(phase)
@@ -383,7 +377,7 @@ def test_no_pass_of_the_garbage_collector_is_part_of_a_lookup(is_enabled: bool) 
     assert len(passes) <= 2  # one, when it may again
 
 
-def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned() -> None:
+def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned():
     pieces = [text(20 + at, 70 + at) for at in range(40)]
     donors = {f"d{at:02}": piece for at, piece in enumerate(pieces)}
     prompt = np.concatenate([text(9, 9), *pieces[::-1], QUESTION])
@@ -402,13 +396,13 @@ def test_past_the_deadline_the_heaviest_that_was_chosen_is_planned() -> None:
     assert plan_of(in_time).reused_tokens == sum(map(len, pieces))
 
 
-def test_a_run_that_a_bound_may_hide_is_named() -> None:
+def test_a_run_that_a_bound_may_hide_is_named():
     donors, prompt = {"a": DOCUMENT, "b": OTHER}, np.concatenate([SYSTEM, OTHER, DOCUMENT, QUESTION])
     tight = SpanIndex(ScanBounds(max_compared=100))
     for donor_id, tokens in donors.items():
         tight.add("space", donor_id, tokens)
 
-    def planned(ratio: float, computed: int = 0) -> Planned:
+    def planned(ratio, computed=0):
         values = Settings(policy=ReusePolicy.POSITION_FIX, lookup_deadline_ms=10_000, min_reuse_ratio=ratio)
         return Planner(tight, values, values.policy, NUM_LAYERS).plan(request(prompt, computed))
 
@@ -426,14 +420,14 @@ def test_a_run_that_a_bound_may_hide_is_named() -> None:
 @pytest.mark.parametrize(
     ("tokens", "milliseconds"), [(0, 5), (8_192, 5), (DEADLINE_TOKENS, 5), (65_536, 16), (262_144, 64)]
 )
-def test_a_deadline_grows_with_a_long_prompt(tokens: int, milliseconds: float) -> None:
+def test_a_deadline_grows_with_a_long_prompt(tokens, milliseconds):
     times = iter([10.0, 10.0, 10 + milliseconds / 1000 * 0.999, 10 + milliseconds / 1000 * 1.001])
     deadline = Deadline(5.0, tokens, clock=lambda: next(times))
     assert [deadline.is_over() for _ in range(3)] == [False, False, True]
     assert deadline.has_cut
 
 
-def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recorded_prefill() -> None:
+def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recorded_prefill():
     recorded = json.loads((Path(__file__).parents[3] / "validation/assets/h200_ttft.json").read_text("utf-8"))
     default = Settings.model_fields["lookup_deadline_ms"].default
     cold = {row["computed"]: row["ttft_ms"] for row in recorded if not row["reused"]}
@@ -444,7 +438,7 @@ def test_the_default_deadline_of_a_long_prompt_is_below_a_hundredth_of_its_recor
         assert Deadline(default, tokens, clock=lambda times=times: next(times)).is_over()
 
 
-def test_another_threads_work_does_not_end_a_deadline() -> None:
+def test_another_threads_work_does_not_end_a_deadline():
     deadline = Deadline(10_000, 0)
     other = threading.Thread(target=lambda: sum(range(100_000)))
     other.start()
@@ -469,19 +463,19 @@ def test_another_threads_work_does_not_end_a_deadline() -> None:
     exact_only=st.booleans(),
 )
 def test_every_plan_moves_equal_tokens_only(
-    seed: int,
-    policy: str,
-    made: ReuseProfile | None,
-    mode: EngineMode,
-    guard: bool,
-    discovery_only: bool,
-    strict: bool,
-    exact_only: bool,
-) -> None:
+    seed,
+    policy,
+    made,
+    mode,
+    guard,
+    discovery_only,
+    strict,
+    exact_only,
+):
     rng = np.random.default_rng(seed)
     pieces = [rng.integers(0, 9, int(rng.integers(20, 150)), dtype=np.int32) for _ in range(5)]
 
-    def shuffled() -> np.ndarray:
+    def shuffled():
         chosen = [pieces[i].copy() for i in rng.permutation(5)[: int(rng.integers(1, 6))]]
         for piece in chosen:
             piece[rng.integers(0, len(piece), int(rng.integers(0, 3)))] += 1
@@ -521,7 +515,7 @@ def test_every_plan_moves_equal_tokens_only(
             assert planned.plan.holes == ()
 
 
-def check_plan(plan: SemanticKvPlan, donors: dict[str, np.ndarray], prompt: np.ndarray, computed: int) -> None:
+def check_plan(plan, donors, prompt, computed):
     for span in plan.spans:
         moved = donors[span.donor_id][span.donor_start : span.donor_end]
         assert moved.tolist() == prompt[span.target_start : span.target_end].tolist()
@@ -564,7 +558,7 @@ _REFUSALS: dict[str, Callable[[], Planned]] = {
 
 
 @pytest.mark.parametrize("reason", sorted(_REFUSALS))
-def test_each_refusal_happens(reason: str) -> None:
+def test_each_refusal_happens(reason):
     assert_refused(_REFUSALS[reason](), reason)
 
 
@@ -583,7 +577,7 @@ RUNS = st.lists(
 BOUNDS = st.tuples(st.integers(0, 80), st.integers(0, 160), st.integers(1, 40))
 
 
-def is_piece_of(piece: Run, runs: list[Run]) -> bool:
+def is_piece_of(piece, runs):
     return any(
         run.donor_id == piece.donor_id
         and run.target_start - run.donor_start == piece.target_start - piece.donor_start
@@ -593,7 +587,7 @@ def is_piece_of(piece: Run, runs: list[Run]) -> bool:
     )
 
 
-def longest_first(runs: list[Run], begin: int, end: int, min_span: int) -> list[tuple[int, int]] | None:
+def longest_first(runs, begin, end, min_span):
     """The definition, position by position: (start, length) as taken; None when equal lengths leave a choice."""
     free = set(range(begin, end))
     taken: list[tuple[int, int]] = []
@@ -619,9 +613,7 @@ def longest_first(runs: list[Run], begin: int, end: int, min_span: int) -> list[
 
 
 @given(RUNS, BOUNDS)
-def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_long_is_left(
-    runs: list[Run], bounds: tuple[int, int, int]
-) -> None:
+def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_long_is_left(runs, bounds):
     begin, end, min_span = bounds
     position, free = begin, set(range(begin, end))
     pieces = cover(runs, begin, end, min_span)
@@ -642,16 +634,14 @@ def test_pieces_are_disjoint_and_of_the_runs_the_longest_among_them_and_nothing_
 
 
 @given(RUNS, BOUNDS)
-def test_equals_the_definition_where_no_tie_leaves_a_choice(runs: list[Run], bounds: tuple[int, int, int]) -> None:
+def test_equals_the_definition_where_no_tie_leaves_a_choice(runs, bounds):
     expected = longest_first(runs, *bounds)
     assume(expected is not None)
     assert [(piece.target_start, piece.length) for piece in cover(runs, *bounds)] == sorted(expected or [])
 
 
 @given(RUNS, BOUNDS, st.randoms(use_true_random=False))
-def test_the_order_of_the_runs_does_not_matter(
-    runs: list[Run], bounds: tuple[int, int, int], shuffler: random.Random
-) -> None:
+def test_the_order_of_the_runs_does_not_matter(runs, bounds, shuffler):
     shuffled = runs[:]
     shuffler.shuffle(shuffled)
     assert cover(runs, *bounds) == cover(shuffled, *bounds)
@@ -659,9 +649,7 @@ def test_the_order_of_the_runs_does_not_matter(
 
 
 @given(RUNS, BOUNDS, st.sets(st.sampled_from(["a", "b", "c"])), st.integers(1, 8))
-def test_preferences_change_no_length_where_no_tie_leaves_a_choice(
-    runs: list[Run], bounds: tuple[int, int, int], near: set[str], block_size: int
-) -> None:
+def test_preferences_change_no_length_where_no_tie_leaves_a_choice(runs, bounds, near, block_size):
     assume(longest_first(runs, *bounds) is not None)
     preferred = cover(runs, *bounds, preference=Preference(near.__contains__, block_size))
     plain = cover(runs, *bounds)
@@ -669,7 +657,7 @@ def test_preferences_change_no_length_where_no_tie_leaves_a_choice(
     assert [(piece.target_start, piece.length) for piece in preferred] == places
 
 
-def test_ties_go_to_the_donor_that_is_needed_anyway() -> None:
+def test_ties_go_to_the_donor_that_is_needed_anyway():
     runs = [Run("a", 0, 0, 100), Run("z", 0, 0, 100), Run("z", 100, 100, 90)]
     assert {piece.donor_id for piece in cover(runs, 0, 1000, 32)} == {"z"}
     covered = [Run("a", 500, 0, 149), Run("a", 900, 0, 148)]  # what `a` offers beside, and is not needed for
@@ -680,10 +668,10 @@ def test_ties_go_to_the_donor_that_is_needed_anyway() -> None:
     assert cover(runs, 0, 1000, 32, {"y"}) == [Run("y", 0, 0, 100)]
 
 
-def test_ties_go_to_a_near_donor_first_then_to_a_needed_one_then_to_whole_blocks() -> None:
+def test_ties_go_to_a_near_donor_first_then_to_a_needed_one_then_to_whole_blocks():
     runs = [Run(donor, start, 64, 100) for donor, start in [("a", 1), ("aligned", 96), ("near", 3), ("used", 5)]]
 
-    def taken(near: set[str], used: set[str]) -> str:
+    def taken(near, used):
         return cover(runs, 0, 1000, 32, used, Preference(near.__contains__, 32))[0].donor_id
 
     assert taken({"near"}, {"used"}) == "near"
@@ -693,7 +681,7 @@ def test_ties_go_to_a_near_donor_first_then_to_a_needed_one_then_to_whole_blocks
 
 
 @pytest.mark.parametrize(("length", "taken"), [(100, "exact"), (199, "exact"), (200, "exact"), (202, "later")])
-def test_a_run_of_a_later_generation_has_to_be_so_many_times_longer(length: int, taken: str) -> None:
+def test_a_run_of_a_later_generation_has_to_be_so_many_times_longer(length, taken):
     runs = [Run("exact", 7, 0, 100), Run("later", 0, 0, length)]
     pieces = cover(runs, 0, 1000, 32, {"later"}, Preference({"later"}.__contains__, 1, {"later": 1}))
     assert pieces[0].donor_id == taken
@@ -701,7 +689,7 @@ def test_a_run_of_a_later_generation_has_to_be_so_many_times_longer(length: int,
 
 
 @given(RUNS, BOUNDS)
-def test_a_chain_has_no_hole(runs: list[Run], bounds: tuple[int, int, int]) -> None:
+def test_a_chain_has_no_hole(runs, bounds):
     begin, end, min_span = bounds
     position = begin
     for piece in chain(runs, begin, end, min_span):
@@ -716,7 +704,7 @@ def test_a_chain_has_no_hole(runs: list[Run], bounds: tuple[int, int, int]) -> N
     assert max(reach, default=0) < min_span
 
 
-def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_own() -> None:
+def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_own():
     runs = [Run("z", 0, 0, 100), Run("a", 0, 50, 150), Run("z", 500, 50, 150)]
     assert chain(runs, 0, 1000, 64) == [Run("z", 0, 0, 100), Run("z", 550, 100, 100)]
     assert chain(runs, 60, 1000, 64) == [Run("a", 10, 60, 140)]

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from semblend_trt.discovery.span_index import Run, ScanBounds, ScanWork, SpanIndex
+from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
 from tests.semblend_trt.samples import text as random_tokens
 
 # Far above anything these small cases need, so that every run has to be found.
@@ -18,9 +18,7 @@ ALL_BITS = (1 << 64) - 1
 FEW_HASHES = {"one-hash": 0, "four-hashes": 3 << 40, "low-byte": 0xFF}
 
 
-def index_of(
-    donors: dict[str, np.ndarray], bounds: ScanBounds | None = None, hash_mask: int = ALL_BITS, space: str = "space"
-) -> SpanIndex:
+def index_of(donors, bounds=None, hash_mask=ALL_BITS, space="space"):
     index = SpanIndex(bounds, hash_mask)
     for donor_id, tokens in donors.items():
         index.add(space, donor_id, tokens)
@@ -28,7 +26,7 @@ def index_of(
 
 
 @numba.njit(cache=False)
-def maximal_runs(donor: np.ndarray, prompt: np.ndarray, shortest: int) -> list[tuple[int, int, int, bool]]:
+def maximal_runs(donor, prompt, shortest):
     """All maximal equal runs, diagonal by diagonal: donor start, prompt start, tokens, whether the tokens differ."""
     runs = [(0, 0, 0, False)]
     for shift in range(1 - len(prompt), len(donor)):
@@ -45,7 +43,7 @@ def maximal_runs(donor: np.ndarray, prompt: np.ndarray, shortest: int) -> list[t
     return runs[1:]
 
 
-def random_case(rng: np.random.Generator, vocabulary: int, longest: int = 150) -> tuple[list[np.ndarray], np.ndarray]:
+def random_case(rng, vocabulary, longest=150):
     """Up to three donors, and a prompt of pieces of them, of noise, of repetition and of one token."""
     donors = [random_tokens(rng, rng.integers(0, longest), vocabulary) for _ in range(rng.integers(1, 4))]
     pieces = [np.empty(0, dtype=np.int32)]
@@ -63,9 +61,7 @@ def random_case(rng: np.random.Generator, vocabulary: int, longest: int = 150) -
     return donors, np.concatenate(pieces)
 
 
-def assert_found(
-    found: list[Run], donors: dict[str, np.ndarray], prompt: np.ndarray, shortest: int = 32, *, every: bool = True
-) -> None:
+def assert_found(found, donors, prompt, shortest=32, *, every=True):
     """Runs are equal to the token, maximal, long enough, each once and sorted; with `every`, none is missing.
 
     A run of one repeated token need not be found on every diagonal.
@@ -83,7 +79,7 @@ def assert_found(
     assert found == sorted(found, key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
 
 
-def assert_bounded(work: ScanWork, prompt: np.ndarray, bounds: ScanBounds = BOUNDS) -> None:
+def assert_bounded(work, prompt, bounds=BOUNDS):
     """As `ScanBounds` says."""
     assert work.anchors <= len(prompt)
     assert work.places <= min(work.anchors * bounds.max_bucket, bounds.max_pairs)
@@ -91,7 +87,7 @@ def assert_bounded(work: ScanWork, prompt: np.ndarray, bounds: ScanBounds = BOUN
     assert work.compared <= bounds.max_compared + len(prompt) + 2
 
 
-def assert_equal_tokens(runs: list[Run], donors: dict[str, np.ndarray], prompt: np.ndarray) -> None:
+def assert_equal_tokens(runs, donors, prompt):
     for run in runs:
         donor = donors[run.donor_id][run.donor_start : run.donor_start + run.length]
         assert np.array_equal(donor, prompt[run.target_start : run.target_end])
@@ -100,7 +96,7 @@ def assert_equal_tokens(runs: list[Run], donors: dict[str, np.ndarray], prompt: 
 @pytest.mark.parametrize(
     ("hash_mask", "indexes"), [(ALL_BITS, 20), (3 << 40, 8), (0, 4)], ids=["all-bits", "four-hashes", "one-hash"]
 )
-def test_equals_brute_force_on_random_cases(hash_mask: int, indexes: int) -> None:
+def test_equals_brute_force_on_random_cases(hash_mask, indexes):
     """Each index is shared by many cases in namespaces of their own, so adding and removing is tested along."""
     rng = np.random.default_rng(hash_mask % 1000)
     runs = 0
@@ -126,7 +122,7 @@ def test_equals_brute_force_on_random_cases(hash_mask: int, indexes: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_answers_stay_right_within_tight_bounds(seed: int) -> None:
+def test_answers_stay_right_within_tight_bounds(seed):
     rng = np.random.default_rng(seed)
     parts, prompt = random_case(rng, int(rng.choice([2, 3, 1_000])))
     donors = {str(number): part for number, part in enumerate(parts)}
@@ -137,7 +133,7 @@ def test_answers_stay_right_within_tight_bounds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_other_namespaces_give_nothing_and_change_nothing(seed: int) -> None:
+def test_other_namespaces_give_nothing_and_change_nothing(seed):
     parts, prompt = random_case(np.random.default_rng(seed), 3)
     index = index_of({str(number): part for number, part in enumerate(parts)})
     alone = index.find("space", prompt)
@@ -148,7 +144,7 @@ def test_other_namespaces_give_nothing_and_change_nothing(seed: int) -> None:
     assert index.find("", prompt) == index.find("space ", prompt) == []
 
 
-def test_ids_are_one_for_all_namespaces_and_taken_once() -> None:
+def test_ids_are_one_for_all_namespaces_and_taken_once():
     index = index_of({"donor": np.arange(100)})
     for namespace in ("space", "elsewhere"):
         with pytest.raises(ValueError, match="donor is already indexed"):
@@ -157,7 +153,7 @@ def test_ids_are_one_for_all_namespaces_and_taken_once() -> None:
     assert index.find("elsewhere", np.arange(100)) == []
 
 
-def test_the_index_keeps_its_own_copy() -> None:
+def test_the_index_keeps_its_own_copy():
     tokens = np.arange(100, dtype=np.int32)
     index = index_of({"donor": tokens})
     prompt = tokens.copy()
@@ -166,7 +162,7 @@ def test_the_index_keeps_its_own_copy() -> None:
     assert index.find("space", tokens) == []
 
 
-def test_a_document_is_found_at_any_shift_in_any_of_many_donors() -> None:
+def test_a_document_is_found_at_any_shift_in_any_of_many_donors():
     rng = np.random.default_rng(11)
     donors = {f"donor-{i}": random_tokens(rng, 2_000) for i in range(30)}
     prompt = np.concatenate([random_tokens(rng, 777), donors["donor-4"][500:1900], donors["donor-9"][:1000]])
@@ -175,7 +171,7 @@ def test_a_document_is_found_at_any_shift_in_any_of_many_donors() -> None:
 
 
 @pytest.mark.known_defect(33)
-def test_boilerplate_in_every_donor_does_not_hide_a_document() -> None:
+def test_boilerplate_in_every_donor_does_not_hide_a_document():
     rng = np.random.default_rng(12)
     boilerplate = random_tokens(rng, 400)
     donors = {f"donor-{i}": np.concatenate([boilerplate, random_tokens(rng, 600)]) for i in range(300)}
@@ -185,7 +181,7 @@ def test_boilerplate_in_every_donor_does_not_hide_a_document() -> None:
 
 
 @pytest.mark.parametrize("hash_mask", FEW_HASHES.values(), ids=FEW_HASHES)
-def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask: int) -> None:
+def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask):
     donors = {f"donor-{i}": random_tokens(i, 4_000) for i in range(60)}
     index = index_of(donors, hash_mask=hash_mask)
     prompt = np.concatenate([donors["donor-7"][1_000:3_000], random_tokens(99, 5_000), donors["donor-59"][:2_000]])
@@ -197,7 +193,7 @@ def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask: int)
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 17, 30, 200])
-def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period: int) -> None:
+def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period):
     text = np.tile(random_tokens(5, period), 30_000 // period)
     donors = {f"donor-{i}": np.concatenate([random_tokens(10 + i, i), text]) for i in range(100)}
     prompt = np.concatenate([random_tokens(6, 333), text])
@@ -208,7 +204,7 @@ def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period: int
 
 
 @pytest.mark.known_defect(17)
-def test_tight_bounds_hold() -> None:
+def test_tight_bounds_hold():
     bounds = ScanBounds(max_repeats=2, max_bucket=3, max_pairs=40, max_extensions=5, max_compared=500)
     text = random_tokens(7, 5_000)
     donors = {f"donor-{i}": np.concatenate([random_tokens(50 + i, i), text]) for i in range(30)}
@@ -217,7 +213,7 @@ def test_tight_bounds_hold() -> None:
     assert_bounded(work, text, bounds)
 
 
-def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other() -> None:
+def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other():
     pieces = [random_tokens(20 + at, 100) for at in range(100)]
     order = np.random.default_rng(3)
     donors = {f"donor-{i}": np.concatenate([pieces[at] for at in order.permutation(100)]) for i in range(8)}
@@ -229,7 +225,7 @@ def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other(
 
 
 @pytest.mark.parametrize("bounds", [ScanBounds(max_compared=100), ScanBounds(max_pairs=8)])
-def test_what_a_bound_may_hide_is_told(bounds: ScanBounds) -> None:
+def test_what_a_bound_may_hide_is_told(bounds):
     prompt = np.concatenate([random_tokens(seed, length) for seed, length in ((3, 100), (1, 400), (4, 100), (2, 300))])
     donors = {"a": prompt[100:500], "b": prompt[600:]}
     runs, work = index_of(donors, bounds).find_counting("space", prompt, 64)
@@ -237,7 +233,7 @@ def test_what_a_bound_may_hide_is_told(bounds: ScanBounds) -> None:
     assert 850 < work.hidden_end <= 900
 
 
-def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phrase() -> None:
+def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phrase():
     document, phrase = random_tokens(1, 400), random_tokens(2, 40)
     donors = {f"{i}": np.concatenate([random_tokens(10 + i, 30), document, phrase]) for i in range(9)}
     prompt = np.concatenate([document, random_tokens(3, 100), phrase, random_tokens(4, 100)])
@@ -247,7 +243,7 @@ def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phr
     assert work.hidden_end == 0
 
 
-def test_a_search_that_is_over_keeps_what_it_has_found() -> None:
+def test_a_search_that_is_over_keeps_what_it_has_found():
     donors = {f"donor-{i}": random_tokens(i, 100 + i) for i in range(20)}
     prompt = np.concatenate(list(donors.values()))
     ends = iter([False, False, True])
@@ -257,7 +253,7 @@ def test_a_search_that_is_over_keeps_what_it_has_found() -> None:
 
 
 @pytest.mark.parametrize("token", [0.5, -1, -(2**31), 2**31, 2**40, 2**62])
-def test_bad_token_ids_are_refused_and_nothing_is_kept(token: float) -> None:
+def test_bad_token_ids_are_refused_and_nothing_is_kept(token):
     index, tokens = index_of({"donor": np.arange(100)}), [*range(50), token, *range(50)]
     with pytest.raises(ValueError, match="token ids"):
         index.find("space", tokens)
@@ -267,7 +263,7 @@ def test_bad_token_ids_are_refused_and_nothing_is_kept(token: float) -> None:
     assert len(index) == 1
 
 
-def test_readers_find_every_published_donor_while_the_table_grows_many_times() -> None:
+def test_readers_find_every_published_donor_while_the_table_grows_many_times():
     """A donor whose `add` has returned is always found, and one that comes and goes is found wholly or not at all."""
     rng = np.random.default_rng(15)
     donors = [random_tokens(rng, 3_000) for _ in range(400)]
@@ -278,7 +274,7 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times() -
     lookups: list[int] = []
     stop = threading.Event()
 
-    def read(seed: int) -> None:
+    def read(seed):
         choose = np.random.default_rng(seed)
         try:
             while not stop.is_set() or not lookups:
@@ -313,7 +309,7 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times() -
     assert len(index) == 400
 
 
-def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch):
     index, rng = SpanIndex(), np.random.default_rng(6)
     kept, more = rng.integers(0, 1000, (2, 4000))
     index.add("space", "kept", kept)

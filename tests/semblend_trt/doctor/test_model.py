@@ -1,12 +1,9 @@
 """What the doctor says of a model and a reuse profile is what the connector reads of them, and refuses as it does."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,18 +17,15 @@ from tests.conftest import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def config_folder(folder: Path, source: Path, **changes: object) -> str:
+def config_folder(folder, source, **changes):
     """A folder with the configuration of `source`, changed, and nothing else."""
     config = json.loads((source / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-def told(known: KnownModel | Finding, **settings: object) -> list[Finding]:
+def told(known, **settings):
     assert isinstance(known, KnownModel)
     return list(model(known, load_settings(**settings)))
 
@@ -65,7 +59,7 @@ def told(known: KnownModel | Finding, **settings: object) -> list[Finding]:
         ),
     ],
 )
-def test_geometry_rotation_and_size(tmp_path: Path, source: str, texts: list[str]) -> None:
+def test_geometry_rotation_and_size(tmp_path, source, texts):
     if "/" in source:
         (published_model,) = (each for each in published() if each.name == source)
         published_model.save(tmp_path)
@@ -75,7 +69,7 @@ def test_geometry_rotation_and_size(tmp_path: Path, source: str, texts: list[str
     assert [text for text in texts if not any(text in each for each in found)] == []
 
 
-def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:
+def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path):
     known = known_model(str(tiny_qwen2_path), "bfloat16")
     assert isinstance(known, KnownModel)
     assert known.dtype is torch.bfloat16
@@ -83,7 +77,7 @@ def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Path, kv_dtype: str) -> None:
+def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path, kv_dtype):
     own = replace(engine(tiny_qwen2_path), kv_dtype="float8_e4m3fn", tells_kv_scales=True)
     known = known_model(str(tiny_qwen2_path), kv_dtype, own)
     assert isinstance(known, KnownModel)
@@ -93,7 +87,7 @@ def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path: Pat
 @pytest.mark.parametrize(
     ("kv_dtype", "reason"), [("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout")]
 )
-def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str, reason: str) -> None:
+def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path, kv_dtype, reason):
     refused = known_model(str(tiny_qwen2_path), kv_dtype)
     assert isinstance(refused, Finding)
     assert (refused.status, refused.reason) == (Status.REFUSED, reason)
@@ -112,43 +106,43 @@ def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path: Path, kv_dtype: str, 
         ({"model_type": "deepseek_v3", "architectures": None, "index_topk": 64}, "attention_layout"),
     ],
 )
-def test_refusals_have_the_connectors_names(tmp_path: Path, tiny_qwen2_path: Path, changes, reason: str) -> None:
+def test_refusals_have_the_connectors_names(tmp_path, tiny_qwen2_path, changes, reason):
     refused = known_model(config_folder(tmp_path, tiny_qwen2_path, **changes), "auto")
     assert isinstance(refused, Finding)
     assert (refused.status, refused.reason) == (Status.REFUSED, reason)
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there(tmp_path):
     refused = known_model(str(tmp_path / "nowhere"), "auto")
     assert isinstance(refused, Finding)
     assert (refused.status, refused.reason) == (Status.REFUSED, "configuration")
     assert "nowhere" in refused.text
 
 
-def test_a_folder_without_weights_is_told(tmp_path: Path, tiny_qwen2_path: Path) -> None:
+def test_a_folder_without_weights_is_told(tmp_path, tiny_qwen2_path):
     notes = told(known_model(config_folder(tmp_path, tiny_qwen2_path), "float32"), policy="exact")[3:]
     assert [note.status for note in notes] == [Status.NOTE, Status.NOTE]
     assert [name in note.text for name, note in zip(("MODEL_REV", "TOKENIZER_REV"), notes, strict=True)] == [True, True]
 
 
-def test_a_policy_that_the_model_cannot_have(tiny_qwen2_path: Path) -> None:
+def test_a_policy_that_the_model_cannot_have(tiny_qwen2_path):
     *_, policy = told(known_model(str(tiny_qwen2_path), "auto"), policy="boundary", recompute_boundary_layer=9)
     assert (policy.status, policy.reason) == (Status.REFUSED, "configuration")
 
 
-def test_tiers_that_hold_no_donor(tiny_qwen2_path: Path) -> None:
+def test_tiers_that_hold_no_donor(tiny_qwen2_path):
     size = told(known_model(str(tiny_qwen2_path), "auto"), host_bytes=1024)[2]
     assert (size.status, "raise SEMBLEND_HOST_BYTES" in size.text) == (Status.FAILED, True)
 
 
-def of(path: Path, kv_dtype: str = "auto") -> KnownModel:
+def of(path, kv_dtype="auto"):
     known = known_model(str(path), kv_dtype)
     assert isinstance(known, KnownModel)
     return known
 
 
 @pytest.fixture
-def made(tiny_qwen2_path: Path, tmp_path: Path) -> str:
+def made(tiny_qwen2_path, tmp_path):
     """A profile for the tiny Qwen2 model in float32, on two ranks."""
     known = of(tiny_qwen2_path)
     namespace = known.namespace(
@@ -165,7 +159,7 @@ def made(tiny_qwen2_path: Path, tmp_path: Path) -> str:
     return str(tmp_path / "profile.json")
 
 
-def test_it_can_hold_for_its_model(made: str, tiny_qwen2_path: Path) -> None:
+def test_it_can_hold_for_its_model(made, tiny_qwen2_path):
     allowed, holds = profile(load_settings(profile_path=made), of(tiny_qwen2_path))
     assert "policy verified, computes tokens that deviate by more than 0.05 at layer 1" in allowed.text
     assert holds.status is Status.OK
@@ -175,30 +169,30 @@ def test_it_can_hold_for_its_model(made: str, tiny_qwen2_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "kv_dtype", "what"), [("llama", "auto", "weights"), ("qwen2", "bfloat16", "KV dtype")]
 )
-def test_it_does_not_hold_for_another(made: str, tiny_model_paths, family: str, kv_dtype: str, what: str) -> None:
+def test_it_does_not_hold_for_another(made, tiny_model_paths, family, kv_dtype, what):
     _, refused = profile(load_settings(profile_path=made), of(tiny_model_paths[family], kv_dtype))
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_mismatch")
     assert f"made for {what}" in refused.text
     assert "engine and cache layout" not in refused.text
 
 
-def test_it_does_not_hold_for_another_adapter(made: str, tiny_qwen2_path: Path) -> None:
+def test_it_does_not_hold_for_another_adapter(made, tiny_qwen2_path):
     _, refused = profile(load_settings(profile_path=made, adapter_id="a"), of(tiny_qwen2_path))
     assert refused.text == "The profile was made for adapter none; this engine runs a."
 
 
-def test_without_a_model_it_says_what_it_was_made_for(made: str, tiny_qwen2_path: Path) -> None:
+def test_without_a_model_it_says_what_it_was_made_for(made, tiny_qwen2_path):
     _, note = profile(load_settings(profile_path=made), None)
     assert (note.status, tiny_qwen2_path.name in note.text) == (Status.NOTE, True)
 
 
-def test_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_read(tmp_path):
     (tmp_path / "profile.json").write_text("{}")
     (refused,) = profile(load_settings(profile_path=str(tmp_path / "profile.json")), None)
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_unreadable")
 
 
-def test_a_profile_that_others_can_write_or_that_leaves_text_unchecked(made: str) -> None:
+def test_a_profile_that_others_can_write_or_that_leaves_text_unchecked(made):
     os.chmod(made, 0o666)
     (refused,) = profile(load_settings(profile_path=made), None)
     assert (refused.status, refused.reason) == (Status.REFUSED, "profile_writable")
@@ -210,6 +204,6 @@ def test_a_profile_that_others_can_write_or_that_leaves_text_unchecked(made: str
     assert "policy position_fix; SEMBLEND_PROFILE_TRIAL uses it without its evidence" in allowed.text
 
 
-def test_other_policies_use_none(made: str) -> None:
+def test_other_policies_use_none(made):
     assert list(profile(load_settings(policy="exact"), None)) == []
     assert list(profile(load_settings(policy="exact", profile_path=made), None)) == []

@@ -1,7 +1,5 @@
 """An installed TensorRT-LLM is known by what its module has, and an engine's options tell what keeps it from reuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,7 +11,7 @@ import pytest
 import transformers
 
 from semblend_trt.connector.contract import match_of
-from semblend_trt.doctor import Finding, Status
+from semblend_trt.doctor import Status
 from semblend_trt.doctor.trtllm import MAX_BYTES, engine, kv_dtype_of, options, read_options
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reasons import advice
@@ -51,7 +49,7 @@ RELEASES = {
 }
 
 
-def source_of(fields: list[str], scheduler: list[str], worker: list[str], abstract: list[str]) -> str:
+def source_of(fields, scheduler, worker, abstract):
     """A module with TensorRT-LLM's RequestData and base classes; `abstract` are more methods that a scheduler needs."""
     lines = [
         "from abc import ABC, abstractmethod",
@@ -70,7 +68,7 @@ def source_of(fields: list[str], scheduler: list[str], worker: list[str], abstra
     return "\n".join(lines) + "\n"
 
 
-def module_of(release: str) -> ModuleType:
+def module_of(release):
     path, fields, scheduler, worker = RELEASES[release]
     module = ModuleType(path)
     sys.modules[path] = module  # dataclasses look their module up
@@ -82,14 +80,12 @@ def module_of(release: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_each_version_is_known_by_what_it_has(release: str) -> None:
+def test_each_version_is_known_by_what_it_has(release):
     assert match_of(module_of(release)).name == release
 
 
 @pytest.mark.parametrize(("version", "serves"), [("4.53.1", False), ("4.57.6", False), ("5.0.0", True)])
-def test_the_embedded_engine_is_promised_only_where_it_runs(
-    monkeypatch: pytest.MonkeyPatch, version: str, serves: bool
-) -> None:
+def test_the_embedded_engine_is_promised_only_where_it_runs(monkeypatch, version, serves):
     monkeypatch.setattr(transformers, "__version__", version)
     (found,) = engine(None)
     assert (found.status is Status.NOTE) is serves
@@ -98,7 +94,7 @@ def test_the_embedded_engine_is_promised_only_where_it_runs(
         assert f"TensorRT-LLM is not installed, and Transformers {version} is installed" in found.text
 
 
-def doctor_beside(folder: Path, release: str, abstract: list[str]) -> tuple[int, list[dict[str, object]]]:
+def doctor_beside(folder, release, abstract):
     """Status and findings of the doctor in a process that finds such a TensorRT-LLM."""
     path, fields, scheduler, worker = RELEASES[release]
     file = folder / (path.replace(".", "/") + ".py")
@@ -117,13 +113,13 @@ def doctor_beside(folder: Path, release: str, abstract: list[str]) -> tuple[int,
     return done.returncode, [finding for finding in found if finding["area"] == "engine"]
 
 
-def test_an_installed_engine_gets_our_connector(tmp_path: Path) -> None:
+def test_an_installed_engine_gets_our_connector(tmp_path):
     status, (contract,) = doctor_beside(tmp_path, "1.2", [])
     assert (status, contract["status"]) == (0, "ok")
     assert contract["text"] == f"TensorRT-LLM of unknown version keeps the connector contract '1.2' ({OLD})"
 
 
-def test_an_engine_that_asks_for_more_cannot_make_our_connector(tmp_path: Path) -> None:
+def test_an_engine_that_asks_for_more_cannot_make_our_connector(tmp_path):
     status, (_, ours) = doctor_beside(tmp_path, "main", ["rewind"])
     assert (status, ours["status"]) == (1, "failed")
     assert "which lacks SemBlendKvConnectorScheduler.rewind" in str(ours["text"])
@@ -133,17 +129,17 @@ def test_an_engine_that_asks_for_more_cannot_make_our_connector(tmp_path: Path) 
 
 
 @pytest.fixture
-def look(tmp_path: Path):
+def look(tmp_path):
     """look(text): what is found in a file with this text."""
 
-    def found(text: str) -> list[Finding]:
+    def found(text):
         (tmp_path / "options.yaml").write_text(text)
         return list(options(read_options(tmp_path / "options.yaml")))
 
     return found
 
 
-def test_the_file_of_the_guide_is_sound(look) -> None:
+def test_the_file_of_the_guide_is_sound(look):
     (found,) = look(SOUND)
     assert (found.status, found.text) == (Status.OK, "the connector is semblend_trt.connector")
 
@@ -160,7 +156,7 @@ def test_the_file_of_the_guide_is_sound(look) -> None:
         ("scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}", Status.FAILED, "MAX_UTILIZATION"),
     ],
 )
-def test_an_option_that_keeps_the_connector_from_reuse(look, option: str, status: Status, told: str) -> None:
+def test_an_option_that_keeps_the_connector_from_reuse(look, option, status, told):
     found = look(SOUND + option)[-1]
     assert found.status is status
     assert (told in found.text) if status is Status.FAILED else (told, advice(told)) == (found.reason, found.text)
@@ -179,7 +175,7 @@ WRAPPED = SOUND.replace("semblend_trt.connector", "engine_wrapper.connector")
         ("cuda_graph_config: null", None),
     ],
 )
-def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text: str, reason: str | None) -> None:
+def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text, reason):
     connector, *notes = look(WRAPPED + text)
     assert connector.status is Status.OK
     assert [(note.status, note.reason) for note in notes] == ([] if reason is None else [(Status.NOTE, reason)])
@@ -193,12 +189,12 @@ def test_what_keeps_the_wrapper_out_of_the_decoder_is_told(look, text: str, reas
         ("semblend_trt.connector", "lmcache.connector", "'lmcache.connector'"),
     ],
 )
-def test_an_engine_without_our_connector(look, old: str, new: str, told: str) -> None:
+def test_an_engine_without_our_connector(look, old, new, told):
     (failed,) = look(SOUND.replace(old, new))
     assert (failed.status, told in failed.text) == (Status.FAILED, True)
 
 
-def test_the_dtype_of_the_cache(tmp_path: Path) -> None:
+def test_the_dtype_of_the_cache(tmp_path):
     file = tmp_path / "options.yaml"
     for text, dtype in (("kv_cache_config: {dtype: FP8}", "fp8"), ("kv_cache_config: {}", "auto"), ("a: 1", "auto")):
         file.write_text(text)
@@ -216,7 +212,7 @@ BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" 
         *(b"a: &a [*a]", BOMB, b"a: 2001-99-99", b"a: !!bool maybe", b"a: !!timestamp never", b"? [a]\n: 1"),
     ],
 )
-def test_a_file_that_holds_no_options(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_holds_no_options(tmp_path, content):
     (tmp_path / "options.yaml").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"options\.yaml"):
         read_options(tmp_path / "options.yaml")

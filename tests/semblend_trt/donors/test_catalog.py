@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,12 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
+from semblend_trt.donors.catalog import CatalogStats, Lease, Tier, TierMoves
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
-
-if TYPE_CHECKING:
-    from semblend_trt.donors.catalog import Lease
 
 
 @pytest.mark.known_defect(19)

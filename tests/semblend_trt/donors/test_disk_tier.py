@@ -3,8 +3,6 @@
 Nothing behind a link is touched. A key is made once, is its owner's alone, and nothing else is taken for one.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """What was written is read back bit for bit, and any other content of a file is refused by its reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Index, catalog and tiers stay in step: a donor is found only while its bytes are held, and never counted twice."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The host tier owns copies, within its budget, and gives back exactly what was saved."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Every write and every fetch ends in one event, also when the disk fails, and off the caller's thread."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Of many texts the one that begins most like another is found, whatever came and went before."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -47,17 +47,17 @@ TOKEN_BYTES = GEOMETRY.bytes_per_token(torch.float32)
 class Recorded(DonorObserver):
     """Keeps the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[Any, ...]] = []
 
-    def held(self, donor_id: str, tokens: Any, tier: str) -> None:
+    def held(self, donor_id, tokens, tier):
         self.calls.append(("held", donor_id, len(tokens), tier))
 
-    def gone(self, donor_id: str) -> None:
+    def gone(self, donor_id):
         self.calls.append(("gone", donor_id))
 
 
-def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone() -> None:
+def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone():
     recorded = Recorded()
     settings = load_settings(policy="position_fix", host_bytes=500 * TOKEN_BYTES)
     pool = PoolFacts(GEOMETRY, 64, torch.float32)
@@ -81,7 +81,7 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
     ]
 
 
-def test_a_donor_built_from_approximate_kv_is_not_announced() -> None:
+def test_a_donor_built_from_approximate_kv_is_not_announced():
     recorded = Recorded()
     settings = load_settings(policy="verified", host_bytes=500 * TOKEN_BYTES)
     pool = PoolFacts(GEOMETRY, 64, torch.float32)
@@ -95,7 +95,7 @@ def test_a_donor_built_from_approximate_kv_is_not_announced() -> None:
     assert recorded.calls == [("gone", "approximate")]
 
 
-def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch) -> None:
+def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch):
     monkeypatch.delenv("SEMBLEND_NATS_URL", raising=False)
     before = threading.active_count()
     for settings in (load_settings(), load_settings(nats_url="nats://127.0.0.1:1", enabled=False)):
@@ -103,7 +103,7 @@ def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch) -
     assert threading.active_count() == before
 
 
-def test_engines_of_a_process_share_one_publisher(nats_server) -> None:
+def test_engines_of_a_process_share_one_publisher(nats_server):
     settings = load_settings(nats_url=nats_server.url, worker_id=5, metrics=False)
     first, second = announcer_for(settings), announcer_for(settings)
     assert isinstance(first, DonorAnnouncer)
@@ -119,9 +119,7 @@ def test_engines_of_a_process_share_one_publisher(nats_server) -> None:
     assert announcer._publishers == {}
 
 
-def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(
-    nats_server, make_reader
-) -> None:
+def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_namespace(nats_server, make_reader):
     reader = make_reader(nats_server.url)
     donors = announcer_for(load_settings(nats_url=nats_server.url, worker_id=5, metrics=False))
     salted, plain = BASE_NAMESPACE.for_request("acme", None), BASE_NAMESPACE.for_request(None, None)
@@ -151,7 +149,7 @@ def test_a_donor_of_an_earlier_process_is_announced_once_a_request_names_its_nam
     donors.close()
 
 
-def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, make_reader) -> None:
+def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_worker, nats_server, make_reader):
     reader, worker = make_reader(nats_server.url), make_worker(nats_server)
     other = DonorAnnouncer(worker.publisher, lambda: None)
     other.intended("other", NAMESPACE, None)
@@ -165,11 +163,11 @@ def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_work
 class BrokenPublisher:
     """Fails at every call."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise RuntimeError("injected")
 
 
-def test_nothing_is_raised_into_serving(caplog) -> None:
+def test_nothing_is_raised_into_serving(caplog):
     donors = DonorAnnouncer(BrokenPublisher(), lambda: None)
     donors.intended("a", NAMESPACE, None)
     donors.held("a", text(1, 100), "host")
@@ -183,7 +181,7 @@ def test_nothing_is_raised_into_serving(caplog) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])
-def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog) -> None:
+def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     donors = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
     assert donors is None
@@ -193,7 +191,7 @@ def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog) -
 PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-def ids(seed: int, length: int) -> list[int]:
+def ids(seed, length):
     generator = random.Random(seed)
     return [generator.randrange(256) for _ in range(length)]
 
@@ -216,7 +214,7 @@ def engine(tiny_qwen2_path, nats_server, monkeypatch):
         yield llm
 
 
-def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_reader) -> None:
+def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_reader):
     reader = make_reader(nats_server.url)
     reader.ask()  # for what the engine announced before
     documents = [ids(seed, 300) for seed in range(3)]
@@ -225,7 +223,7 @@ def test_an_engines_donors_are_known_to_the_fleet(engine, nats_server, make_read
         engine.settle()
     engine.generate(ids(9, 40), PREFILL)  # the scheduler learns of the last save at its next call
 
-    def shown(reader) -> list[list[bool]]:
+    def shown(reader):
         """For each known donor, which of the documents it holds."""
         held, shares = reader.directory.donors_of((4, 0)), {}
         for data in (decode(payload).data for payload in reader.payloads):
@@ -247,9 +245,7 @@ STREAM = (5, 0)
 
 
 @pytest.mark.parametrize(("is_sent", "is_found_on_disk"), [(True, True), (True, False), (False, False)])
-def test_embeddings_reach_readers_only_when_they_are_to(
-    nats_server, make_reader, tmp_path, is_sent, is_found_on_disk
-) -> None:
+def test_embeddings_reach_readers_only_when_they_are_to(nats_server, make_reader, tmp_path, is_sent, is_found_on_disk):
     settings = load_settings(
         nats_url=nats_server.url, worker_id=5, event_embeddings=is_sent, heartbeat_seconds=0.1, embedder="static"
     )
@@ -269,7 +265,7 @@ def test_embeddings_reach_readers_only_when_they_are_to(
             each.held("a", tokens, "host")
         neighbours.drain()
 
-    def sent() -> list[str | None]:
+    def sent():
         events = [decode(payload).data for payload in reader.payloads]
         return [data.segments[0].embedding for data in events if data.kind == "donor_registered"]
 
@@ -302,11 +298,11 @@ def test_embeddings_reach_readers_only_when_they_are_to(
         (None, "a-" + "9" * 40, 0),
     ],
 )
-def test_worker_id(setting, host, expected) -> None:
+def test_worker_id(setting, host, expected):
     assert worker_id_of(setting, host) == expected
 
 
-def test_one_generation_a_process_that_rises() -> None:
+def test_one_generation_a_process_that_rises():
     first = generation()
     assert generation() == first
     assert first < 1 << 53
@@ -334,5 +330,5 @@ def test_one_generation_a_process_that_rises() -> None:
         (b" " * 2000, False),
     ],
 )
-def test_requests_for_a_resync(request_bytes, meant) -> None:
+def test_requests_for_a_resync(request_bytes, meant):
     assert is_meant(request_bytes, Emitter(3, 1, 9)) is meant

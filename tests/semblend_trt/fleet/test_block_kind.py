@@ -1,7 +1,5 @@
 """The rules name the kind of plain cases, and of a conversation the kind of most of its characters."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,9 +19,6 @@ from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.wire import Emitter, EventWriter
 from tests.pages import Page
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 SUBJECT = "semantic-kv-events"
 WORKERS = [(3, 0), (4, 0)]
 PASSWORDS = {name: f"secret-{name}" for name in ("worker-3", "worker-4", "router")}
@@ -33,14 +29,14 @@ ACCOUNT_LIMITS = UNLIMITED | {"conn": -1, "leaf": -1, "imports": -1, "exports": 
 class Signer:
     """A NATS identity: an operator, an account or a user."""
 
-    def __init__(self, prefix: int) -> None:
+    def __init__(self, prefix):
         import nkeys
 
         self.seed = bytes(nkeys.encode_seed(os.urandom(32), prefix))
         self._pair = nkeys.from_seed(bytearray(self.seed))
         self.name = self._pair.public_key.decode()
 
-    def token(self, subject: Signer, kind: str, **claims: Any) -> str:
+    def token(self, subject, kind, **claims):
         """A JWT of `subject`, signed by this identity."""
         body = {"jti": subject.name, "iat": 1, "iss": self.name, "name": kind, "sub": subject.name}
         body["nats"] = claims | {"type": kind, "version": 2}
@@ -49,11 +45,11 @@ class Signer:
         return (signed + b"." + _base64(self._pair.sign(signed))).decode()
 
 
-def _base64(data: bytes) -> bytes:
+def _base64(data):
     return base64.urlsafe_b64encode(data).rstrip(b"=")
 
 
-def credentials(account: Signer, folder: Path) -> Path:
+def credentials(account, folder):
     """A credentials file of a user of the account."""
     import nkeys
 
@@ -89,7 +85,7 @@ def server(make_nats_server, account, tmp_path):
     return make_nats_server("-c", str(path))
 
 
-def test_a_credentials_file_opens_the_server(server, account, make_reader, make_worker, tmp_path) -> None:
+def test_a_credentials_file_opens_the_server(server, account, make_reader, make_worker, tmp_path):
     creds = credentials(account, tmp_path)
     reader = make_reader(server.url, user_credentials=str(creds))
     worker = make_worker(server, creds=creds)
@@ -98,7 +94,7 @@ def test_a_credentials_file_opens_the_server(server, account, make_reader, make_
 
 
 @pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage", "pipe"])
-def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, kind, caplog) -> None:
+def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, kind, caplog):
     creds = None
     if kind == "another account's":
         import nkeys
@@ -117,7 +113,7 @@ def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, 
     assert "a turn of the event publisher failed" not in caplog.text
 
 
-def test_options_hold_what_the_settings_say_and_show_no_secret(tmp_path) -> None:
+def test_options_hold_what_the_settings_say_and_show_no_secret(tmp_path):
     settings = load_settings(
         nats_url="nats://user:secret@one:4222, nats://two:4222", nats_token="secret", nats_creds=tmp_path / "user.creds"
     )
@@ -133,12 +129,12 @@ def test_options_hold_what_the_settings_say_and_show_no_secret(tmp_path) -> None
 class WatchedDirectory(Directory):
     """A directory that tests can wait for. It loses the share `loss` of its messages."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(resync_seconds=0.3)
         self.changed, self.loss, self._rng = asyncio.Event(), 0.0, np.random.default_rng(0)
         self._held_back: bytes | None = None
 
-    def observe(self, payload: bytes, sender: str | None = None):
+    def observe(self, payload, sender=None):
         self.changed.set()  # a waiting test looks in a later turn of the loop
         if self._rng.random() < self.loss:
             return None
@@ -146,23 +142,23 @@ class WatchedDirectory(Directory):
             payload, self._held_back = self._held_back or payload, payload
         return super().observe(payload, sender)
 
-    async def until(self, condition) -> None:
-        async def holds() -> None:
+    async def until(self, condition):
+        async def holds():
             while not condition():
                 await self.changed.wait()
                 self.changed.clear()
 
         await asyncio.wait_for(holds(), 60)
 
-    def equals(self, workers) -> bool:
+    def equals(self, workers):
         synced = {worker for worker, followed in self.workers().items() if followed.is_synced}
         return all(worker in synced and self.donors_of(worker) == held.held for worker, held in workers.items())
 
 
-def reading(server, check) -> None:
+def reading(server, check):
     """Runs `check(directory, reader)` while a directory reads the server's events."""
 
-    async def run() -> None:
+    async def run():
         directory = WatchedDirectory()
         reader = DirectoryReader(ConnectionOptions(servers=(server.url,), subject=SUBJECT), directory)
         await reader.start()
@@ -175,10 +171,10 @@ def reading(server, check) -> None:
     asyncio.run(run())
 
 
-def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make_worker) -> None:
+def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make_worker):
     workers, rng = {worker: make_worker(nats_server, worker=worker) for worker in WORKERS}, np.random.default_rng(5)
 
-    async def check(directory, reader) -> None:
+    async def check(directory, reader):
         for _ in range(2):
             directory.loss = 0.2
             for worker in workers.values():
@@ -198,9 +194,9 @@ def test_the_directory_equals_the_truth_after_kills_and_losses(nats_server, make
     reading(nats_server, check)
 
 
-def test_what_a_message_makes_fail_ends_nothing(nats_server, make_worker, caplog) -> None:
-    async def check(directory, reader) -> None:
-        def fails(*_: object) -> None:
+def test_what_a_message_makes_fail_ends_nothing(nats_server, make_worker, caplog):
+    async def check(directory, reader):
+        def fails(*_):
             directory.changed.set()
             raise RuntimeError("a message that cannot be taken")
 
@@ -219,7 +215,7 @@ def test_what_a_message_makes_fail_ends_nothing(nats_server, make_worker, caplog
     ]
 
 
-def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch) -> None:
+def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch):
     connecting = asyncio.Event()
 
     async def loses_the_first_cancellation(*_, **__):
@@ -232,7 +228,7 @@ def test_a_lost_cancellation_does_not_keep_it_from_stopping(monkeypatch) -> None
     monkeypatch.setattr(connection, "connect_client", loses_the_first_cancellation)
     monkeypatch.setattr(connection, "END_SECONDS", 0.01)
 
-    async def starts_and_stops() -> None:
+    async def starts_and_stops():
         reader = DirectoryReader(ConnectionOptions(("nats://127.0.0.1:1",), SUBJECT), Directory())
         await reader.start()
         await connecting.wait()
@@ -252,12 +248,12 @@ def guarded_server(make_nats_server, tmp_path, monkeypatch):
     return make_nats_server("-c", str(config))
 
 
-def options_of(server, name: str) -> ConnectionOptions:
+def options_of(server, name):
     url = server.url.replace("nats://", f"nats://{name}:{PASSWORDS[name]}@")
     return ConnectionOptions(servers=(url,), subject=SUBJECT, per_worker=True)
 
 
-def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker) -> None:
+def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker):
     workers = {}
     for worker in WORKERS:
         options = options_of(guarded_server, f"worker-{worker[0]}")
@@ -265,7 +261,7 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker) -> 
         workers[worker].add(f"donor-of-{worker[0]}")
         assert workers[worker].publisher.flush(30)  # sent before the reader listens: only a resync repeats it
 
-    async def reads() -> None:
+    async def reads():
         directory = WatchedDirectory()
         reader = DirectoryReader(options_of(guarded_server, "router"), directory)
         await reader.start()
@@ -275,10 +271,10 @@ def test_the_documented_users_tell_hear_and_ask(guarded_server, make_worker) -> 
     asyncio.run(reads())
 
 
-def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_server, caplog) -> None:
+def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_server, caplog):
     caplog.set_level(logging.WARNING, "semblend_trt.fleet")
 
-    async def forges() -> None:
+    async def forges():
         directory = WatchedDirectory()
         reader = DirectoryReader(options_of(guarded_server, "router"), directory)
         await reader.start()
@@ -303,16 +299,16 @@ def test_a_worker_cannot_publish_under_another_workers_subject_or_name(guarded_s
     assert PASSWORDS["worker-4"] not in told[0]
 
 
-def test_a_worker_reads_no_other_workers_events(guarded_server) -> None:
-    async def listens() -> None:
+def test_a_worker_reads_no_other_workers_events(guarded_server):
+    async def listens():
         refused = asyncio.Event()
         heard = []
 
-        async def erred(error: Exception) -> None:
+        async def erred(error):
             if "permissions violation" in str(error).lower():
                 refused.set()
 
-        async def take(message) -> None:
+        async def take(message):
             heard.append(message)
 
         spy = await connect_client(options_of(guarded_server, "worker-4"), error_cb=erred)
@@ -329,7 +325,7 @@ def test_a_worker_reads_no_other_workers_events(guarded_server) -> None:
     asyncio.run(listens())
 
 
-def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_worker, tmp_path) -> None:
+def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_worker, tmp_path):
     """What docs/fleet.md says of streams: its users' further permissions, and JetStream for the account."""
     config = tmp_path / "nats.conf"
     config.write_text(
@@ -340,7 +336,7 @@ def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_w
     server = make_nats_server("-c", str(config))
     admin = server.url.replace("nats://", "nats://admin:secret@")
 
-    async def messages(make: bool) -> int:
+    async def messages(make):
         client = await connect_client(ConnectionOptions((admin,), SUBJECT))
         jetstream = client.jetstream()
         if make:
@@ -357,11 +353,11 @@ def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_w
     assert asyncio.run(messages(False)) >= 2
 
 
-def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it() -> None:
+def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it():
     """What the client asks reaches the server before the ping whose answer ends the flush."""
     asked: list[bytes] = []
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader, writer):
         """A server that takes note of what a client asks, in order, and answers its pings."""
         writer.write(b'INFO {"server_id": "s", "version": "2.10.0", "max_payload": 1048576, "headers": true}\r\n')
         while line := await reader.readline():
@@ -370,9 +366,9 @@ def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it() -> None:
                 writer.write(b"PONG\r\n")
         writer.close()
 
-    async def take(payload: bytes, sender: str | None) -> None: ...
+    async def take(payload, sender): ...
 
-    async def run() -> list[bytes]:
+    async def run():
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()
         options = ConnectionOptions((f"nats://{host}:{port}",), SUBJECT)

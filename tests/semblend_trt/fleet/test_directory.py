@@ -27,10 +27,10 @@ NOW_S = 1_000_000.0
 class Clock:
     """A clock that tests turn."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -48,7 +48,7 @@ def feed(directory, payloads):
     return [directory.observe(payload) for payload in payloads]
 
 
-def changed(payload: bytes, **data) -> bytes:
+def changed(payload, **data):
     """The message with other values in its envelope, or where they stand there, in its data."""
     message = json.loads(payload)
     for name, value in data.items():
@@ -56,23 +56,23 @@ def changed(payload: bytes, **data) -> bytes:
     return json.dumps(message).encode()
 
 
-def with_sketch(registered: bytes, sketch: bytes) -> bytes:
+def with_sketch(registered, sketch):
     message = json.loads(registered)
     message["data"]["segments"][0]["provider_metadata"] = list(sketch)
     return json.dumps(message).encode()
 
 
-def said(*deeds: str, generation: int = 7) -> list[bytes]:
+def said(*deeds, generation=7):
     """A worker's messages: a `reset`, or else the eviction of the named donor."""
     writer = EventWriter(Emitter(*WORKER, generation), EventFormat.JSON)
     return [writer.reset() if deed == "reset" else writer.evicted(deed) for deed in deeds]
 
 
-def is_synced(directory) -> bool:
+def is_synced(directory):
     return all(each.is_synced for each in directory.workers().values())
 
 
-def test_a_missing_event_is_a_gap_until_the_next_reset(directory) -> None:
+def test_a_missing_event_is_a_gap_until_the_next_reset(directory):
     first, lost, *rest = said("reset", "a", "b", "c", "reset", "d")
     assert feed(directory, [first, rest[0]]) == [Verdict.RESET, Verdict.GAP]
     assert not is_synced(directory)
@@ -82,7 +82,7 @@ def test_a_missing_event_is_a_gap_until_the_next_reset(directory) -> None:
 
 
 @given(st.lists(st.integers(0, 11), max_size=30))
-def test_who_is_synced_saw_everything_in_order(order) -> None:
+def test_who_is_synced_saw_everything_in_order(order):
     directory, payloads = Directory(), said(*(["reset", *"abcde"] * 2))
     applied: list[int] = []
     for index in order:
@@ -96,7 +96,7 @@ def test_who_is_synced_saw_everything_in_order(order) -> None:
             assert applied[0] % 6 == 0
 
 
-def test_what_is_wrong_is_told_with_its_name() -> None:
+def test_what_is_wrong_is_told_with_its_name():
     told = []
     directory = Directory(on_problem=lambda reason, sentence: told.append((reason, sentence)))
     speaks = EventWriter(Emitter(*WORKER, 5), EventFormat.JSON)
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_told_with_its_name() -> None:
     assert {reason: directory.counts[reason] for reason, _ in told} == {reason: 1 for reason, _ in told}
 
 
-def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory) -> None:
+def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory):
     document, half = text(1, 3000), text(2, 3000)
     first, second = Teller(WORKER), Teller(OTHER)
     first.add("a", document)
@@ -124,7 +124,7 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory) -> 
     assert directory.holders(text(6, 2000)) == ()
 
 
-def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory) -> None:
+def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory):
     teller, parts = Teller(WORKER), [text(seed, 1500) for seed in range(3)]
     teller.add("a", np.concatenate(parts[:2]))
     teller.add("b", np.concatenate(parts[1:]))
@@ -133,7 +133,7 @@ def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(dire
     assert holder.tokens == pytest.approx(4500, rel=0.1)
 
 
-def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory) -> None:
+def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory):
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
     feed(directory, teller.messages())
@@ -143,7 +143,7 @@ def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory) -
     assert directory.donors_of(WORKER) == {"a": "device"}
 
 
-def test_tenants_never_meet(directory) -> None:
+def test_tenants_never_meet(directory):
     teller, document = Teller(WORKER), text(1, 1000)
     for number, salt in enumerate((None, "acme", "acme ", "")):
         teller.add(f"donor-{number}", document, salt)
@@ -160,7 +160,7 @@ def test_tenants_never_meet(directory) -> None:
     assert directory.holders(document) == held
 
 
-def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(directory) -> None:
+def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(directory):
     """A forger who copies a tenant's namespace from the subject cannot attract that tenant's requests."""
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document, "acme")
@@ -171,7 +171,7 @@ def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(dire
     assert directory.holders(document, tenant_salt="acme") == ()
 
 
-def test_bad_questions_are_refused(directory) -> None:
+def test_bad_questions_are_refused(directory):
     teller = Teller(WORKER)
     teller.add("a", text(1, 100))
     feed(directory, teller.messages())
@@ -182,7 +182,7 @@ def test_bad_questions_are_refused(directory) -> None:
     assert directory.holders([]) == ()
 
 
-def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directory, clock) -> None:
+def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directory, clock):
     teller = Teller(WORKER)
     reset, *_ = teller.messages()
     teller.add("a", text(1, 100))
@@ -202,7 +202,7 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
     assert is_synced(directory)
 
 
-def test_a_lost_last_event_shows_with_the_next_heartbeat(directory) -> None:
+def test_a_lost_last_event_shows_with_the_next_heartbeat(directory):
     teller = Teller(WORKER)
     reset, *_ = teller.messages()
     teller.add("a", text(1, 100))
@@ -213,7 +213,7 @@ def test_a_lost_last_event_shows_with_the_next_heartbeat(directory) -> None:
     assert directory.resyncs_due() == (WORKER,)
 
 
-def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock) -> None:
+def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock):
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
     feed(directory, teller.messages(heartbeat=True))
@@ -229,7 +229,7 @@ def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, c
 
 
 @pytest.mark.parametrize("forged", ["first", "generation", "event_id", "interval", "reset", "endless_first", "donors"])
-def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged) -> None:
+def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged):
     """One heartbeat a second, and a forgery after each of the first ten; only heartbeats undo it."""
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
@@ -241,14 +241,14 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(director
         changed(each, event_id=1 << 40 | number) for number, each in enumerate(forger.messages(heartbeat=True))
     ]
 
-    def beat() -> None:
+    def beat():
         clock.now += 1.0
         if directory.resyncs_due():
             teller.resync()
         feed(directory, teller.messages())
         feed(directory, [changed(*teller.messages(heartbeat=True), interval_seconds=1.0)])
 
-    def forge(last: bytes) -> None:
+    def forge(last):
         number = json.loads(last)["event_id"]
         if forged == "generation":
             feed(directory, forged_messages)
@@ -278,7 +278,7 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(director
     assert is_synced(directory)
 
 
-def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock) -> None:
+def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock):
     live, older = Teller(WORKER, generation=9), Teller(WORKER, generation=8)
     live.add("a", text(1, 1000))
     feed(directory, live.messages())
@@ -294,7 +294,7 @@ def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(dire
 )
 def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
     clock, max_donors, max_namespaces, salt, gone
-) -> None:
+):
     directory = Directory(max_donors=max_donors, clock=clock)
     directory._namespaces = KnownNamespaces(max_namespaces)
     crowd, teller = Teller(OTHER), Teller(WORKER)
@@ -314,7 +314,7 @@ def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
     assert directory.resyncs_due() == ()
 
 
-def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, clock) -> None:
+def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, clock):
     teller = Teller(WORKER)
     teller.add("a", text(1, 100))
     feed(directory, teller.messages()[1:])  # its reset was lost
@@ -326,7 +326,7 @@ def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, cl
     assert directory.resyncs_due() == (WORKER,)
 
 
-def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory) -> None:
+def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory):
     teller = Teller(WORKER)
     teller.add("a", text(1, 1000))
     messages = teller.messages()
@@ -337,7 +337,7 @@ def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory)
     assert directory.observe(messages[0], "3") is Verdict.RESET
 
 
-def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory) -> None:
+def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory):
     teller = Teller(WORKER)
     teller.add("a", text(1, 100))
     reset, registered = teller.messages()
@@ -363,9 +363,7 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory) -> 
         (2 * 86_400, {"future_generation", "expired"}),
     ],
 )
-def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(
-    directory, clock, skew_s, counted, is_reset_lost
-) -> None:
+def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, clock, skew_s, counted, is_reset_lost):
     started = int((NOW_S - 30) * 1e6)
     dead, back = Teller(WORKER, started), Teller(WORKER, started + skew_s * 1_000_000)
     dead.add("dead", text(1, 1000))
@@ -384,7 +382,7 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(
     assert {name for name in ("stale", "expired", "future_generation") if directory.counts[name]} == counted
 
 
-def test_only_accepted_workers_are_followed() -> None:
+def test_only_accepted_workers_are_followed():
     directory = Directory(accepted=[WORKER])
     for worker in (WORKER, OTHER):
         teller = Teller(worker)
@@ -394,7 +392,7 @@ def test_only_accepted_workers_are_followed() -> None:
     assert directory.counts["unknown_worker"] == 2
 
 
-def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(clock) -> None:
+def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(clock):
     directory = Directory(max_workers=2, max_donors=5, clock=clock)
     tellers = [Teller((number, 0)) for number in range(3)]
     for teller in tellers:
@@ -418,7 +416,7 @@ GARBAGE = (
 )  # fmt: skip
 
 
-def test_garbage_is_counted_and_changes_nothing(directory) -> None:
+def test_garbage_is_counted_and_changes_nothing(directory):
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
     feed(directory, teller.messages())
@@ -429,7 +427,7 @@ def test_garbage_is_counted_and_changes_nothing(directory) -> None:
     assert directory.holders(document) == (Holder(WORKER, 1000),)
 
 
-def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory) -> None:
+def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory):
     teller = Teller(WORKER)
     teller.add("a", text(1, 1000))
     reset, registered = teller.messages()
@@ -456,7 +454,7 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     assert is_synced(directory)
 
 
-def test_what_a_worker_held_leaves_the_index_with_the_next_events() -> None:
+def test_what_a_worker_held_leaves_the_index_with_the_next_events():
     directory, teller = Directory(max_donors=40), Teller(WORKER)
     for number in range(30):
         teller.add(f"donor-{number}", text(number, 2000))
@@ -470,7 +468,7 @@ def test_what_a_worker_held_leaves_the_index_with_the_next_events() -> None:
     assert directory._entries == sum(len(each.posting.entries) for each in directory._workers[WORKER].donors.values())
 
 
-def test_sketches_beyond_the_index_are_left_out() -> None:
+def test_sketches_beyond_the_index_are_left_out():
     directory, teller = Directory(max_donors=2), Teller(WORKER)
     teller.add("a", text(1, 2000))
     teller.add("b", text(2, 2000))
@@ -493,7 +491,7 @@ def histories(draw):
 
 @given(histories())
 @settings(max_examples=60)
-def test_after_a_resync_the_directory_equals_the_truth(history) -> None:
+def test_after_a_resync_the_directory_equals_the_truth(history):
     clock = Clock()
     directory = Directory(clock=clock, wall_clock=lambda: NOW_S)
     tellers = [Teller((number, 0)) for number in range(3)]
@@ -526,11 +524,11 @@ def test_after_a_resync_the_directory_equals_the_truth(history) -> None:
             assert found == tuple(Holder(worker, 300) for worker in holding)
 
 
-def test_who_waits_for_the_lock_is_next() -> None:
+def test_who_waits_for_the_lock_is_next():
     for _ in range(50):
         lock, order = FairLock(), []
 
-        def wait(lock=lock, order=order) -> None:
+        def wait(lock=lock, order=order):
             with lock:
                 order.append("waited")
 

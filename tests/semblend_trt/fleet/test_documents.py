@@ -1,10 +1,7 @@
 """The schemas in docs/ are those of the structs, and an unknown kind's beside them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +16,7 @@ SCHEMA, ASYNCAPI = (
 )
 
 
-def made(place: str) -> dict[str, Any]:
+def made(place):
     """The structs' schemas, by name; `place` is where a reference looks for them."""
     byte = {"type": "integer", "minimum": 0, "maximum": 255}
     _, schemas = msgspec.json.schema_components(
@@ -38,13 +35,13 @@ def made(place: str) -> dict[str, Any]:
     [(SCHEMA["$defs"], "#/$defs"), (ASYNCAPI["components"]["schemas"], "#/components/schemas")],
     ids=["schema", "asyncapi"],
 )
-def test_documents_hold_the_schemas_of_the_structs(schemas, place) -> None:
+def test_documents_hold_the_schemas_of_the_structs(schemas, place):
     known = {name: schema for name, schema in schemas.items() if name not in ("UnknownEvent", "ResyncRequest")}
     assert known == made(place)
     assert schemas["UnknownEvent"]["properties"]["kind"]["not"] == {"enum": list(KIND_NAMES)}
 
 
-def references(value: Any) -> set[str]:
+def references(value):
     if isinstance(value, dict):
         own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
         return own.union(*(references(item) for item in value.values()))
@@ -52,7 +49,7 @@ def references(value: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("document", [SCHEMA, ASYNCAPI], ids=["schema", "asyncapi"])
-def test_every_reference_leads_somewhere(document) -> None:
+def test_every_reference_leads_somewhere(document):
     for reference in references(document):
         place = document
         for part in reference.removeprefix("#/").split("/"):
@@ -60,7 +57,7 @@ def test_every_reference_leads_somewhere(document) -> None:
     assert references(document)
 
 
-def test_the_asyncapi_document_names_the_kinds_and_limits_of_the_code() -> None:
+def test_the_asyncapi_document_names_the_kinds_and_limits_of_the_code():
     assert set(ASYNCAPI["components"]["messages"]) == {*KIND_NAMES, "resync_request"}
     assert ASYNCAPI["channels"]["resync"]["address"].endswith(RESYNC_SUFFIX)
     assert f" {MAX_MESSAGE_BYTES} bytes" in ASYNCAPI["info"]["description"]

@@ -47,15 +47,15 @@ PUBLISHED: list[dict[str, Any]] = [
 ]
 
 
-def envelope(data: Any, **changes: Any) -> dict[str, Any]:
+def envelope(data, **changes):
     return {"schema_version": 1, "event_id": 1, "worker_id": 0, "dp_rank": 0, "data": data} | changes
 
 
-def read(data: Any, **changes: Any) -> Any:
+def read(data, **changes):
     return decode(json.dumps(envelope(data, **changes)).encode())
 
 
-def reason_of(payload: bytes) -> str:
+def reason_of(payload):
     with pytest.raises(EventError) as refused:
         decode(payload)
     return refused.value.reason
@@ -63,18 +63,18 @@ def reason_of(payload: bytes) -> str:
 
 @pytest.mark.parametrize("data", PUBLISHED, ids=lambda data: data["kind"])
 @pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
-def test_published_shapes_are_read(data, encode) -> None:
+def test_published_shapes_are_read(data, encode):
     event = decode(encode(envelope(data)))
     assert event.data.kind == data["kind"]
     assert event.generation == 1
     assert json.loads(json.dumps(shown(event))) == json.loads(json.dumps(envelope(data)))
 
 
-def test_every_kind_is_among_the_published() -> None:
+def test_every_kind_is_among_the_published():
     assert {data["kind"] for data in PUBLISHED} == set(KIND_NAMES)
 
 
-def test_the_shape_of_dynamo_is_read() -> None:
+def test_the_shape_of_dynamo_is_read():
     namespace = {"model": "m", "tokenizer": "t", "kv_layout": "l", "block_size": 16}
     segment = {"segment_id": 0, "token_range": [0, 3], "digest": 7}
     data = {key: value for key, value in REGISTERED.items() if key != "block_ids"}
@@ -86,7 +86,7 @@ def test_the_shape_of_dynamo_is_read() -> None:
         CacheNamespace.from_dict(event.data.namespace)
 
 
-def test_unknown_kinds_and_fields_are_tolerated() -> None:
+def test_unknown_kinds_and_fields_are_tolerated():
     event = read({"kind": "donor_praised", "praise": 5, "provider_generation": 4}, colour="blue")
     assert isinstance(event, UnknownEvent)
     assert event.generation == 4
@@ -96,7 +96,7 @@ def test_unknown_kinds_and_fields_are_tolerated() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 999])
-def test_other_versions_are_refused(version) -> None:
+def test_other_versions_are_refused(version):
     assert reason_of(json.dumps(envelope(PUBLISHED[0], schema_version=version)).encode()) == "version"
 
 
@@ -128,7 +128,7 @@ def test_other_versions_are_refused(version) -> None:
         {"data": PUBLISHED[6] | {"interval_seconds": "NaN"}},
     ],
 )
-def test_wrong_fields_are_refused(changes) -> None:
+def test_wrong_fields_are_refused(changes):
     message = envelope(PUBLISHED[0]) | changes
     assert reason_of(json.dumps(message).encode()) == "invalid"
     with suppress(OverflowError):  # a number that MessagePack has not
@@ -150,12 +150,12 @@ def test_wrong_fields_are_refused(changes) -> None:
         (b" " * (MAX_MESSAGE_BYTES + 1), "oversize"),
     ],
 )
-def test_garbage_is_refused_by_a_reason(payload, reason) -> None:
+def test_garbage_is_refused_by_a_reason(payload, reason):
     assert reason_of(payload) == reason
 
 
 @given(st.one_of(st.binary(max_size=400), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr)))
-def test_no_bytes_raise_anything_else(payload) -> None:
+def test_no_bytes_raise_anything_else(payload):
     with pytest.raises(EventError):
         decode(payload if isinstance(payload, bytes) else payload.encode("utf-8", "replace"))
 
@@ -168,7 +168,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(PUBLISHED), st.data())
-def test_no_field_value_raises_anything_else(data, draw) -> None:
+def test_no_field_value_raises_anything_else(data, draw):
     name = draw.draw(st.sampled_from([key for key in data if key != "kind"]))
     message = envelope(data | {name: draw.draw(json_values)})
     with suppress(EventError):
@@ -176,7 +176,7 @@ def test_no_field_value_raises_anything_else(data, draw) -> None:
 
 
 @given(st.sampled_from(PUBLISHED), st.data())
-def test_no_changed_byte_raises_anything_else(data, draw) -> None:
+def test_no_changed_byte_raises_anything_else(data, draw):
     payload = msgspec.msgpack.encode(envelope(data))
     at = draw.draw(st.integers(0, len(payload) - 1))
     with suppress(EventError):

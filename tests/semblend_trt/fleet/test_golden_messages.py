@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,6 @@ from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.wire import Emitter, EventWriter
 from semblend_trt.namespace import CacheNamespace
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RECORDED: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "golden_messages.json").read_text(encoding="utf-8")
@@ -40,13 +37,13 @@ WRITTEN: dict[str, Callable[[EventWriter], bytes]] = {
 }
 
 
-def recorded(form: EventFormat) -> dict[str, bytes]:
+def recorded(form):
     if form is EventFormat.JSON:
         return {name: text.encode() for name, text in RECORDED[form.value].items()}
     return {name: base64.b64decode(text) for name, text in RECORDED[form.value].items()}
 
 
-def written_again(writer: EventWriter, data: Any) -> bytes:
+def written_again(writer, data):
     """The message that a writer makes of what a reader read."""
     if data.kind == "donor_registered":
         (segment,) = data.segments
@@ -65,13 +62,13 @@ def written_again(writer: EventWriter, data: Any) -> bytes:
 
 
 @pytest.mark.parametrize("form", EventFormat)
-def test_messages_are_written_as_recorded(form) -> None:
+def test_messages_are_written_as_recorded(form):
     writer = EventWriter(EMITTER, form, embeddings=True)
     assert {name: write(writer) for name, write in WRITTEN.items()} == recorded(form)
 
 
 @pytest.mark.parametrize("form", EventFormat)
-def test_recorded_messages_are_read_and_written_to_the_same_bytes(form) -> None:
+def test_recorded_messages_are_read_and_written_to_the_same_bytes(form):
     writer = EventWriter(EMITTER, form, embeddings=True)
     for number, (name, payload) in enumerate(recorded(form).items(), 1):
         event = decode(payload)

@@ -1,12 +1,9 @@
 """The publisher: readers end up with the donors held, by the fewest events, also when servers are killed."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from semblend_trt.config import EventFormat
 from semblend_trt.fleet import connection
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.events import decode
-from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters, Outbox
+from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import token_digest
 from tests.semblend_trt.conftest import WatchedDirectory
@@ -30,18 +27,18 @@ from tests.semblend_trt.samples import text
 STREAM = (3, 0)
 
 
-def known(directory: WatchedDirectory) -> dict[str, str]:
+def known(directory):
     return directory.donors_of(STREAM)
 
 
-def converges(reader: Any, worker: Any) -> bool:
+def converges(reader, worker):
     return reader.wait_for(lambda reader: reader.directory.is_synced(STREAM) and known(reader.directory) == worker.held)
 
 
 @pytest.mark.known_defect(31)
 @pytest.mark.parametrize("form", EventFormat)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
-def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream) -> None:
+def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream):
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, form=form, stream=stream)
     for step in (
@@ -72,7 +69,7 @@ def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stre
 
 @pytest.mark.known_defect(31)
 @pytest.mark.parametrize("stream", [None, "DONORS"])
-def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, make_worker, stream) -> None:
+def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, make_worker, stream):
     rng = np.random.default_rng(5)
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, stream=stream)
@@ -88,7 +85,7 @@ def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, 
     assert worker.counters.resyncs["connected"] == worker.counters.connections["made"]
 
 
-def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make_worker) -> None:
+def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make_worker):
     worker = make_worker(nats_server, resync_seconds=0.2)
     worker.add("a")
     assert worker.publisher.flush(30)
@@ -96,7 +93,7 @@ def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make
     assert worker.counters.resyncs["interval"] >= 1
 
 
-def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker) -> None:
+def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker):
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, max_changes=8)
     assert worker.publisher.flush(30)
@@ -111,7 +108,7 @@ def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_wor
     assert worker.counters.resyncs["overflow"] == 1
 
 
-def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_server, make_worker, tmp_path) -> None:
+def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_server, make_worker, tmp_path):
     (tmp_path / "small.conf").write_text("max_payload: 2048")
     worker = make_worker(make_nats_server("-c", str(tmp_path / "small.conf")), heartbeat_seconds=3600.0)
     assert worker.publisher.flush(30)
@@ -122,7 +119,7 @@ def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_serv
 
 
 @pytest.mark.known_defect(31)
-def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make_worker) -> None:
+def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make_worker):
     reader = make_reader(nats_server.url)
     first = make_worker(nats_server, generation=7)
     first.add("old")
@@ -132,11 +129,11 @@ def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make
     assert converges(reader, second)
 
 
-def stored(server: Any) -> list[Any]:
+def stored(server):
     """All messages of the stream, in its order."""
     import nats
 
-    async def read() -> list[Any]:
+    async def read():
         client = await nats.connect(server.url)
         jetstream = client.jetstream()
         count = (await jetstream.stream_info("DONORS")).state.messages
@@ -148,7 +145,7 @@ def stored(server: Any) -> list[Any]:
     return asyncio.run(read())
 
 
-def read_back(server: Any, count: int) -> WatchedDirectory:
+def read_back(server, count):
     """A directory that has read the whole stream, which has `count` messages and each event once."""
     messages, directory = stored(server), WatchedDirectory()
     for message in messages:
@@ -169,7 +166,7 @@ def worker_of_a_stream(relay, make_worker):
     return worker
 
 
-def add_at_once(worker: Any, count: int) -> None:
+def add_at_once(worker, count):
     """Adds donors that are published in one batch."""
     held = threading.Event()
     worker.publisher._loop.call_soon_threadsafe(held.wait)
@@ -178,7 +175,7 @@ def add_at_once(worker: Any, count: int) -> None:
     held.set()
 
 
-def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream) -> None:
+def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream):
     for number in range(20):
         worker_of_a_stream.add(f"donor-{number}")
     assert worker_of_a_stream.publisher.flush(30)
@@ -188,7 +185,7 @@ def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream) -> None
 @pytest.mark.parametrize("lost", [1, 20])
 def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
     nats_server, relay, worker_of_a_stream, make_reader, monkeypatch, lost
-) -> None:
+):
     worker, counters = worker_of_a_stream, worker_of_a_stream.counters
     reader = make_reader(nats_server.url)
     relay.keep(lost, after=20 - lost)
@@ -208,7 +205,7 @@ def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
 
 def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     nats_server, relay, worker_of_a_stream, monkeypatch
-) -> None:
+):
     worker, counters = worker_of_a_stream, worker_of_a_stream.counters
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 3600.0)  # a cut connection must not be waited for
     relay.keep(20, is_to_cut=True)
@@ -225,7 +222,7 @@ def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
     assert known(directory) == worker.held
 
 
-def test_events_need_the_servers_token(make_nats_server, make_reader, make_worker, caplog) -> None:
+def test_events_need_the_servers_token(make_nats_server, make_reader, make_worker, caplog):
     server = make_nats_server("--auth", "right-secret")
     reader = make_reader(server.url, token="right-secret")
     for token in ("wrong", None):
@@ -239,7 +236,7 @@ def test_events_need_the_servers_token(make_nats_server, make_reader, make_worke
     assert "right-secret" not in caplog.text
 
 
-def test_serving_never_sees_a_dead_server(make_nats_server, make_worker) -> None:
+def test_serving_never_sees_a_dead_server(make_nats_server, make_worker):
     server = make_nats_server()
     server.kill()
     worker = make_worker(server)
@@ -250,7 +247,7 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker) -> None
     assert not worker.publisher._thread.is_alive()
 
 
-def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make_worker, tmp_path) -> None:
+def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make_worker, tmp_path):
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("skipped: openssl is not installed")
@@ -274,12 +271,12 @@ TOKENS = np.arange(64, dtype=np.int32)
 NAMES = st.sampled_from([f"donor-{number}" for number in range(6)])
 
 
-def announced(box: Outbox) -> dict[str, str]:
+def announced(box):
     """Tier by donor id, as readers know them that received all messages."""
     return {donor_id: known.tier for donor_id, known in box._announced.items()}
 
 
-def kinds_of(box: Outbox, *changed: str) -> list[str]:
+def kinds_of(box, *changed):
     """The kinds of the messages after these donors have changed."""
     box.changes.extend(changed)
     box.absorb(10)
@@ -289,7 +286,7 @@ def kinds_of(box: Outbox, *changed: str) -> list[str]:
 class Announcing(RuleBasedStateMachine):
     """Donors change, messages are taken in any batches, and some are lost together with the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.outbox, self.reader = outbox(), WatchedDirectory()
 
@@ -356,14 +353,14 @@ TestAnnouncing = Announcing.TestCase
 TestAnnouncing.settings = hypothesis_settings(max_examples=40, stateful_step_count=40)
 
 
-def test_a_donor_that_cannot_be_sketched_costs_only_itself() -> None:
+def test_a_donor_that_cannot_be_sketched_costs_only_itself():
     box = outbox()
     box.donors |= {"bad": held_donor(np.array(["token"] * 64)), "good": held_donor(TOKENS)}
     assert kinds_of(box, "bad", "good", "good") == ["provider_generation_reset", "donor_registered"]
     assert list(announced(box)) == ["good"]
 
 
-def test_donors_are_sketched_together_as_each_alone() -> None:
+def test_donors_are_sketched_together_as_each_alone():
     box, texts = outbox(), [text(3, length) for length in (0, 31, GROUP_TOKENS, 400, 800, 5)]
     texts.append(texts[4][::2])
     salts = [None, "one", None, "two", None, "one", "one"]
@@ -377,14 +374,14 @@ def test_donors_are_sketched_together_as_each_alone() -> None:
         assert held.digest == token_digest(tokens, held.salted_key)
 
 
-def test_changes_between_two_looks_become_one_event_or_none() -> None:
+def test_changes_between_two_looks_become_one_event_or_none():
     box = outbox()
     kinds_of(box)
     box.donors["moved"] = held_donor(TOKENS, tier="host")
     assert kinds_of(box, "short-lived", "moved", "short-lived", "moved") == ["donor_registered"]
 
 
-def test_another_donor_of_the_same_id_or_a_later_embedding_is_one_more_registration() -> None:
+def test_another_donor_of_the_same_id_or_a_later_embedding_is_one_more_registration():
     box = outbox()
     box.donors["a"] = held_donor(TOKENS)
     kinds_of(box)
@@ -397,7 +394,7 @@ def test_another_donor_of_the_same_id_or_a_later_embedding_is_one_more_registrat
     assert announced(box) == {"a": "host"}
 
 
-def test_counts_are_shown_in_prometheus() -> None:
+def test_counts_are_shown_in_prometheus():
     registry = CollectorRegistry()
     first, second = EventCounters(registry=registry), EventCounters(registry=registry)
     first.count("dropped", "overflow", 3)
@@ -407,7 +404,7 @@ def test_counts_are_shown_in_prometheus() -> None:
     first.count("resyncs", "connected")
     first.count("connections", "failed")
 
-    def value(name: str, **labels: str) -> float | None:
+    def value(name, **labels):
         return registry.get_sample_value(f"semblend_{name}_total", labels)
 
     assert (first.dropped["overflow"], second.dropped["overflow"], first.connections["failed"]) == (3, 1, 1)
@@ -418,7 +415,7 @@ def test_counts_are_shown_in_prometheus() -> None:
     assert value("event_connections", result="failed") == 1
 
 
-def test_names_that_are_taken_cost_the_series_only() -> None:
+def test_names_that_are_taken_cost_the_series_only():
     registry = CollectorRegistry()
     Series("semblend_events", "Another library's.", registry=registry)
     counters = EventCounters(registry=registry)

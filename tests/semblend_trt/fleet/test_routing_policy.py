@@ -1,7 +1,5 @@
 """Routing policies: each by its own rule, among healthy replicas only."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -28,17 +26,17 @@ WORKERS = [(number, 0) for number in range(4)]
 PROMPT = list(range(1000))
 
 
-def replicas(*loads: float) -> list[Replica]:
+def replicas(*loads):
     return [Replica(worker, load) for worker, load in zip(WORKERS, loads, strict=False)]
 
 
-def request(*held: int, **more) -> RoutingRequest:
+def request(*held, **more):
     holders = tuple(Holder(worker, tokens) for worker, tokens in zip(WORKERS, held, strict=False) if tokens)
     return RoutingRequest(PROMPT, holders=holders, **more)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_only_healthy_replicas_are_chosen(name) -> None:
+def test_only_healthy_replicas_are_chosen(name):
     policy = POLICIES[name]()
     some = [Replica(worker, 0.0, is_healthy=worker == WORKERS[2]) for worker in WORKERS]
     for _ in range(5):
@@ -49,24 +47,24 @@ def test_only_healthy_replicas_are_chosen(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "span_overlap"])
-def test_equal_replicas_take_turns(name) -> None:
+def test_equal_replicas_take_turns(name):
     policy = POLICIES[name]()
     chosen = Counter(policy.choose(request(), replicas(5, 5, 5, 5)).worker for _ in range(40))
     assert chosen == dict.fromkeys(WORKERS, 10)
 
 
-def test_round_robin_looks_at_nothing_else() -> None:
+def test_round_robin_looks_at_nothing_else():
     policy = RoundRobin()
     chosen = [policy.choose(request(0, 900), replicas(9, 0, 5)) for _ in range(6)]
     assert [choice.worker[0] for choice in chosen] == [0, 1, 2, 0, 1, 2]
     assert chosen[1] == Choice(WORKERS[1], 900)
 
 
-def test_least_loaded_takes_the_smallest_load() -> None:
+def test_least_loaded_takes_the_smallest_load():
     assert LeastLoaded().choose(request(1000), replicas(3, 2, 1.5, 7)).worker == WORKERS[2]
 
 
-def test_exact_prefix_follows_the_longest_beginning_that_it_sent() -> None:
+def test_exact_prefix_follows_the_longest_beginning_that_it_sent():
     policy = ExactPrefix()
     first = policy.choose(request(), replicas(0, 1, 1, 1))
     assert first == Choice(WORKERS[0], 0)
@@ -81,7 +79,7 @@ def test_exact_prefix_follows_the_longest_beginning_that_it_sent() -> None:
     st.lists(st.integers(0, 3000), min_size=4, max_size=4),
     st.sampled_from([0.25, 1.0, 2.0]),
 )
-def test_span_overlap_begins_to_answer_first(held, loads, weight) -> None:
+def test_span_overlap_begins_to_answer_first(held, loads, weight):
     chosen = SpanOverlap(weight).choose(request(*held), replicas(*loads))
     waits = {
         worker: weight * load + len(PROMPT) - reused for worker, load, reused in zip(WORKERS, loads, held, strict=True)
@@ -90,7 +88,7 @@ def test_span_overlap_begins_to_answer_first(held, loads, weight) -> None:
     assert chosen.reused_tokens == held[chosen.worker[0]]
 
 
-def test_a_session_decides_between_equals_only() -> None:
+def test_a_session_decides_between_equals_only():
     policy = SpanOverlap()
     first = policy.choose(request(session_id="s"), replicas(0, 0, 0, 0)).worker
     for _ in range(3):
@@ -100,7 +98,7 @@ def test_a_session_decides_between_equals_only() -> None:
     assert policy.choose(request(0, 0, 0, 5, session_id="s"), replicas(0, 0, 0, 0)).worker == WORKERS[3]
 
 
-def test_sessions_are_remembered_within_bounds(monkeypatch) -> None:
+def test_sessions_are_remembered_within_bounds(monkeypatch):
     monkeypatch.setattr(routing_policy, "MAX_SESSIONS", 3)
     policy = SpanOverlap()
     chosen = [policy.choose(request(session_id=str(number)), replicas(0, 0, 0, 0)).worker for number in range(4)]
@@ -109,7 +107,7 @@ def test_sessions_are_remembered_within_bounds(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
-def test_a_weight_that_is_not_positive_is_refused(weight) -> None:
+def test_a_weight_that_is_not_positive_is_refused(weight):
     with pytest.raises(ValueError, match="load weight"):
         SpanOverlap(weight)
 
@@ -117,7 +115,7 @@ def test_a_weight_that_is_not_positive_is_refused(weight) -> None:
 A, B = (0, 0), (1, 0)
 
 
-def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end(monkeypatch) -> None:
+def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end(monkeypatch):
     monkeypatch.setattr(routing_policy, "MAX_BLOCKS", 5)
     memory = PrefixMemory()
     first, second = ([seed] * 3 * BLOCK_TOKENS for seed in (1, 2))
@@ -131,7 +129,7 @@ def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end(monkeypatch) -> None
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(0, 1)), max_size=20), st.data())
-def test_it_knows_what_a_list_of_all_prompts_would(sent, data) -> None:
+def test_it_knows_what_a_list_of_all_prompts_would(sent, data):
     memory = PrefixMemory()
     workers = [A, B]
 

@@ -1,7 +1,5 @@
 """Sketches: the hash is SipHash-2-4, shared text is found at any position, and other keys find nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,7 +23,7 @@ from tests.semblend_trt.samples import text as random_tokens
 KEY = sketch_key("namespace", "salt")
 
 
-def test_the_hash_is_siphash() -> None:
+def test_the_hash_is_siphash():
     low, high = np.frombuffer(bytes(range(16)), dtype="<u8")
     message = np.frombuffer(bytes(range(8)), dtype="<u8").copy()
     assert keyed(message, low, high).tobytes() == bytes.fromhex("6224939a79f5f593")
@@ -33,7 +31,7 @@ def test_the_hash_is_siphash() -> None:
 
 @given(st.integers(0, 30_000), st.integers(1, MAX_ENTRIES), st.integers(0, 99))
 @settings(max_examples=40)
-def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
+def test_a_sketch_is_the_sample_of_its_level(length, entries, seed):
     tokens = random_tokens(seed, length)
     sketch = sketch_of(tokens, KEY, entries)
     low, high = np.frombuffer(KEY, dtype="<u8")
@@ -50,7 +48,7 @@ def test_a_sketch_is_the_sample_of_its_level(length, entries, seed) -> None:
 
 @given(st.integers(0, 99), st.integers(0, 6000), st.integers(0, 6000), st.integers(0, 6000))
 @settings(max_examples=40)
-def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, after) -> None:
+def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, after):
     document = random_tokens(seed, shared)
     donor = np.concatenate([random_tokens(seed + 100, 3000), document, random_tokens(seed + 200, 1000)])
     prompt = np.concatenate([random_tokens(seed + 300, before), document, random_tokens(seed + 400, after)])
@@ -62,7 +60,7 @@ def test_the_share_is_estimated_wherever_the_text_stands(seed, before, shared, a
     assert abs(overlap(sketch, asked) - truth) <= 5 * spread + 64 / max(len(prompt), 1)
 
 
-def test_identical_text_is_wholly_seen_and_other_text_not_at_all() -> None:
+def test_identical_text_is_wholly_seen_and_other_text_not_at_all():
     tokens = random_tokens(1, 24_000)
     asked = prompt_fingerprints(tokens, KEY)
     assert overlap(sketch_of(tokens, KEY), asked) == 1.0
@@ -80,14 +78,14 @@ def test_identical_text_is_wholly_seen_and_other_text_not_at_all() -> None:
         sketch_key("other", "salt"),
     ],
 )
-def test_other_tenants_and_namespaces_see_nothing(other) -> None:
+def test_other_tenants_and_namespaces_see_nothing(other):
     tokens = random_tokens(1, 8000)
     assert other != KEY
     assert overlap(sketch_of(tokens, KEY), prompt_fingerprints(tokens, other)) == 0.0
 
 
 @pytest.mark.parametrize("length", [0, 1, 31])
-def test_short_and_empty_texts(length) -> None:
+def test_short_and_empty_texts(length):
     short, long = random_tokens(1, length), random_tokens(1, 5000)
     sketch = sketch_of(short, KEY)
     assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
@@ -97,7 +95,7 @@ def test_short_and_empty_texts(length) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.binary(min_size=16, max_size=16)), min_size=1, max_size=6))
 @settings(max_examples=30)
-def test_texts_that_are_sketched_together_are_sketched_as_alone(texts) -> None:
+def test_texts_that_are_sketched_together_are_sketched_as_alone(texts):
     tokens = [random_tokens(seed, length) for seed, (length, _) in enumerate(texts)]
     keys = [key for _, key in texts]
     together = sketches_of(np.concatenate(tokens), np.cumsum([len(each) for each in tokens]), keys, 64)
@@ -105,12 +103,12 @@ def test_texts_that_are_sketched_together_are_sketched_as_alone(texts) -> None:
 
 
 @pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])
-def test_bad_sizes_are_refused(entries) -> None:
+def test_bad_sizes_are_refused(entries):
     with pytest.raises(ValueError, match="entries"):
         sketch_of(random_tokens(1, 100), KEY, entries)
 
 
-def test_bad_keys_and_tokens_are_refused() -> None:
+def test_bad_keys_and_tokens_are_refused():
     with pytest.raises(ValueError, match="16 bytes"):
         sketch_of(random_tokens(1, 100), b"short")
     with pytest.raises(ValueError, match="token ids"):
@@ -118,7 +116,7 @@ def test_bad_keys_and_tokens_are_refused() -> None:
 
 
 @given(st.binary(max_size=64))
-def test_bytes_from_outside_are_checked(data) -> None:
+def test_bytes_from_outside_are_checked(data):
     good = sketch_of(random_tokens(1, 400), KEY).to_bytes()
     for candidate in (data, good[:4] + data, good + data[:1] * 5, good[: len(data)]):
         try:

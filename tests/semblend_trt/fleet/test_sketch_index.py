@@ -1,7 +1,5 @@
 """The index of sketches: its estimates equal those of a loop over all sketches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,7 +29,7 @@ WORKERS = 3
 _TEXTS = np.random.default_rng(0).integers(0, 150_000, (8, 400), dtype=np.int32)
 
 
-def naive_share(sketches, prompt) -> float:
+def naive_share(sketches, prompt):
     """An anchor that a worker holds counts once, for as many as a donor of the lowest level shows one of."""
     share, matches = 0.0, 0
     for entry, level in zip(prompt.entries.tolist(), prompt.levels.tolist(), strict=True):
@@ -53,14 +51,14 @@ deeds = st.lists(
 )
 
 
-def sets_of(index: SketchIndex) -> dict[int, tuple[int, ...]]:
+def sets_of(index):
     """The holders of each set that is used, by the set's number."""
     used = np.flatnonzero(index._sets[:, _USES] > 0)
     places = index._sets[used][:, [_START, _LENGTH]].tolist()
     return {int(number): tuple(index._pool[at : at + count]) for number, (at, count) in zip(used, places, strict=True)}
 
 
-def listed(index: SketchIndex, number: int) -> list[int]:
+def listed(index, number):
     """The sets of a list, from its first on."""
     numbers = []
     while number:
@@ -69,7 +67,7 @@ def listed(index: SketchIndex, number: int) -> list[int]:
     return numbers
 
 
-def is_whole(index: SketchIndex) -> bool:
+def is_whole(index):
     """Every set that is kept is used, as often as it says, can be found, and none is kept twice."""
     numbers, uses = np.unique(index._table[index._table != 0] & np.uint64(0xFFFFFFFF), return_counts=True)
     kept, unused = sets_of(index), listed(index, int(index._state[_UNUSED]))
@@ -85,7 +83,7 @@ def is_whole(index: SketchIndex) -> bool:
 
 @given(deeds, st.lists(st.integers(0, 7), min_size=1, max_size=6))
 @settings(max_examples=80)
-def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> None:
+def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked):
     index = SketchIndex()
     held = []
     for deed, what in history:
@@ -102,13 +100,13 @@ def test_estimates_equal_those_of_a_loop_over_all_sketches(history, asked) -> No
     assert is_whole(index)
 
 
-def random_sketch(rng: np.random.Generator, entries: int = 200) -> Sketch:
+def random_sketch(rng, entries=200):
     return Sketch(0, entries, rng.integers(0, 1 << 32, entries, dtype=np.uint32))
 
 
 @given(st.integers(0, 1 << 32), st.floats(0.1, 0.9))
 @settings(max_examples=30)
-def test_a_full_table_loses_nothing_when_donors_go(seed, share) -> None:
+def test_a_full_table_loses_nothing_when_donors_go(seed, share):
     """Few entries, some of them twice in a sketch: as many slots are taken as may be, and probes wrap around."""
     rng, index = np.random.default_rng(seed), SketchIndex()
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
@@ -131,7 +129,7 @@ def test_a_full_table_loses_nothing_when_donors_go(seed, share) -> None:
     assert is_whole(index)
 
 
-def test_the_room_of_what_is_gone_is_used_again() -> None:
+def test_the_room_of_what_is_gone_is_used_again():
     index, rng = SketchIndex(), np.random.default_rng(1)
     for _ in range(40):  # more entries by far than one table of this size holds
         for posting in [index.add(0, random_sketch(rng)) for _ in range(20)]:
@@ -141,7 +139,7 @@ def test_the_room_of_what_is_gone_is_used_again() -> None:
     assert is_whole(index)
 
 
-def test_entries_that_all_have_other_holders_are_found_however_many_there_are() -> None:
+def test_entries_that_all_have_other_holders_are_found_however_many_there_are():
     index, rng = SketchIndex(), np.random.default_rng(5)
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
     held = rng.random((100, len(prompt))) < 0.5
@@ -157,7 +155,7 @@ def test_entries_that_all_have_other_holders_are_found_however_many_there_are() 
     assert is_whole(index)
 
 
-def test_one_chance_meeting_says_nothing() -> None:
+def test_one_chance_meeting_says_nothing():
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
     index = SketchIndex()
     index.add(0, Sketch(0, 1, prompt.entries[:1]))
@@ -165,14 +163,14 @@ def test_one_chance_meeting_says_nothing() -> None:
     assert index.search(2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt))]
 
 
-def test_entries_that_a_sketchs_level_cannot_have_count_nothing() -> None:
+def test_entries_that_a_sketchs_level_cannot_have_count_nothing():
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
     index = SketchIndex()
     index.add(0, Sketch(1, 20, prompt.entries[prompt.levels == 0][:20]))
     assert index.search(1, prompt).tolist() == [0.0]
 
 
-def test_nothing_is_compiled_after_the_warm_up() -> None:
+def test_nothing_is_compiled_after_the_warm_up():
     warm_up()
     index, tokens = SketchIndex(), _TEXTS.reshape(-1)
     index.remove(index.add(0, Sketch.from_bytes(sketch_of(tokens, KEY).to_bytes())))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -29,10 +28,6 @@ from semblend_trt.fleet.telemetry import (
     usage_in,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 blocks = st.builds(
     TraceBlock,
     content_hash=st.none() | st.text("0123456789abcdef", min_size=1, max_size=32),
@@ -53,7 +48,7 @@ lines = st.builds(
 
 
 @given(st.lists(lines, max_size=4))
-def test_what_is_written_is_read(written: list[TraceLine]) -> None:
+def test_what_is_written_is_read(written):
     assert [TraceLine.model_validate_json(line.to_json()) for line in written] == written
 
 
@@ -68,7 +63,7 @@ def test_what_is_written_is_read(written: list[TraceLine]) -> None:
         ("poem", BlockKind.OTHER),
     ],
 )
-def test_kinds_have_either_systems_names(name: str, kind: BlockKind) -> None:
+def test_kinds_have_either_systems_names(name, kind):
     assert TraceBlock(semantic_type=name, token_count=1).kind is kind
 
 
@@ -76,8 +71,8 @@ HASHER = Hasher(b"a secret of sixteen bytes")
 
 
 @pytest.fixture(scope="module")
-def make(tokenizer: Any) -> Any:
-    def maker(block_tokens: int = 8, *, hasher: Hasher = HASHER, keep_text: bool = False) -> BlockMaker:
+def make(tokenizer):
+    def maker(block_tokens=8, *, hasher=HASHER, keep_text=False):
         return BlockMaker(PromptReader(tokenizer), hasher, block_tokens, keep_text)
 
     return maker
@@ -85,7 +80,7 @@ def make(tokenizer: Any) -> Any:
 
 @settings(max_examples=50)
 @given(text=st.text("ab \n", max_size=60), block_tokens=st.integers(1, 9))
-def test_blocks_add_up_to_the_prompt(make: Any, text: str, block_tokens: int) -> None:
+def test_blocks_add_up_to_the_prompt(make, text, block_tokens):
     blocks = make(block_tokens, keep_text=True).blocks({"prompt": text}, "acme")
     assert "".join(block.text for block in blocks) == text
     ends = [block.position + block.token_count for block in blocks]
@@ -93,7 +88,7 @@ def test_blocks_add_up_to_the_prompt(make: Any, text: str, block_tokens: int) ->
     assert all(1 <= block.token_count <= block_tokens for block in blocks)
 
 
-def test_a_paragraph_has_the_same_blocks_wherever_it_stands(make: Any) -> None:
+def test_a_paragraph_has_the_same_blocks_wherever_it_stands(make):
     document = "a document of some length\n\n"
     first = make().blocks({"prompt": document + "a question"}, "acme")
     second = make().blocks({"prompt": "An instruction.\n\n" + document + "another"}, "acme")
@@ -102,14 +97,14 @@ def test_a_paragraph_has_the_same_blocks_wherever_it_stands(make: Any) -> None:
     assert [block.content_hash for block in second[3 : 3 + len(hashes)]] == hashes
 
 
-def test_text_is_kept_only_where_that_is_asked_for(make: Any) -> None:
+def test_text_is_kept_only_where_that_is_asked_for(make):
     body = {"prompt": "something private"}
     assert {block.text for block in make().blocks(body, None)} == {None}
     assert "private" not in str(make().blocks(body, None))
     assert make(100, keep_text=True).blocks(body, None)[0].text == "something private"
 
 
-def test_hashes_belong_to_a_tenant_and_a_key(make: Any) -> None:
+def test_hashes_belong_to_a_tenant_and_a_key(make):
     body = {"prompt": "something"}
     other = Hasher(b"another secret of more bytes")
     hashes = {
@@ -122,7 +117,7 @@ def test_hashes_belong_to_a_tenant_and_a_key(make: Any) -> None:
     assert len({HASHER.of_text("a", "bc"), HASHER.of_text("ab", "c"), HASHER.of_text(None, "abc")}) == 3
 
 
-def test_kinds_are_those_of_roles_and_rules(make: Any) -> None:
+def test_kinds_are_those_of_roles_and_rules(make):
     code = "```\ndef f():\n    return 1\n```"
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -140,12 +135,12 @@ def test_kinds_are_those_of_roles_and_rules(make: Any) -> None:
     ]
 
 
-def test_a_prompt_of_ids_is_of_no_kind(make: Any) -> None:
+def test_a_prompt_of_ids_is_of_no_kind(make):
     blocks = make(2).blocks({"prompt": [1, 2, 3]}, None)
     assert [(block.kind, block.token_count) for block in blocks] == [(BlockKind.OTHER, 2), (BlockKind.OTHER, 1)]
 
 
-def served(number: int, prompt: Any = "some text", tail: bytes = b"") -> ServedRequest:
+def served(number, prompt="some text", tail=b""):
     observed = Observed(0.0, status=200, seconds=0.5, tail=tail)
     return ServedRequest(f"r{number}", number, "tiny", Caller(), {"prompt": prompt}, 100, observed, {"attempts": 1})
 
@@ -153,22 +148,22 @@ def served(number: int, prompt: Any = "some text", tail: bytes = b"") -> ServedR
 class Log:
     """A log over `path`, and its counters."""
 
-    def __init__(self, tokenizer: Any, path: Path, **fields: Any) -> None:
+    def __init__(self, tokenizer, path, **fields):
         self.counters = RouterCounters()
         config = TelemetryConfig(path=path, **fields)
         self.log = TraceLog(config, Hasher(b"secret"), PromptReader(tokenizer), self.counters)
 
-    def write(self, *requests: ServedRequest) -> None:
+    def write(self, *requests):
         """Notes the requests and closes the log."""
         for request in requests:
             self.log.note(request)
         self.log.close()
 
-    def count(self, result: str) -> float | None:
+    def count(self, result):
         return self.counters.registry.get_sample_value("semblend_router_trace_lines_total", {"result": result})
 
 
-def test_lines_can_be_read_back(tokenizer: Any, tmp_path: Path) -> None:
+def test_lines_can_be_read_back(tokenizer, tmp_path):
     log = Log(tokenizer, tmp_path / "trace.jsonl")
     log.write(*map(served, range(3)), served(3, prompt=5))
     lines = list(map(TraceLine.model_validate_json, (tmp_path / "trace.jsonl").open()))
@@ -188,7 +183,7 @@ ODD_PROMPTS = st.recursive(ODD_IDS, lambda inner: st.lists(inner, max_size=4), m
 @example(prompts=[[1 << 80, -5, 3], [-1], [1 << 31] * 9, [True], [1.5], ["a", 1], [[[1]]], [0] * 5_000, "\ud800"])
 @given(prompts=st.lists(ODD_PROMPTS, max_size=5))
 @pytest.mark.parametrize("text", ["dropped", "kept"])
-def test_no_odd_prompt_loses_a_line(tokenizer: Any, tmp_path: Path, text: str, prompts: list[Any]) -> None:
+def test_no_odd_prompt_loses_a_line(tokenizer, tmp_path, text, prompts):
     path = tmp_path / "trace.jsonl"
     path.unlink(missing_ok=True)
     log = Log(tokenizer, path, text=text, max_bytes=1 << 30)
@@ -202,12 +197,12 @@ def test_no_odd_prompt_loses_a_line(tokenizer: Any, tmp_path: Path, text: str, p
             assert sum(block.token_count for block in line.blocks) == len(prompt)
 
 
-def test_ids_that_no_engine_has_keep_contents_apart() -> None:
+def test_ids_that_no_engine_has_keep_contents_apart():
     odd = [[1 << 80], [1 << 81], [-(1 << 80)], [1 << 80, 1], [1, 1 << 80]]
     assert len({HASHER.of_tokens("acme", ids) for ids in odd}) == len(odd)
 
 
-def test_files_are_rotated_and_bounded(tokenizer: Any, tmp_path: Path) -> None:
+def test_files_are_rotated_and_bounded(tokenizer, tmp_path):
     log = Log(tokenizer, tmp_path / "trace.jsonl", max_bytes=4096, files=2)
     log.write(*map(served, range(200)))
     files = sorted(tmp_path.iterdir())
@@ -217,7 +212,7 @@ def test_files_are_rotated_and_bounded(tokenizer: Any, tmp_path: Path) -> None:
     assert newest[-1] == "r199"
 
 
-def test_a_symlink_stays_and_its_target_is_rotated(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_symlink_stays_and_its_target_is_rotated(tokenizer, tmp_path):
     far, link = tmp_path / "far", tmp_path / "trace.jsonl"
     far.mkdir()
     link.symlink_to(far / "target")
@@ -228,7 +223,7 @@ def test_a_symlink_stays_and_its_target_is_rotated(tokenizer: Any, tmp_path: Pat
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["far", "trace.jsonl"]
 
 
-def test_a_pipe_is_written_to_and_never_rotated(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_and_never_rotated(tokenizer, tmp_path):
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
@@ -243,7 +238,7 @@ def test_a_pipe_is_written_to_and_never_rotated(tokenizer: Any, tmp_path: Path) 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "pipe"]
 
 
-def test_what_would_pile_up_is_dropped(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_pile_up_is_dropped(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "MAX_WAITING_BYTES", 250)
     log, go_on = Log(tokenizer, tmp_path / "trace.jsonl"), threading.Event()
     emit = log.log._file.emit
@@ -256,16 +251,16 @@ def test_what_would_pile_up_is_dropped(tokenizer: Any, tmp_path: Path, monkeypat
     assert log.count("written") == 2
 
 
-def test_a_full_disk_is_counted(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_counted(tokenizer, tmp_path, monkeypatch):
     log = Log(tokenizer, tmp_path / "trace.jsonl")
 
     class Full:
-        def write(self, _: str) -> None:
+        def write(self, _):
             raise OSError(28, "No space left on device")
 
-        def flush(self) -> None: ...
+        def flush(self): ...
 
-        def close(self) -> None: ...
+        def close(self): ...
 
     monkeypatch.setattr(log.log._file, "stream", Full())
     monkeypatch.setattr(log.log._file, "shouldRollover", lambda _: False)
@@ -273,7 +268,7 @@ def test_a_full_disk_is_counted(tokenizer: Any, tmp_path: Path, monkeypatch: pyt
     assert (log.count("failed"), log.count("written")) == (1, 0)
 
 
-def test_a_place_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused(tokenizer, tmp_path):
     with pytest.raises(ConfigurationError, match=r"telemetry\.path .* cannot be written: No such file or directory"):
         Log(tokenizer, tmp_path / "missing" / "trace.jsonl")
 
@@ -291,12 +286,12 @@ def test_a_place_that_cannot_be_written_is_refused(tokenizer: Any, tmp_path: Pat
         (b"\xff\xfe", {}),
     ],
 )
-def test_usage_is_taken_where_it_stands(tail: bytes, usage: dict[str, Any]) -> None:
+def test_usage_is_taken_where_it_stands(tail, usage):
     assert usage_in(tail) == usage
 
 
 @pytest.mark.parametrize("wrong", [b'{"usage": {"prompt_tokens": -1, "prompt_tokens_details": 5}}', b'{"usage": {}}'])
-def test_a_replicas_nonsense_is_left_out(tokenizer: Any, tmp_path: Path, wrong: bytes) -> None:
+def test_a_replicas_nonsense_is_left_out(tokenizer, tmp_path, wrong):
     log = Log(tokenizer, tmp_path / "trace.jsonl")
     log.write(served(1, tail=wrong))
     line = TraceLine.model_validate_json((tmp_path / "trace.jsonl").read_text())

@@ -1,7 +1,5 @@
 """Events as they are written: the models read them, ids count from 1, and no tokens, salts or text are in them."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 
@@ -35,7 +33,7 @@ def writer(request):
     st.binary(max_size=MAX_SKETCH_BYTES),
     st.sampled_from(EventFormat),
 )
-def test_all_that_is_written_is_read(donor_id, tokens, digest, sketch, form) -> None:
+def test_all_that_is_written_is_read(donor_id, tokens, digest, sketch, form):
     namespace = BASE_NAMESPACE.for_request("salt", "lora:1")
     payload = EventWriter(EMITTER, form).registered(donor_id, namespace, "host", tokens, digest, sketch)
     data = decode(payload).data
@@ -44,7 +42,7 @@ def test_all_that_is_written_is_read(donor_id, tokens, digest, sketch, form) -> 
     assert CacheNamespace.from_dict(data.namespace) == namespace
 
 
-def test_the_largest_message_fits() -> None:
+def test_the_largest_message_fits():
     namespace = dataclasses.replace(BASE_NAMESPACE, model="m" * 4000, tokenizer="t" * 4000).for_request("s" * 4096, "a")
     sketch = sketch_of(text(1, 100_000), bytes(16), MAX_ENTRIES).to_bytes()
     donor = {"donor_id": "d" * 256, "namespace": namespace, "sketch": sketch, "embedding": np.ones(4096, np.float32)}
@@ -54,7 +52,7 @@ def test_the_largest_message_fits() -> None:
         assert decode(payload).data.donor_id == "d" * 256
 
 
-def test_a_namespace_too_large_takes_no_id(writer) -> None:
+def test_a_namespace_too_large_takes_no_id(writer):
     extra = {f"field-{number}": "x" * 4000 for number in range(5)}
     namespace = dataclasses.replace(BASE_NAMESPACE, extra=extra).for_request(None, None)
     with pytest.raises(EventError, match="namespace of"):
@@ -63,7 +61,7 @@ def test_a_namespace_too_large_takes_no_id(writer) -> None:
 
 
 @pytest.mark.known_defect(32)
-def test_embeddings_go_out_only_when_asked_for() -> None:
+def test_embeddings_go_out_only_when_asked_for():
     embedding = np.arange(384, dtype=np.float32)
     donor = DONOR | {"embedding": embedding}
     silent = decode(EventWriter(EMITTER, EventFormat.JSON).registered(**donor))
@@ -74,7 +72,7 @@ def test_embeddings_go_out_only_when_asked_for() -> None:
     assert len(payload) < 4000
 
 
-def test_no_salt_and_no_tokens_are_written(writer) -> None:
+def test_no_salt_and_no_tokens_are_written(writer):
     tokens = np.arange(70_001, 70_401, dtype=np.int32)
     namespace = BASE_NAMESPACE.for_request("tenant-acme", None)
     key = sketch_key(namespace.key, "tenant-acme")
@@ -86,6 +84,6 @@ def test_no_salt_and_no_tokens_are_written(writer) -> None:
     assert decode(payload).data.tenant_key == "semblend:tenant:v1:9332cc3fc0ec09d0f04fa8e1e08637b5"
 
 
-def test_digest_of_unsalted_tokens_is_the_packed_one() -> None:
+def test_digest_of_unsalted_tokens_is_the_packed_one():
     assert token_digest(np.array([1, 2, 3], dtype=np.int32)) == 13041116711478803063
     assert token_digest(np.array([1, 2, 3], dtype=np.int32), bytes(16)) != 13041116711478803063

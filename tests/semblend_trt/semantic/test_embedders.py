@@ -1,7 +1,5 @@
 """Embedders: what their vectors say, how long texts are cut, and the messages about missing packages and models."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -12,7 +12,7 @@ from semblend_trt.semantic.index import SemanticIndex
 DIM = 32
 
 
-def unit(seed: int, count: int = 1) -> np.ndarray:
+def unit(seed, count=1):
     vectors = np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
@@ -20,7 +20,7 @@ def unit(seed: int, count: int = 1) -> np.ndarray:
 class AgainstPlainSearch(RuleBasedStateMachine):
     """Adds, replaces and removes in any order; a search is exact but for rounding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.index = SemanticIndex(DIM)
         self.held: dict[str, tuple[str, np.ndarray]] = {}

@@ -1,7 +1,5 @@
 """Neighbours: what is found and forgotten, and that serving never waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """The exported graph against the model that it was made from, with the real weights of all-MiniLM-L6-v2."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Spans land at their positions, rotated, from either tier, staged or not, and nothing else is written; a plan that
 cannot be loaded harms no other."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

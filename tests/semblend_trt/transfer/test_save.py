@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from threading import Event
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,11 +19,6 @@ from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostWriter
 from tests.semblend_trt.held_donors import held_in, held_kv
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from semblend_trt.donors.offload import SavedDonor
-
 GEOMETRY = KvGeometry(2, 1, 8, 4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
 TOKENS = 7
@@ -33,21 +27,21 @@ TOKENS = 7
 class OtherRank:
     """What the other rank tells next: the tokens that it holds of each donor, -1 where it is not done."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens: list[int] = []
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, own):
         assert len(own) == len(self.tokens)
         return [own, self.tokens]
 
 
 @pytest.fixture
-def other() -> OtherRank:
+def other():
     return OtherRank()
 
 
 @pytest.fixture
-def saver(other: OtherRank) -> Iterator[DonorSaver]:
+def saver(other):
     pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
     device = DeviceTier(4, GEOMETRY, torch.float32, torch.device("cpu"))
     store = DonorStore(HostTier(1 << 20), device)
@@ -57,18 +51,18 @@ def saver(other: OtherRank) -> Iterator[DonorSaver]:
     built.close()
 
 
-def save(saver: DonorSaver, tier: Tier = Tier.HOST) -> None:
+def save(saver, tier=Tier.HOST):
     saver.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
     saver.drain()
 
 
-def finished(saver: DonorSaver) -> SavedDonor:
+def finished(saver):
     ((request_id, saved),) = saver.finished()
     assert request_id == 1
     return saved
 
 
-def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other: OtherRank) -> None:
+def test_a_save_has_ended_when_the_slowest_rank_is_done(saver, other):
     save(saver)
     other.tokens = [-1]
     assert saver.finished() == []
@@ -78,7 +72,7 @@ def test_a_save_has_ended_when_the_slowest_rank_is_done(saver: DonorSaver, other
     assert saver.finished() == []
 
 
-def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, other: OtherRank) -> None:
+def test_what_another_rank_could_not_save_is_kept_by_none(saver, other):
     save(saver)
     assert "donor" in held_in(saver._store)
     other.tokens = [0]
@@ -87,21 +81,21 @@ def test_what_another_rank_could_not_save_is_kept_by_none(saver: DonorSaver, oth
     assert "donor" not in held_in(saver._store)
 
 
-def test_a_donor_is_as_long_as_its_shortest_part(saver: DonorSaver, other: OtherRank) -> None:
+def test_a_donor_is_as_long_as_its_shortest_part(saver, other):
     save(saver)
     other.tokens = [4]
     saved = finished(saver)
     assert (saved.tokens, saved.error) == (4, None)
 
 
-def test_an_own_failure_is_told_with_its_reason(saver: DonorSaver, other: OtherRank) -> None:
+def test_an_own_failure_is_told_with_its_reason(saver, other):
     saver._store.host.byte_budget = 0
     save(saver)
     other.tokens = [TOKENS]
     assert str(finished(saver).error).startswith("CapacityError: donor donor needs")
 
 
-def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSaver, other: OtherRank) -> None:
+def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver, other):
     save(saver, Tier.DEVICE)
     other.tokens = [TOKENS]
     finished(saver)
@@ -119,7 +113,7 @@ def test_a_donor_that_another_rank_lost_on_its_way_down_is_lost(saver: DonorSave
 
 
 @pytest.fixture
-def snapshotting() -> Iterator[DonorSaver]:
+def snapshotting():
     """A saver of an engine that does not hold what is saved, with room for two blocks."""
     pool = torch.rand(4, 2, 2, GEOMETRY.row_elements)
     store = DonorStore(HostTier(1 << 20), None)
@@ -129,7 +123,7 @@ def snapshotting() -> Iterator[DonorSaver]:
     built.close()
 
 
-def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting: DonorSaver) -> None:
+def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting):
     snapshotting.start(SaveIntent(1, "long", 11), [2, 0, 1], 11)
     snapshotting.drain()
     assert finished(snapshotting).tokens == 8
@@ -137,7 +131,7 @@ def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting: DonorSaver) ->
     assert torch.equal(kv[:, :, :, 4:], snapshotting._pool[0].view(2, 2, 1, 4, 8))
 
 
-def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -> None:
+def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting):
     go_on = Event()
     snapshotting._thread.submit(go_on.wait)
     for request_id, donor_id in ((1, "first"), (2, "second")):
@@ -151,7 +145,7 @@ def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting: DonorSaver) -
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
-def test_a_snapshot_is_given_back_however_the_save_ends(snapshotting: DonorSaver, tier: Tier) -> None:
+def test_a_snapshot_is_given_back_however_the_save_ends(snapshotting, tier):
     for _ in range(3):  # there is no device tier: those saves fail
         snapshotting.start(SaveIntent(1, "donor", TOKENS, tier), [2, 0], TOKENS)
         snapshotting.drain()

@@ -27,18 +27,18 @@ DEVICES = [CPU] + [torch.device("cuda")] * torch.cuda.is_available()
 MOVES = ((0, 3, 9, 11), (1, 0, 21, 5), (0, 13, 40, 1), (1, 9, 27, 4))  # donor, its start, the target's, length
 
 
-def host_donor(tokens: int, seed: int, device: torch.device = CPU) -> ContiguousKv:
+def host_donor(tokens, seed, device=CPU):
     """A donor in host memory that `device` may read."""
     memory = torch.randn(5, tokens, 2, 2, 8, generator=torch.Generator().manual_seed(seed))
     return ContiguousKv((memory if device.type == "cpu" else memory.pin_memory()).permute(0, 2, 3, 1, 4))
 
 
-def empty_target(device: torch.device = CPU) -> PagedKv:
+def empty_target(device=CPU):
     pool = torch.full((20, 5, 2, GEOMETRY.row_elements), math.nan, device=device)
     return PagedKv(pool, torch.tensor([7, 2, 9, 0, 4, 6, 13, 1, 19, 3, 11]), GEOMETRY)
 
 
-def staging(tokens: int, slots: int = 2, device: torch.device = CPU) -> Staging:
+def staging(tokens, slots=2, device=CPU):
     return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.float32, device)
 
 
@@ -67,7 +67,7 @@ class Queues:
     """Stands for a card's streams, "copies" and "moves": notes what a reader queues on each. An event is a number, of
     what was recorded last."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.copies: list[str] = []
         self.moves: list[str] = []
         self._current, self._events = "", count()
@@ -78,7 +78,7 @@ class Queues:
         monkeypatch.setattr(staging_module, "LayerMoves", lambda *each: self._note("table") or LayerMoves(*each))
         monkeypatch.setattr(LayerMoves, "make", lambda *each: self._note("move") or make(*each))
 
-    def reader(self) -> HostReader:
+    def reader(self):
         """A reader with two slots for 12 tokens of one layer."""
         reader = HostReader(CPU, ROTATION, staging(12))
         reader._copies, reader._moves = "copies", "moves"

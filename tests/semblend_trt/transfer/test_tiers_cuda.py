@@ -1,7 +1,5 @@
 """What only a card can show: that streams are ordered. Work that must wait is put behind a kernel that takes long."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 
@@ -38,11 +36,11 @@ A_WHILE = 200_000_000  # cycles, about a tenth of a second
 AT_ONCE = 7
 
 
-def pinned_tier(size: int) -> HostTier:
+def pinned_tier(size):
     return HostTier(size, HostMemory(size, lock=True))
 
 
-def random_kv(seed: int, tokens: int = TOKENS) -> torch.Tensor:
+def random_kv(seed, tokens=TOKENS):
     """[layers, 2, kv_heads, tokens, head_dim] on the host."""
     return torch.randn(12, 2, 4, tokens, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -67,20 +65,20 @@ def test_neither_the_first_save_nor_the_first_load_compiles_a_move():
         triton.knobs.runtime.jit_post_compile_hook = None
 
 
-def engine_pool() -> torch.Tensor:
+def engine_pool():
     return torch.full((BLOCKS, 12, 2, GEOMETRY.row_elements), torch.nan, dtype=torch.bfloat16, device="cuda")
 
 
-def staging(slots: int, tokens: int = 700) -> Staging:
+def staging(slots, tokens=700):
     return Staging(tokens * slots * ROW_BYTES, slots, GEOMETRY, torch.bfloat16, torch.device("cuda"))
 
 
-def put(pool: torch.Tensor, block_ids: range, kv: torch.Tensor) -> None:
+def put(pool, block_ids, kv):
     target = PagedKv(pool, torch.tensor(list(block_ids)), GEOMETRY)
     kv_move([Move(ContiguousKv(kv.cuda()), 0, 0, kv.shape[3])], target, ROTATION)
 
 
-def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
+def taken(source, tokens=TOKENS):
     out = torch.empty(12, 2, 4, tokens, 64, dtype=torch.bfloat16, device="cuda")
     kv_move([Move(source, 0, 0, tokens)], ContiguousKv(out), ROTATION)
     return out
@@ -89,7 +87,7 @@ def taken(source: PagedKv | ContiguousKv, tokens: int = TOKENS) -> torch.Tensor:
 class Card:
     """A rank on the card: the arena holds donor "near", the host "far"."""
 
-    def __init__(self, awaited: bool = False, host_tokens: int = 10 * TOKENS) -> None:
+    def __init__(self, awaited=False, host_tokens=10 * TOKENS):
         self.pool = engine_pool()
         device = self.pool.device
         self.store = DonorStore(
@@ -104,14 +102,14 @@ class Card:
         self.keep("near", Tier.DEVICE, 1)
         self.keep("far", Tier.HOST, 2)
 
-    def keep(self, donor_id: str, tier: Tier, seed: int) -> None:
+    def keep(self, donor_id, tier, seed):
         put(self.pool, range(60, 92), random_kv(seed))
         self.saver.start(SaveIntent(0, donor_id, TOKENS, tier), list(range(60, 92)), TOKENS)
         self.saver.drain()
         ((_, saved),) = self.saver.finished()
         assert saved.error is None
 
-    def read(self, donor_id: str) -> torch.Tensor:
+    def read(self, donor_id):
         with self.store.reading(donor_id) as kv:
             return taken(kv) if isinstance(kv, PagedKv) else kv.tensor.clone()
 
@@ -127,7 +125,7 @@ SPANS = (PlanSpan("far", 100, 137, 800), PlanSpan("near", 3, 950, 500), PlanSpan
 PLAN = plan_of(*SPANS, prompt=1600, block_size=32, layers=12, blocks=tuple(range(50)))
 
 
-def expected_pool(before: torch.Tensor) -> torch.Tensor:
+def expected_pool(before):
     pool = before.clone()
     donors = {"near": ContiguousKv(random_kv(1).cuda()), "far": ContiguousKv(random_kv(2).cuda())}
     moves = [Move(donors[span.donor_id], span.donor_start, span.target_start, span.length) for span in PLAN.spans]
@@ -135,7 +133,7 @@ def expected_pool(before: torch.Tensor) -> torch.Tensor:
     return pool
 
 
-def assert_equal(pool: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_equal(pool, expected):
     torch.testing.assert_close(pool, expected, atol=0, rtol=0, equal_nan=True)
 
 

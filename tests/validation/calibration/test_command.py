@@ -1,10 +1,7 @@
 """The commands on small models and few short prompts: profiles that are made, and that reach another engine where they
 are as good as cold there."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,13 +17,6 @@ from validation.measurement import BatchServer, ServingSettings
 from validation.models import shipped_model
 from validation.trtllm_engine import TrtllmEngines
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from validation.engines import Engines
-    from validation.serving import Reuse
-
 FAMILIES = "reordered,header_trap"
 # Fourteen groups show that no more than so wide a margin is lost.
 SHORT = ("--groups", "14", "--budget", "28", "--margin", "0.3", "--tokens", "512", "--max-tokens", "8")
@@ -36,30 +26,28 @@ MADE_WITH = {"groups": 14, "budget": 28, "questions": 1, "tokens": 512, "seed": 
 SETTINGS = ServingSettings(str(shipped_model()), max_tokens=8, batch=4)
 
 
-def told(profile: ReuseProfile, what: str) -> list[dict[str, Any]]:
+def told(profile, what):
     """The profile's figures of one kind."""
     return [figure for figure in profile.figures if figure["what"] == what]
 
 
-def calibrate(path: Path, *options: str) -> int:
+def calibrate(path, *options):
     few = ("--screening-groups", "10", "--generations", "0", "--families", FAMILIES, "--output", str(path))
     return main(["calibrate", *SHORT, *few, *options])
 
 
-def confirm(path: Path, *options: str, engine: str = "trtllm") -> int:
+def confirm(path, *options, engine="trtllm"):
     return main(["confirm", "--profile", str(path), "--engine", engine, *options])
 
 
-def reuse_in(engines: Engines, path: Path) -> list[Reuse]:
+def reuse_in(engines, path):
     """What the arm verified reuses of a harmless family."""
     cases = write_cases(engines, FamilyRequest(("reordered",), groups=2, questions=1, tokens=512))
     [arm] = arms_of([VERIFIED], ArmChoices(engines.facts.num_layers, boundary=1, profile=path, profile_layers=2))
     return [answer.reuse for answer in BatchServer(engines, cases, SETTINGS).answers(arm).values()]
 
 
-def test_the_header_trap_rules_cheap_policies_out_and_a_check_passes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_header_trap_rules_cheap_policies_out_and_a_check_passes(tmp_path, capsys, monkeypatch):
     path = tmp_path / "profile.json"
     for module in (reuse_profile, command):
         monkeypatch.setattr(module, "EVIDENCE_FAMILIES", tuple(FAMILIES.split(",")))
@@ -95,9 +83,7 @@ def test_the_header_trap_rules_cheap_policies_out_and_a_check_passes(
     assert capsys.readouterr().out.splitlines()[-1].endswith("profile.json")
 
 
-def test_a_model_that_answers_nothing_gets_exact_spans_only(
-    tiny_qwen2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_answers_nothing_gets_exact_spans_only(tiny_qwen2_path, tmp_path, capsys):
     path = tmp_path / "profile.json"
     model = ("--model", str(tiny_qwen2_path), "--device", "cpu", "--form", "yardstick")
     assert calibrate(path, *model, "--tokens", "960", "--max-tokens", "2") == 1
@@ -115,12 +101,12 @@ def test_a_model_that_answers_nothing_gets_exact_spans_only(
     ],
 )
 def test_own_prompts_need_references_and_donors(
-    tmp_path_factory: pytest.TempPathFactory,
-    check_refused: Callable[[list[str], str], None],
-    count: int,
-    change: dict[str, object],
-    sentence: str,
-) -> None:
+    tmp_path_factory,
+    check_refused,
+    count,
+    change,
+    sentence,
+):
     cases = [{"id": f"c{i}", "donors": ["text"], "prompt": "text", "reference": "text"} for i in range(count)]
     path = tmp_path_factory.mktemp("own") / "cases.jsonl"
     path.write_text("".join(json.dumps(case) + "\n" for case in [cases[0] | change, *cases[1:]]))
@@ -148,17 +134,15 @@ def test_own_prompts_need_references_and_donors(
         (["--output", "."], "is a folder"),
     ],
 )
-def test_bad_usage_of_calibrate_is_one_sentence_and_leaves_nothing(
-    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
-) -> None:
+def test_bad_usage_of_calibrate_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
     check_refused(["calibrate", *arguments], sentence)
 
 
 @pytest.fixture
-def made(shipped: EmbeddedEngines, tmp_path: Path) -> Callable[..., Path]:
+def made(shipped, tmp_path):
     """Writes a profile of the embedded engine; `fields` as of `ReuseProfile.made_for`."""
 
-    def make(kv_dtype: str = "auto", **fields: Any) -> Path:
+    def make(kv_dtype="auto", **fields):
         figures = [{"what": "rule", "margin": 0.3}, {"what": "prompts", **MADE_WITH}]
         figures += [{"what": "confirmed", "family": name} for name in FAMILIES.split(",")]
         name = terms_name("verified", 0, CHECK)
@@ -173,7 +157,7 @@ def made(shipped: EmbeddedEngines, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.usefixtures("_trtllm")
-def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made: Callable[..., Path]) -> None:
+def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made):
     path, trtllm = made(), TrtllmEngines(str(shipped_model()))
     assert {(each.reason, each.reused) for each in reuse_in(trtllm, path)} == {("profile_mismatch", 0)}
     assert confirm(path) == 0
@@ -221,12 +205,12 @@ def test_a_profile_from_elsewhere_is_confirmed_and_then_reuses_moved_text(made: 
     ],
 )
 def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(
-    made: Callable[..., Path],
-    fields: dict[str, Any],
-    options: tuple[str, ...],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    made,
+    fields,
+    options,
+    said,
+    capsys,
+):
     path = made(**fields)
     before, output = path.read_bytes(), path.with_name("other.json")
     assert confirm(path, *options, "--output", str(output)) == 1
@@ -237,9 +221,7 @@ def test_a_profile_that_does_not_hold_in_the_engine_stays_as_it_is(
     assert "stays as it is" in shown
 
 
-def test_an_engine_that_is_listed_is_confirmed_again(
-    made: Callable[..., Path], shipped: EmbeddedEngines, tmp_path: Path
-) -> None:
+def test_an_engine_that_is_listed_is_confirmed_again(made, shipped, tmp_path):
     """With KV in fp8, the dtype that the profile was made for, and in no other."""
     path, output = made("fp8", generations=1), tmp_path / "out" / "profile.json"
     assert confirm(path, "--output", str(output), engine="embedded") == 0
@@ -254,7 +236,7 @@ def test_an_engine_that_is_listed_is_confirmed_again(
     assert {(each.reason, each.reused) for each in reuse_in(shipped, output)} == {("profile_mismatch", 0)}
 
 
-def test_nothing_but_the_engine_may_differ(made: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_but_the_engine_may_differ(made, capsys):
     path = made()
     held = ReuseProfile.read(path)
     held.model_copy(update={"namespace": {**held.namespace, "model_revision": "other"}}).write(path)
@@ -277,12 +259,12 @@ def test_nothing_but_the_engine_may_differ(made: Callable[..., Path], capsys: py
     ],
 )
 def test_bad_usage_of_confirm_is_one_sentence(
-    made: Callable[..., Path],
-    fields: dict[str, Any],
-    options: tuple[str, ...],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    made,
+    fields,
+    options,
+    sentence,
+    capsys,
+):
     path = made(**fields)
     before = path.read_bytes()
     assert confirm(path, *options, engine="embedded") == 2
@@ -292,7 +274,7 @@ def test_bad_usage_of_confirm_is_one_sentence(
 
 
 @pytest.mark.usefixtures("_trtllm")
-def test_a_calibration_inside_tensorrt_llm_finds_what_its_own_answers_allow(tmp_path: Path) -> None:
+def test_a_calibration_inside_tensorrt_llm_finds_what_its_own_answers_allow(tmp_path):
     path = tmp_path / "profile.json"
     assert calibrate(path, "--engine", "trtllm") == 0
     profile = ReuseProfile.read(path)

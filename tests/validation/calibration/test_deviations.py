@@ -1,9 +1,5 @@
 """Deviations of the shipped model: small where only the place changed, large where the header did."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,24 +7,18 @@ import torch
 from kernels.rope import rotate_keys
 from semblend_trt.connector.model_facts import model_facts
 from tests.random_models import CHUNK, WINDOW, random_model
-from validation.calibration.deviations import DeviationCollector, PromptDeviations
+from validation.calibration.deviations import DeviationCollector
 from validation.cases import TokenisedCase, Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-    from semblend_trt.connector.model_facts import ModelFacts
-    from validation.embedded_engine import EmbeddedEngines
-
-
-def collected(shipped: EmbeddedEngines, family: str, kv_dtype: torch.dtype | None = None) -> list[PromptDeviations]:
+def collected(shipped, family, kv_dtype=None):
     cases = write_cases(shipped, FamilyRequest((family,), groups=2, questions=2, tokens=640))
     collector = DeviationCollector(shipped.runner.model, shipped.facts, 64, kv_dtype)
     return [found for found in collector.collect(cases, Tokeniser(shipped, 8).tokenise) if found is not None]
 
 
-def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEngines) -> None:
+def test_every_layer_of_each_groups_first_prompt_is_compared(shipped):
     found = collected(shipped, "reordered")
     assert len(found) == 2
     for prompt in found:
@@ -38,7 +28,7 @@ def test_every_layer_of_each_groups_first_prompt_is_compared(shipped: EmbeddedEn
         assert prompt.values[0].max() < 1e-4
 
 
-def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped: EmbeddedEngines) -> None:
+def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped):
     """A half of 2^-3 at most for each of three roundings, to the nearest of 8 steps between powers of 2."""
     for prompt, own in zip(
         collected(shipped, "reordered", torch.float8_e4m3fn), collected(shipped, "reordered"), strict=True
@@ -53,7 +43,7 @@ def test_fp8_adds_the_rounding_of_what_is_stored_and_moved(shipped: EmbeddedEngi
 FP8 = torch.float8_e4m3fn
 
 
-def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEngines) -> None:
+def test_another_header_deviates_far_more_than_another_place(shipped):
     harmless, traps = (
         np.concatenate([prompt.values[2] for prompt in collected(shipped, family)])
         for family in ("reordered", "header_trap")
@@ -62,7 +52,7 @@ def test_another_header_deviates_far_more_than_another_place(shipped: EmbeddedEn
 
 
 @pytest.mark.parametrize(("family", "seen"), [("gpt_oss", WINDOW), ("gemma3_text", WINDOW), ("llama4_text", CHUNK)])
-def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path: Path, family: str, seen: int) -> None:
+def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, family, seen):
     model = random_model(family)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
@@ -78,7 +68,7 @@ def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path: Path
         torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 
 
-def latent_model(folder: Path) -> tuple[Any, ModelFacts]:
+def latent_model(folder):
     """A random model with latent attention (MLA), and its facts."""
     model = random_model("deepseek_v3")
     model.config.architectures = [type(model).__name__]
@@ -86,7 +76,7 @@ def latent_model(folder: Path) -> tuple[Any, ModelFacts]:
     return model, model_facts(folder)
 
 
-def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tmp_path: Path) -> None:
+def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tmp_path):
     """In the lowest layer: channels free of position are the same bytes, and those that turn are rounded thrice."""
     model, facts = latent_model(tmp_path)
     tokens = torch.randint(0, 256, (190,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -105,7 +95,7 @@ def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tm
     assert 0.8 < np.median(found[1][1]) / np.median(found[0][1]) < 1.25
 
 
-def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
+def test_latent_rows_are_those_that_an_engine_moves(tmp_path):
     """In the lowest layer, where they depend on token and position alone, a moved row is that of the new place."""
     model, facts = latent_model(tmp_path)
     tokens = torch.randint(0, 256, (140,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -120,11 +110,11 @@ def test_latent_rows_are_those_that_an_engine_moves(tmp_path: Path) -> None:
     assert float((before[1, :, :512] - after[1, :, :512]).abs().max()) > 0.5
 
 
-def test_nothing_is_found_where_nothing_is_shared(shipped: EmbeddedEngines) -> None:
+def test_nothing_is_found_where_nothing_is_shared(shipped):
     assert collected(shipped, "unrelated") == []
 
 
-def test_prompts_of_all_lengths_at_once_deviate_as_each_alone(shipped: EmbeddedEngines) -> None:
+def test_prompts_of_all_lengths_at_once_deviate_as_each_alone(shipped):
     cases = [
         case
         for family, tokens in (("reordered", 640), ("unrelated", 640), ("header_trap", 512), ("planted", 512))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,16 +33,11 @@ from validation.families.catalog import Kind
 from validation.metrics import evidence
 from validation.samples import line_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from validation.samples import Sample
-
 LAYERS = 4
 LENGTHS = (100, 100)
 
 
-def prompts(means: tuple[float, float], seed: int, layers: int = LAYERS) -> list[PromptDeviations]:
+def prompts(means, seed, layers=LAYERS):
     """Ten prompts of two spans whose tokens deviate around `means`, in every layer."""
     rng = np.random.default_rng(seed)
     found = []
@@ -56,7 +52,7 @@ def prompts(means: tuple[float, float], seed: int, layers: int = LAYERS) -> list
 HARMLESS, TRAPS = prompts((0.04, 0.05), 1), prompts((0.05, 0.26), 2)
 
 
-def test_one_threshold_lies_in_the_gap_between_the_spans() -> None:
+def test_one_threshold_lies_in_the_gap_between_the_spans():
     found = thresholds(HARMLESS, TRAPS, layer=1)
     assert found == sorted(found)
     gap = found[-1]
@@ -64,7 +60,7 @@ def test_one_threshold_lies_in_the_gap_between_the_spans() -> None:
     assert all(0.03 < value < 0.08 for value in found[:-1])
 
 
-def test_other_prompts_of_the_same_families_nominate_the_same_thresholds_or_their_neighbours() -> None:
+def test_other_prompts_of_the_same_families_nominate_the_same_thresholds_or_their_neighbours():
     steps = [
         [math.log(value, 1.2) for value in thresholds(prompts((0.04, 0.05), seed), prompts((0.05, 0.26), seed + 50), 1)]
         for seed in range(3, 8)
@@ -73,7 +69,7 @@ def test_other_prompts_of_the_same_families_nominate_the_same_thresholds_or_thei
     assert max(found[-1] for found in steps) - min(found[-1] for found in steps) <= 1.01
 
 
-def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it() -> None:
+def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it():
     assert thresholds([], TRAPS, 1) == []
     assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
     far = prompts((2.0, 3.0), 3)
@@ -91,13 +87,11 @@ def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_
         pytest.param(HARMLESS, {"threshold": 0.1, "layer": 2}, 100, 1.0, id="nothing but heads"),
     ],
 )
-def test_the_computed_share_is_that_of_the_layers_and_tokens(
-    found: list[PromptDeviations], check: dict[str, float], heads: int, share: float
-) -> None:
+def test_the_computed_share_is_that_of_the_layers_and_tokens(found, check, heads, share):
     assert computed_share(ProfileCheck(**check), heads, found, LAYERS) == pytest.approx(share)
 
 
-def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_compare() -> None:
+def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_compare():
     dense = ProfileCheck(layer=2, threshold=0.1)
     found = sampled_checks(dense, HARMLESS)
     assert {check.sample_every for check in found} == {SAMPLE_EVERY, SAMPLE_EVERY // 2}
@@ -118,7 +112,7 @@ def test_samples_are_tried_at_bounds_of_harmless_windows_and_cost_what_they_comp
     assert computed_share(strict, 0, HARMLESS, LAYERS) == computed_share(dense, 0, HARMLESS, LAYERS)
 
 
-def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window() -> None:
+def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window():
     values = np.arange(2 * 70, dtype=np.float32).reshape(2, 70)
     prompt = PromptDeviations("f", values, (33, 37), 0, 70)
     compared = sample_of([33, 37], 8, WINDOW_TOKENS, 0)
@@ -127,7 +121,7 @@ def test_the_mean_of_a_sample_is_that_of_what_it_compares_in_each_window() -> No
     assert prompt.sample_means(1, 8, WINDOW_TOKENS) == pytest.approx(means)
 
 
-def test_what_a_sample_did_not_see_is_told() -> None:
+def test_what_a_sample_did_not_see_is_told():
     values = np.zeros((2, 96), dtype=np.float32)
     compared = sample_of([96], SAMPLE_EVERY, WINDOW_TOKENS, 0)
     hidden = next(token for token in range(64, 96) if token not in compared)
@@ -142,7 +136,7 @@ def test_what_a_sample_did_not_see_is_told() -> None:
     assert unseen_share(check.model_copy(update={"sample_every": 0}), 0, [prompt]) == 0.0
 
 
-def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span() -> None:
+def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span():
     values = np.array([[0.0] * 6, [9.0, 9.0, 0.1, 9.0, 0.3, 0.1]], dtype=np.float32)
     prompt = PromptDeviations("f", values, (1, 2, 3), 4, 10)
     assert prompt.kept(None, 1).tolist() == [False, False, True, False, True, True]
@@ -151,7 +145,7 @@ def test_heads_are_computed_and_what_lies_behind_them_is_checked_span_by_span() 
     assert not prompt.kept(SpanCheck(1, 0.2), 3).any()
 
 
-def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens() -> None:
+def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of_tokens():
     found = window_thresholds(HARMLESS, 1)
     assert found == sorted(found)
     assert all(0.03 < value < 0.06 for value in found)
@@ -161,7 +155,7 @@ def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of
     assert all(check.window_threshold is None or check.window_threshold < check.threshold for check in checks)
 
 
-def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
+def test_candidates_come_by_computed_share_and_each_can_be_a_profile():
     found = candidates(HARMLESS, TRAPS, LAYERS)
     assert found[0] == Candidate("position_fix", 0.0)
     shares = [each.computed_share for each in found]
@@ -174,7 +168,7 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile() -> None:
     assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
 
 
-def test_no_check_is_tried_that_sees_no_further_than_a_window() -> None:
+def test_no_check_is_tried_that_sees_no_further_than_a_window():
     found = candidates(HARMLESS, TRAPS, LAYERS, lowest_check=2)
     assert {each.check.layer for each in found if each.check is not None} == {2, 3}
     assert [each for each in found if each.check is None] == [
@@ -182,7 +176,7 @@ def test_no_check_is_tried_that_sees_no_further_than_a_window() -> None:
     ]
 
 
-def test_means_are_of_each_span_and_of_its_windows() -> None:
+def test_means_are_of_each_span_and_of_its_windows():
     values = np.array([[1.0, 3.0, *[5.0] * WINDOW_TOKENS, 7.0]], dtype=np.float32)
     prompt = PromptDeviations("f", values, (2, WINDOW_TOKENS + 1), 0, values.size)
     assert prompt.span_means(0).tolist() == [2.0, pytest.approx(5.0 + 2.0 / (WINDOW_TOKENS + 1))]
@@ -196,31 +190,25 @@ DEEP, DEEP_TRAPS = prompts((0.04, 0.05), 1, DEEP_LAYERS), prompts((0.05, 0.26), 
 class Answers:
     """In place of trials: the candidates in `holding` lose nothing, all others fail; what was compared is `told`."""
 
-    def __init__(
-        self, holding: Collection[Candidate], asked: list[Candidate], told: tuple[Comparison, ...] = ()
-    ) -> None:
+    def __init__(self, holding, asked, told=()):
         self.holding, self.asked, self.told = holding, asked, told
 
-    def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
+    def known(self, families, count, tell):
         return list(families)
 
-    def deviations(self, family: str, count: int) -> list[PromptDeviations]:
+    def deviations(self, family, count):
         return [replace(prompt, family=family) for prompt in (DEEP_TRAPS if family == "trap" else DEEP)]
 
-    def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+    def judge(self, path, families, rule, title):
         return Verdict(self.told, inferior=None if self.asked[-1] in self.holding else "trap")
 
 
-def searched(
-    holding: Collection[Candidate], generations: Sequence[int] = (), told: tuple[Comparison, ...] = ()
-) -> Found:
+def searched(holding, generations=(), told=()):
     asked: list[Candidate] = []
     return search_of(Answers(holding, asked, told), asked, generations).run()
 
 
-def search_of(
-    trials: Any, asked: list[Candidate], generations: Sequence[int] = (), sample_tries: int = 2, **options: Any
-) -> Search:
+def search_of(trials, asked, generations=(), sample_tries=2, **options):
     """A search whose candidates come to `asked` one after the other."""
     rule = Rule((1,), 0.1, 0.95, proof=False)
     kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
@@ -231,7 +219,7 @@ def search_of(
     )
 
 
-def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_cheapest_sample_of_it() -> None:
+def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_cheapest_sample_of_it():
     ordered = candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS)
     deeper = next(each for each in ordered if each.check is not None and each.check.layer == 2)
     near = [each for each in ordered if each.check is not None and each.check.layer == 1 and each != deeper]
@@ -251,11 +239,11 @@ def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_che
 
 
 @pytest.mark.parametrize("evidence", [(), ("harmless", "trap"), ("harmless", "another")])
-def test_what_leaves_text_unchecked_is_tried_where_the_families_can_justify_it(evidence: tuple[str, ...]) -> None:
+def test_what_leaves_text_unchecked_is_tried_where_the_families_can_justify_it(evidence):
     asked: list[Candidate] = []
 
     class AllHold(Answers):
-        def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+        def judge(self, path, families, rule, title):
             return Verdict(self.told)
 
     search = search_of(AllHold((), asked), asked, evidence=evidence)
@@ -271,13 +259,13 @@ def test_what_leaves_text_unchecked_is_tried_where_the_families_can_justify_it(e
 
 
 @pytest.mark.parametrize("tries", [0, 1, 2])
-def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_are_tried(tries: int) -> None:
+def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_are_tried(tries):
     asked: list[Candidate] = []
     checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
     dense = max(checks, key=share_of)
 
     class Screened(Answers):
-        def judge(self, path: object, families: object, rule: object, title: str) -> Verdict:
+        def judge(self, path, families, rule, title):
             check = asked[-1].check
             is_sample = check is not None and check.sample_every > 0
             holds = asked[-1] in self.holding or (is_sample and title.startswith("screen"))
@@ -291,7 +279,7 @@ def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_ar
     assert len(tried) == 1 + tries
 
 
-def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_the_others() -> None:
+def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_the_others():
     """The prompts of a failed confirmation choose among what is left, so that a layer takes one of them at most."""
     asked: list[Candidate] = []
     again: list[tuple[Candidate, Sequence[str]]] = []
@@ -300,7 +288,7 @@ def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_
     dearest = by_layer[3][-1]
 
     class Refuting(Answers):
-        def judge(self, path: object, families: Any, rule: Any, title: str) -> Verdict:
+        def judge(self, path, families, rule, title):
             if title.startswith("screen again"):
                 assert rule.confidence == 0.95
                 again.append((asked[-1], families))
@@ -320,11 +308,11 @@ def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_
 
 
 def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_then_where_it_has_lost_most(
-    make_sample: Callable[..., Sample],
-) -> None:
+    make_sample,
+):
     sample = make_sample()
 
-    def lost(family: str, share: float) -> Comparison:
+    def lost(family, share):
         found = evidence([-share] * 4, range(4))
         assert found is not None
         return Comparison(line_of(family, "verified", [sample], {sample.case_id: sample}), found, None, found)
@@ -339,7 +327,7 @@ def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_t
     assert _most_doubtful_first(Found(tried=stopped), own, families) == ["deep", "shallow", "large", "small", "none"]
 
 
-def confirmed_in_order(found: Found) -> list[Candidate]:
+def confirmed_in_order(found):
     return [each.candidate for each in found.tried if each.stage == "confirm"]
 
 
@@ -347,8 +335,8 @@ def confirmed_in_order(found: Found) -> list[Candidate]:
     ("holding", "reached", "allowed"), [((1, 3), 3, 3), ((1,), 3, 1), ((3,), 3, 0), ((1, 3), 1, 1), ((1, 3), 0, 0)]
 )
 def test_a_profile_allows_the_generations_that_hold_and_that_prompts_were_served_from(
-    make_sample: Callable[..., Sample], holding: tuple[int, ...], reached: int, allowed: int
-) -> None:
+    make_sample, holding, reached, allowed
+):
     sample = make_sample(generation=reached)
     same = evidence([0.0, 0.0], [0, 1], 0.1, 0.95)
     told = Comparison(line_of("harmless", "verified", [sample], {sample.case_id: sample}), same, None, same)
@@ -361,5 +349,5 @@ def test_a_profile_allows_the_generations_that_hold_and_that_prompts_were_served
     assert names[:2] == [first.name, f"{first.name} generations 1"]
 
 
-def share_of(candidate: Candidate) -> float:
+def share_of(candidate):
     return candidate.computed_share

@@ -1,10 +1,7 @@
 """Trials serve plants that a check misses, add prompts until a family is decided, and compare with two cold runs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ from validation.calibration.trials import (
     _check_candidate_was_tried,
     write_plants,
 )
-from validation.cases import Case, Tokeniser
+from validation.cases import Tokeniser
 from validation.embedded_engine import open_llm
 from validation.families.catalog import FamilyRequest, write_cases
 from validation.measurement import ServingSettings
@@ -34,34 +31,25 @@ from validation.metrics import evidence
 from validation.models import PROFILE_NAME, shipped_model
 from validation.samples import line_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from validation.embedded_engine import EmbeddedEngines
-    from validation.samples import Sample
-
 MIN_SPAN = 48
 BLIND = {"threshold": 1.0, "max_span_share": 1.0, "window_threshold": None}
 
 
 @pytest.fixture(scope="module")
-def collector(shipped: EmbeddedEngines) -> DeviationCollector:
+def collector(shipped):
     return DeviationCollector(shipped.runner.model, shipped.facts, MIN_SPAN)
 
 
 @pytest.fixture(scope="module")
-def profile() -> ReuseProfile:
+def profile():
     return ReuseProfile.read(shipped_model() / PROFILE_NAME)
 
 
-def with_check(profile: ReuseProfile, **fields: object) -> ReuseProfile:
+def with_check(profile, **fields):
     return profile.model_copy(update={"check": profile.check.model_copy(update=fields)})
 
 
-def test_the_planter_takes_those_of_which_most_is_kept(
-    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
-) -> None:
+def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profile):
     plants = write_plants(shipped, FamilyRequest(seed=3), ["header_trap"], 8)
     planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
     half = with_check(profile, threshold=0.8, window_threshold=None)
@@ -76,9 +64,7 @@ def test_the_planter_takes_those_of_which_most_is_kept(
     assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
 
 
-def test_what_a_policy_computes_whole_is_not_missed(
-    shipped: EmbeddedEngines, collector: DeviationCollector, profile: ReuseProfile
-) -> None:
+def test_what_a_policy_computes_whole_is_not_missed(shipped, collector, profile):
     plants = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
     planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
     assert planter.missed(plants, with_check(profile, threshold=0.0)) == [0.0]
@@ -91,10 +77,10 @@ FEW = ("system_prompt", "far_header_trap")
 
 
 @pytest.fixture
-def trials(shipped: EmbeddedEngines, collector: DeviationCollector) -> Trials:
+def trials(shipped, collector):
     """Prompts of 512 tokens of any family, but three groups only of those in FEW."""
 
-    def write(family: str, first: int, count: int) -> list[Case]:
+    def write(family, first, count):
         asked = FamilyRequest((family,), groups=count, questions=1, tokens=512, seed=5, first=first)
         if family == PLANTED:
             return write_plants(shipped, asked, [family], count)
@@ -109,8 +95,8 @@ def trials(shipped: EmbeddedEngines, collector: DeviationCollector) -> Trials:
     ("family", "reached"), [("reordered", [0, 1, 2, 3]), ("header_trap", [0, 1, 2, 3]), ("prose", [0, 1])]
 )
 def test_donors_grow_through_as_many_generations_as_there_are_documents_for(
-    shipped: EmbeddedEngines, profile: ReuseProfile, tmp_path: Path, family: str, reached: list[int]
-) -> None:
+    shipped, profile, tmp_path, family, reached
+):
     asked = FamilyRequest((family,), groups=1, questions=1, tokens=1_536, generations=3)
     [case], path = write_cases(shipped, asked), tmp_path / PROFILE_NAME
     [ungrown] = write_cases(shipped, replace(asked, generations=0))
@@ -127,17 +113,17 @@ def test_donors_grow_through_as_many_generations_as_there_are_documents_for(
     assert used == [None, *reached]
 
 
-def rule(*looks: int, proof: bool = True, margin: float = 0.5) -> Rule:
+def rule(*looks, proof=True, margin=0.5):
     return Rule(looks, margin, 0.95, proof)
 
 
-def written(profile: ReuseProfile, folder: Path, **fields: object) -> Path:
+def written(profile, folder, **fields):
     path = folder / PROFILE_NAME
     with_check(profile, **fields).write(path)
     return path
 
 
-def test_a_candidate_is_served_the_plants_that_it_misses(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
+def test_a_candidate_is_served_the_plants_that_it_misses(trials, profile, tmp_path):
     assert trials.known([PLANTED], 2, lambda _: None) == [PLANTED]
     assert len(trials.deviations(PLANTED, TRIES)) == TRIES
     verdict = trials.judge(written(profile, tmp_path, layer=1, **BLIND), [PLANTED], rule(8, margin=0.1), "")
@@ -147,7 +133,7 @@ def test_a_candidate_is_served_the_plants_that_it_misses(trials: Trials, profile
     assert found.line.follows_donor > 0.5
 
 
-def test_prompts_are_added_until_the_loss_is_bounded(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
+def test_prompts_are_added_until_the_loss_is_bounded(trials, profile, tmp_path):
     verdict = trials.judge(written(profile, tmp_path), ["header_trap", "reordered"], rule(3, 6, 9, 12, 50), "")
     assert verdict.holds
     assert {each.line.family: each.likelihood.groups for each in verdict.comparisons} == {
@@ -161,12 +147,10 @@ def test_prompts_are_added_until_the_loss_is_bounded(trials: Trials, profile: Re
         assert each.line.samples == each.likelihood.samples == 6
 
 
-def test_the_progress_bar_counts_families_that_need_no_more_prompts(
-    trials: Trials, profile: ReuseProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_bar_counts_families_that_need_no_more_prompts(trials, profile, tmp_path, monkeypatch):
     shown, update = list[tuple[float, float | None]](), Progress.update
 
-    def kept(bar: Progress, *given: Any, **changes: Any) -> None:
+    def kept(bar, *given, **changes):
         update(bar, *given, **changes)
         shown.extend((task.completed, task.total) for task in bar.tasks)
 
@@ -180,25 +164,21 @@ def test_the_progress_bar_counts_families_that_need_no_more_prompts(
     assert set(shown) == {(0, 2)}
 
 
-def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(
-    trials: Trials, profile: ReuseProfile, tmp_path: Path
-) -> None:
+def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(trials, profile, tmp_path):
     path = written(profile, tmp_path, layer=1, **BLIND)
     verdict = trials.judge(path, ["header_trap", "reordered"], rule(8, margin=0.1), "")
     assert (verdict.inferior, len(verdict.comparisons)) == ("header_trap", 1)
     assert "fails at header_trap" in verdict.outcome()
 
 
-def test_what_the_budget_leaves_open_is_not_accepted(trials: Trials, profile: ReuseProfile, tmp_path: Path) -> None:
+def test_what_the_budget_leaves_open_is_not_accepted(trials, profile, tmp_path):
     verdict = trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01), "")
     assert (verdict.holds, verdict.inferior, verdict.undecided) == (False, None, ("reordered",))
     assert "undecided at reordered" in verdict.outcome()
     assert trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01, proof=False), "").holds
 
 
-def test_a_family_that_has_lost_too_much_in_a_quarter_of_the_budget_is_given_up(
-    trials: Trials, profile: ReuseProfile, tmp_path: Path, make_sample: Callable[..., Sample]
-) -> None:
+def test_a_family_that_has_lost_too_much_in_a_quarter_of_the_budget_is_given_up(trials, profile, tmp_path, make_sample):
     blind = written(profile, tmp_path, layer=1, **BLIND)
     verdict = trials.judge(blind, ["header_trap"], rule(1, 2, 4, 8, margin=0.8), "")
     assert (verdict.inferior, verdict.undecided, verdict.comparisons[0].line.samples) == (None, ("header_trap",), 2)
@@ -212,9 +192,7 @@ def test_a_family_that_has_lost_too_much_in_a_quarter_of_the_budget_is_given_up(
         assert not replace(asked, proof=False).gives_up(compared, 250)
 
 
-def test_behind_a_family_that_stays_undecided_no_other_is_served(
-    trials: Trials, profile: ReuseProfile, tmp_path: Path
-) -> None:
+def test_behind_a_family_that_stays_undecided_no_other_is_served(trials, profile, tmp_path):
     names, path = ["reordered", "header_trap"], written(profile, tmp_path)
     verdict = trials.judge(path, names, rule(2, 4, margin=0.01), "")
     assert ([each.line.family for each in verdict.comparisons], verdict.undecided) == (["reordered"], ("reordered",))
@@ -222,9 +200,7 @@ def test_behind_a_family_that_stays_undecided_no_other_is_served(
     assert [each.line.family for each in screened.comparisons] == names
 
 
-def test_prompts_of_which_there_are_few_can_only_rule_out(
-    trials: Trials, profile: ReuseProfile, tmp_path: Path
-) -> None:
+def test_prompts_of_which_there_are_few_can_only_rule_out(trials, profile, tmp_path):
     verdict = trials.judge(written(profile, tmp_path), ["system_prompt"], rule(2, 4, margin=0.01), "")
     assert verdict.holds
     assert verdict.comparisons[0].line.samples == 3
@@ -243,9 +219,7 @@ def test_prompts_of_which_there_are_few_can_only_rule_out(
         pytest.param([-0.4, 0.4] * 400, False, False, id="noise alone"),
     ],
 )
-def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(
-    make_sample: Callable[..., Sample], ours: list[float], holds: bool, fails: bool
-) -> None:
+def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(make_sample, ours, holds, fails):
     sample = make_sample()
     found = evidence(ours, range(len(ours)))
     assert found is not None
@@ -266,9 +240,7 @@ def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(
         ("attention_backend", "executes no plans"),
     ],
 )
-def test_an_engine_that_cannot_serve_a_candidate_ends_the_trial(
-    make_sample: Callable[..., Sample], reason: str, told: str
-) -> None:
+def test_an_engine_that_cannot_serve_a_candidate_ends_the_trial(make_sample, reason, told):
     with pytest.raises(SemBlendError, match=told):
         _check_candidate_was_tried([make_sample(), make_sample(reason=reason)])
     _check_candidate_was_tried([make_sample(reason=each) for each in (None, "deviation", "no_donor_match")])

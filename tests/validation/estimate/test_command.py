@@ -1,13 +1,10 @@
 """The command: its table and file, what it refuses, and that no prompt's text leaves it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,16 +20,13 @@ from tests.semblend_trt.discovery.planning import profile
 from tests.semblend_trt.held_donors import at_once
 from tests.semblend_trt.test_reuse_profile import evidence
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = pytest.mark.usefixtures("installed_subcommands")
 WORDS = ["amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "kayak", "mango"]
 WORDS += ["ocean", "pearl", "quilt", "raven", "stone", "tulip", "umber", "vivid", "wheat", "xenon", "yacht", "zebra"]
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path):
     """Twenty chats with two documents each, of four, and a question; two lines hold none."""
     random = np.random.default_rng(3)
     documents = [" ".join(random.choice(WORDS, 120)) for _ in range(4)]
@@ -47,13 +41,13 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def estimated(log: Path, *arguments: str) -> dict[str, object]:
+def estimated(log, *arguments):
     path = log.with_name("figures.json")
     assert main(["estimate", str(log), "--json", str(path), *arguments]) == 0
     return json.loads(path.read_text())
 
 
-def test_a_log_leaves_a_table_and_a_file(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_leaves_a_table_and_a_file(log, capsys):
     found = estimated(log)
     shares = found["shares"]
     assert found["prompts"] == 20
@@ -73,9 +67,7 @@ def test_a_log_leaves_a_table_and_a_file(log: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("bad", "status"), [(20, 0), (21, 2)])
-def test_more_lines_passed_over_than_read_end_with_status_2(
-    log: Path, capsys: pytest.CaptureFixture[str], bad: int, status: int
-) -> None:
+def test_more_lines_passed_over_than_read_end_with_status_2(log, capsys, bad, status):
     with log.open("a") as file:
         file.writelines(['\n{"prompt": ""}'] * (bad - 2))
     assert main(["estimate", str(log)]) == status
@@ -84,7 +76,7 @@ def test_more_lines_passed_over_than_read_end_with_status_2(
     assert ("21 lines were passed over and 20 prompts read" in shown.err) == (status == 2)
 
 
-def test_an_agents_log_is_read_by_a_template_that_goes_through_arguments(tmp_path: Path) -> None:
+def test_an_agents_log_is_read_by_a_template_that_goes_through_arguments(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATES["glm"]
     tokenizer.save_pretrained(tmp_path / "model")
@@ -101,7 +93,7 @@ def test_an_agents_log_is_read_by_a_template_that_goes_through_arguments(tmp_pat
     assert (found["prompts"], found["skipped"]) == (5, {})
 
 
-def test_documents_that_recur_are_named_by_digest_and_first_lines(log: Path) -> None:
+def test_documents_that_recur_are_named_by_digest_and_first_lines(log):
     """The longest of them are the four documents, each at least once behind other text."""
     found = estimated(log, "--documents", "4")["documents"]
     assert len({each["name"] for each in found}) == 4
@@ -112,14 +104,14 @@ def test_documents_that_recur_are_named_by_digest_and_first_lines(log: Path) -> 
         assert not {5, 6} & set(each["first_lines"])
 
 
-def test_no_word_of_a_prompt_is_shown_or_written(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_word_of_a_prompt_is_shown_or_written(log, capsys):
     estimated(log)
     shown = capsys.readouterr()
     written = shown.out + shown.err + log.with_name("figures.json").read_text()
     assert [word for word in WORDS if word in written] == []
 
 
-def test_less_memory_holds_less(log: Path) -> None:
+def test_less_memory_holds_less(log):
     much, little = estimated(log), estimated(log, "--kv-bytes-a-token", "1000", "--host-bytes", "1500000")
     assert (much["memory"]["evicted_donors"], much["memory"]["kv_bytes_a_token"]) == (0, 57344)
     assert little["memory"]["host_tokens"] == 1500
@@ -130,9 +122,7 @@ def test_less_memory_holds_less(log: Path) -> None:
     assert none["documents"] == none["moved_runs"] == []
 
 
-def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(tmp_path, capsys):
     """The document moves once; after that each prompt goes on from the one before."""
     random = np.random.default_rng(5)
     document, turns = " ".join(random.choice(WORDS, 150)), [" ".join(random.choice(WORDS, 8)) for _ in range(12)]
@@ -143,7 +133,7 @@ def test_that_donors_cost_a_growing_conversation_its_prefix_is_said(
     assert "Donors cost more than they add here" in capsys.readouterr().out
 
 
-def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_path: Path, tmp_path: Path) -> None:
+def test_a_model_and_a_profile_say_how_large_the_kv_is(log, tiny_qwen2_path, tmp_path):
     assert estimated(log, "--model", str(tiny_qwen2_path))["memory"]["kv_bytes_a_token"] == 3 * 2 * 2 * 16 * 4
     (latent,) = (each for each in published() if each.name == "deepseek-ai/DeepSeek-V3")
     (folder := tmp_path / "latent").mkdir()
@@ -159,7 +149,7 @@ def test_a_model_and_a_profile_say_how_large_the_kv_is(log: Path, tiny_qwen2_pat
     assert found["shares"]["added"] > 0.1
 
 
-def test_times_of_ones_own_are_taken(log: Path, tmp_path: Path) -> None:
+def test_times_of_ones_own_are_taken(log, tmp_path):
     own = tmp_path / "ttft.json"
     seen = [{"ttft_ms": 5.0 + n, "computed": n, "reused": 0} for n in (10, 50, 100, 500, 1000, 5000)]
     own.write_text(json.dumps(seen))
@@ -181,9 +171,7 @@ def test_times_of_ones_own_are_taken(log: Path, tmp_path: Path) -> None:
     ],
     ids=["empty", "blank", "cut", "not a line each", "binary", "compressed"],
 )
-def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(
-    content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(content, sentence, tmp_path, capsys):
     (tmp_path / "log.jsonl").write_bytes(content)
     assert main(["estimate", str(tmp_path / "log.jsonl"), "--json", str(tmp_path / "out.json")]) == 2
     captured = capsys.readouterr()
@@ -214,9 +202,7 @@ def test_a_file_without_a_prompt_ends_with_two_and_one_sentence(
         (["log", "--json", "."], ". is a folder"),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(
-    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_what_cannot_be_used_is_one_sentence(arguments, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log").write_text("Why?\n")
     os.mkfifo("pipe")
@@ -228,14 +214,14 @@ def test_what_cannot_be_used_is_one_sentence(
 
 
 @pytest.mark.parametrize("arguments", [["--limit", "0"], ["--format", "xml"], ["--model", "m", "--profile", "p"], []])
-def test_bad_usage_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_ends_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["estimate", *(["log", *arguments] if arguments else [])])
     assert ended.value.code == 2
     assert "usage: semblend-trt estimate" in capsys.readouterr().err
 
 
-def test_a_file_without_the_right_to_read_it_is_named(tmp_path: Path) -> None:
+def test_a_file_without_the_right_to_read_it_is_named(tmp_path):
     """As another user where this one is root, who reads every file."""
     path = tmp_path / "log.jsonl"
     path.write_text("Why?\n")
@@ -251,7 +237,7 @@ def test_a_file_without_the_right_to_read_it_is_named(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"semblend-trt: {path} cannot be read (Permission denied)")
 
 
-def test_the_base_installation_is_enough(log: Path) -> None:
+def test_the_base_installation_is_enough(log):
     code = (
         "import sys\n"
         "for name in ('matplotlib', 'rich', 'scipy', 'rouge_score'): sys.modules[name] = None\n"
@@ -271,6 +257,6 @@ def test_the_base_installation_is_enough(log: Path) -> None:
     assert "5 prompts" in done.stdout
 
 
-def test_it_is_a_subcommand_of_the_installed_command() -> None:
+def test_it_is_a_subcommand_of_the_installed_command():
     assert "estimate" in subcommands()
     assert find_spec("validation.estimate.command") is not None

@@ -1,7 +1,5 @@
 """The sums over prompts, and which runs count as one document."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,15 +10,15 @@ from validation.estimate.latency import LatencyModel, Observation
 from validation.estimate.serving import Served, donor_name
 
 
-def text(seed: int, tokens: int = 200) -> np.ndarray:
+def text(seed, tokens=200):
     return np.random.default_rng(seed).integers(0, 1_000, tokens).astype(np.int32)
 
 
-def span(start: int, length: int, line: int = 1, *, exact: bool = False) -> PlanSpan:
+def span(start, length, line=1, *, exact=False):
     return PlanSpan(donor_name(line, 1), start if exact else start + 5, start, length, exact=exact)
 
 
-def test_shares_count_every_token_once() -> None:
+def test_shares_count_every_token_once():
     figures = Figures()
     figures.add(1, "a", text(1), Served(200, 0, 0, (), "no_donor_match"))
     spans = (span(40, 40, exact=True), span(100, 70), span(175, 20))
@@ -32,7 +30,7 @@ def test_shares_count_every_token_once() -> None:
     assert found["prompts_without_donors"] == {"no_donor_match": 1}
 
 
-def test_times_are_those_of_the_model() -> None:
+def test_times_are_those_of_the_model():
     model = LatencyModel.fitted([Observation(3.0 + n, n, 0) for n in (10, 20, 100, 200, 300)], "a test")
     figures = Figures()
     figures.add(1, "", text(1), Served(200, 50, 30, (span(30, 100),), None))
@@ -43,7 +41,7 @@ def test_times_are_those_of_the_model() -> None:
     assert times["extrapolated_share"] == 1.0
 
 
-def test_runs_of_one_text_are_one_document_wherever_they_stand() -> None:
+def test_runs_of_one_text_are_one_document_wherever_they_stand():
     documents, one, other = Documents(), text(1), text(2)
     documents.add(9, span(50, 200, line=4), np.concatenate([text(3, 50), one]))
     documents.add(12, span(10, 200, line=9), np.concatenate([text(4, 10), one]))
@@ -55,7 +53,7 @@ def test_runs_of_one_text_are_one_document_wherever_they_stand() -> None:
     assert [each.name for each in documents.most_reused(1)] == [first.name]
 
 
-def test_of_too_many_documents_the_least_reused_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_documents_the_least_reused_are_forgotten(monkeypatch):
     monkeypatch.setattr(module, "MAX_DOCUMENTS", 10)
     documents = Documents()
     for seed in range(100):

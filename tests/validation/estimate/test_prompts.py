@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,22 +14,19 @@ from hypothesis import strategies as st
 from tests.conftest import byte_tokenizer
 from validation.estimate.prompts import Encoder, LogFormat, PromptLog, encoded
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 RENDERED = "system\nBe brief.<|end|>user\nWhy?<|end|>"
 ENCODER = Encoder()
 
 
-def log_of(content: bytes | str | list[object], form: LogFormat | None = None) -> PromptLog:
+def log_of(content, form=None):
     if isinstance(content, list):
         content = "".join(json.dumps(each) + "\n" for each in content)
     content = content.encode() if isinstance(content, str) else content
     return PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), ENCODER, form)
 
 
-def contents(log: PromptLog) -> list[object]:
+def contents(log):
     return [each.content if isinstance(each.content, str) else each.content.tolist() for each in log]
 
 
@@ -56,13 +52,13 @@ def contents(log: PromptLog) -> list[object]:
         ('[{"a": 1}]', ['[{"a": 1}]']),
     ],
 )
-def test_each_form_of_a_request_is_read(line: object, expected: list[object]) -> None:
+def test_each_form_of_a_request_is_read(line, expected):
     log = log_of([line])
     assert contents(log) == expected
     assert log.skipped.sentence() == ""
 
 
-def test_tools_and_calls_are_part_of_a_chat() -> None:
+def test_tools_and_calls_are_part_of_a_chat():
     calls = [{"function": {"name": "find", "arguments": "{}"}}]
     chat = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "found"}]
     anthropic = [
@@ -76,7 +72,7 @@ def test_tools_and_calls_are_part_of_a_chat() -> None:
         assert "found" in str(found)
 
 
-def test_a_log_of_vllm_is_read_in_its_old_form_and_its_new() -> None:
+def test_a_log_of_vllm_is_read_in_its_old_form_and_its_new():
     log = log_of(
         "INFO 07-01 [api_server.py:1] Started server process\n"
         "INFO 07-01 [logger.py:42] Received request cmpl-1: prompt: 'It\\'s\\nme', params: SamplingParams(n=1), "
@@ -93,7 +89,7 @@ def test_a_log_of_vllm_is_read_in_its_old_form_and_its_new() -> None:
     assert log.skipped.first == {"cut off": 5}
 
 
-def test_a_plain_text_has_a_prompt_a_line() -> None:
+def test_a_plain_text_has_a_prompt_a_line():
     found = list(log_of("\ufeffWhy?\r\n\n  \nHow?"))
     assert [(each.line, each.content) for each in found] == [(1, "Why?"), (4, "How?")]
 
@@ -126,7 +122,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD, ids=[f"{why} {at}" for at, (_, why) in enumerate(BAD)])
-def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line: bytes, reason: str) -> None:
+def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line, reason):
     log = log_of(b'{"prompt": "first"}\n' + line + b'\n{"prompt": "last"}\n')
     assert contents(log)[-1] == "last"
     assert dict(log.skipped.counts) == {reason: 1}
@@ -134,7 +130,7 @@ def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line: bytes, r
     assert log.skipped.sentence() == f"Passed over: 1 {reason} (first in line 2)."
 
 
-def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     read: list[int] = []
     content = json.dumps({"prompt": "a" * (5 << 20)}).encode() + b'\n{"prompt": "b"}'
@@ -159,7 +155,7 @@ DEEPER = [("[", "]"), ('{"a":', "}"), ('{"type": "tool_result", "content": [', "
 
 @pytest.mark.parametrize("line", NESTED)
 @pytest.mark.parametrize(("opens", "closes"), DEEPER, ids=["list", "object", "both"])
-def test_no_depth_ends_the_log(line: str, opens: str, closes: str) -> None:
+def test_no_depth_ends_the_log(line, opens, closes):
     depths = range(1, sys.getrecursionlimit() + 100)
     deep = [line % (opens * depth + "1" + closes * depth) for depth in depths]
     log = log_of("\n".join([*deep, '{"prompt": "last"}']))
@@ -171,19 +167,19 @@ def test_no_depth_ends_the_log(line: str, opens: str, closes: str) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_no_bytes_make_it_fail(lines: list[bytes]) -> None:
+def test_no_bytes_make_it_fail(lines):
     for form in LogFormat:
         log = log_of(b"\n".join(lines), form)
         assert len(list(log)) + sum(log.skipped.counts.values()) <= sum(map(len, lines))
 
 
-def test_models_and_salts_keep_prompts_apart() -> None:
+def test_models_and_salts_keep_prompts_apart():
     bodies = [{"model": model, "cache_salt": salt} for model in ("m", "n") for salt in (None, "s")]
     found = list(log_of([{**body, "prompt": "a"} for body in bodies]))
     assert len({each.namespace for each in found}) == 4
 
 
-def test_prompts_keep_their_order_and_ids_whatever_they_are() -> None:
+def test_prompts_keep_their_order_and_ids_whatever_they_are():
     """Texts, chats and token ids stand in one batch, and there are several batches."""
     lines = [{"prompt": f"number {n}"} if n % 3 else {"prompt": [n, n]} for n in range(600)]
     lines[7] = {"messages": CHAT}
@@ -197,7 +193,7 @@ def test_prompts_keep_their_order_and_ids_whatever_they_are() -> None:
 
 
 @pytest.mark.parametrize("schema", ["parameters", "input_schema"])
-def test_tools_of_other_apis_are_those_of_a_chat(tmp_path: Path, schema: str) -> None:
+def test_tools_of_other_apis_are_those_of_a_chat(tmp_path, schema):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ tools | tojson }}"
     tokenizer.save_pretrained(tmp_path)
@@ -215,7 +211,7 @@ TEMPLATE = (
 )
 
 
-def test_a_models_tokenizer_brings_its_template(tmp_path: Path) -> None:
+def test_a_models_tokenizer_brings_its_template(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE + "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer.save_pretrained(tmp_path)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -17,15 +16,10 @@ from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, drain, open_ll
 from validation.estimate.serving import Serving, line_of
 from validation.models import load
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy.typing as npt
-
 VOCABULARY = 256
 
 
-def traffic(seed: int, count: int = 24) -> list[npt.NDArray[np.int32]]:
+def traffic(seed, count=24):
     """Prompts of a system prompt, some of six documents in any order, and a question; some prompts come again."""
     random = np.random.default_rng(seed)
     system = random.integers(0, VOCABULARY, 40)
@@ -45,9 +39,7 @@ def traffic(seed: int, count: int = 24) -> list[npt.NDArray[np.int32]]:
     ("pool_tokens", "host_tokens"), [(8_192, 8_192), (1_024, 1_200)], ids=["room for all", "little room"]
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_an_engine_reuses_what_was_estimated(
-    seed: int, pool_tokens: int, host_tokens: int, tiny_qwen2_path: Path
-) -> None:
+def test_an_engine_reuses_what_was_estimated(seed, pool_tokens, host_tokens, tiny_qwen2_path):
     runner = load(str(tiny_qwen2_path), "cpu", "float32")
     facts = runner.facts
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 32)
@@ -76,15 +68,15 @@ def test_an_engine_reuses_what_was_estimated(
 TINY_POOL = PoolFacts(KvGeometry(4, 1, 16, 32, kv_factor=1), 256, torch.int8)
 
 
-def text(seed: int, tokens: int = 100) -> npt.NDArray[np.int32]:
+def text(seed, tokens=100):
     return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).astype(np.int32)
 
 
-def moved_tokens(serving: Serving, *parts: npt.NDArray[np.int32]) -> int:
+def moved_tokens(serving, *parts):
     return sum(span.length for span in serving.serve(1, "", np.concatenate(parts)).spans if not span.exact)
 
 
-def test_with_a_profile_what_stands_behind_moved_text_is_reused_up_to_its_generation() -> None:
+def test_with_a_profile_what_stands_behind_moved_text_is_reused_up_to_its_generation():
     """A prompt leaves the text behind its moved one as a donor only where a profile allows that."""
     found = []
     for generations in (0, 1):
@@ -97,7 +89,7 @@ def test_with_a_profile_what_stands_behind_moved_text_is_reused_up_to_its_genera
     assert found == [0, 99]  # a prompt's last token is always computed
 
 
-def test_donors_of_the_device_tier_move_down_and_up_again() -> None:
+def test_donors_of_the_device_tier_move_down_and_up_again():
     device = 4 * 32 * 64  # four blocks: one donor
     serving = Serving(load_settings(policy="position_fix", device_bytes=device), TINY_POOL)
     for seed in (1, 2, 3):
@@ -110,7 +102,7 @@ def test_donors_of_the_device_tier_move_down_and_up_again() -> None:
     assert stats.device_blocks_used <= 4
 
 
-def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold() -> None:
+def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold():
     serving = Serving(load_settings(policy="position_fix"), TINY_POOL)
     prompt = text(1, 300)
     assert serving.serve(7, "one", prompt)[1:] == (0, 0, (), "no_donor_match")
@@ -122,7 +114,7 @@ def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold() 
     assert [line_of(span.donor_id) for span in moved.spans] == [7]
 
 
-def test_a_conversation_is_estimated_to_take_the_room_of_its_last_turn() -> None:
+def test_a_conversation_is_estimated_to_take_the_room_of_its_last_turn():
     geometry = KvGeometry(2, 1, 8, 32)
     room = 1_700 * geometry.bytes_per_token(torch.float32)
     serving = Serving(load_settings(policy="exact", host_bytes=room), PoolFacts(geometry, 4_096, torch.float32))

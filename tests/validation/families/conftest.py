@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer
 
 from validation.families.catalog import write_family
 from validation.models import shipped_model
-from validation.prompts import SHIPPED, YARDSTICK
-
-if TYPE_CHECKING:
-    from validation.cases import Case
-    from validation.prompts import PromptForm
+from validation.prompts import SHIPPED, YARDSTICK, PromptForm
 
 SHARED = Path(__file__).parents[4] / "shared"
 
@@ -25,16 +20,16 @@ class Writer:
     form: PromptForm
     tokenizer: Tokenizer
 
-    def count(self, text: str) -> int:
+    def count(self, text):
         return len(self.tokenizer.encode(text).ids)
 
-    def write(self, name: str, **changes: object) -> list[Case]:
+    def write(self, name, **changes):
         arguments: dict = {"seed": 3, "groups": 2, "questions": 4, "tokens": 900} | changes
         return write_family(name, self.form, self.count, **arguments)
 
 
 @pytest.fixture(scope="session", params=[SHIPPED, YARDSTICK], ids=lambda form: form.name)
-def writer(request: pytest.FixtureRequest) -> Writer:
+def writer(request):
     folder = shipped_model() if request.param is SHIPPED else SHARED / "models" / "yardstick-22m"
     if not folder.is_dir():
         pytest.skip("../shared not present")
@@ -42,7 +37,7 @@ def writer(request: pytest.FixtureRequest) -> Writer:
 
 
 @pytest.fixture(scope="session")
-def eval_data() -> Path:
+def eval_data():
     if not (SHARED / "data" / "eval").is_dir():
         pytest.skip("../shared not present")
     return SHARED / "data" / "eval"

@@ -1,33 +1,25 @@
 """Token by token: what a trap shares with its donor holds the asked row, and lacks what gives the row its meaning."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
 from semblend_trt.discovery.span_index import SpanIndex
 from validation import prompts
 
-if TYPE_CHECKING:
-    from semblend_trt.discovery.span_index import Run
-    from tests.validation.families.conftest import Writer
-    from validation.cases import Case
-
 # Shortest span that the quality runs reuse; a yardstick list of nine rows is hardly longer.
 MIN_SPAN = 48
 EXCHANGED = ["header_trap", "planted", "mid_sentence_trap", "alias_trap", "pronoun_trap", "unit_trap", "date_trap"]
 
 
-def runs_of(writer: Writer, case: Case) -> list[Run]:
+def runs_of(writer, case):
     index = SpanIndex()
     for number, donor in enumerate(case.donors):
         index.add("namespace", str(number), writer.tokenizer.encode(donor).ids)
     return index.find("namespace", writer.tokenizer.encode(case.prompt).ids)
 
 
-def shared_row(writer: Writer, case: Case) -> tuple[Run, str, str] | None:
+def shared_row(writer, case):
     """The run that holds the number of the asked row, its text, and the asked place; None when no run does."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", case.prompt)
     heading = re.search(rf"{re.escape(prompts.DOCUMENT_MARK)}Stock list of {asked[2]}[.,]", case.prompt)
@@ -41,7 +33,7 @@ def shared_row(writer: Writer, case: Case) -> tuple[Run, str, str] | None:
 
 
 @pytest.mark.parametrize("name", [*EXCHANGED, "far_header_trap"])
-def test_the_asked_row_is_shared_and_its_heading_is_not(writer: Writer, name: str) -> None:
+def test_the_asked_row_is_shared_and_its_heading_is_not(writer, name):
     for case in writer.write(name):
         found = shared_row(writer, case)
         assert found is not None
@@ -62,7 +54,7 @@ def test_the_asked_row_is_shared_and_its_heading_is_not(writer: Writer, name: st
         ("pronoun_trap", r"[\s\S]*It holds[\s\S]*: {answer}\b"),
     ],
 )
-def test_a_shared_text_holds_what_stands_for_the_place(writer: Writer, name: str, begins: str) -> None:
+def test_a_shared_text_holds_what_stands_for_the_place(writer, name, begins):
     """The rest of a header, another name or a pronoun."""
     for case in writer.write(name):
         found = shared_row(writer, case)
@@ -70,7 +62,7 @@ def test_a_shared_text_holds_what_stands_for_the_place(writer: Writer, name: str
         assert re.match(begins.format(second=found[2].split()[1], answer=case.reference), found[1])
 
 
-def test_rows_lie_between_a_far_header_and_what_is_shared(writer: Writer) -> None:
+def test_rows_lie_between_a_far_header_and_what_is_shared(writer):
     for case in writer.write("far_header_trap"):
         found = shared_row(writer, case)
         assert found is not None
@@ -78,7 +70,7 @@ def test_rows_lie_between_a_far_header_and_what_is_shared(writer: Writer) -> Non
         assert before[before.index(f"Stock list of {found[2]}.") :].count("\n") >= 2
 
 
-def test_a_number_that_differs_is_in_no_shared_text(writer: Writer) -> None:
+def test_a_number_that_differs_is_in_no_shared_text(writer):
     changed = [case for case in writer.write("near_duplicates") if case.donor_answer is not None]
     assert changed
     for case in changed:
@@ -87,20 +79,20 @@ def test_a_number_that_differs_is_in_no_shared_text(writer: Writer) -> None:
         assert sum(a != b for a, b in zip(case.reference or "", case.donor_answer or "", strict=True)) == 1
 
 
-def test_unrelated_prompts_share_no_run(writer: Writer) -> None:
+def test_unrelated_prompts_share_no_run(writer):
     for case in writer.write("unrelated", groups=6):
         assert all(run.length < MIN_SPAN for run in runs_of(writer, case))
 
 
 @pytest.mark.parametrize("name", ["reordered", "system_prompt", "cut_turns", "prose"])
-def test_harmless_prompts_share_nearly_all_of_their_documents(writer: Writer, name: str) -> None:
+def test_harmless_prompts_share_nearly_all_of_their_documents(writer, name):
     for case in writer.write(name, tokens=1_500):
         runs = runs_of(writer, case)
         covered = {place for run in runs for place in range(run.target_start, run.target_start + run.length)}
         assert len(covered) > 0.7 * writer.count(case.prompt)
 
 
-def test_planted_places_are_of_one_kind_and_spelt_alike(writer: Writer) -> None:
+def test_planted_places_are_of_one_kind_and_spelt_alike(writer):
     for case in writer.write("planted", tokens=700):
         places = re.findall(r"Stock list of (\w+) (\w+)\.", case.prompt)
         asked = re.search(r"are in (\w+) (\w+)\?<\|a\|>$", case.prompt)
@@ -112,7 +104,7 @@ def test_planted_places_are_of_one_kind_and_spelt_alike(writer: Writer) -> None:
     ("name", "premise"),
     [("link", r"belongs to"), ("edited_field", r"List \w+\."), ("state", r"from floor \d\.\n(Go \w+\.\n)+")],
 )
-def test_what_draws_a_conclusion_is_shared_and_its_premise_is_not(writer: Writer, name: str, premise: str) -> None:
+def test_what_draws_a_conclusion_is_shared_and_its_premise_is_not(writer, name, premise):
     for case in writer.write(name, tokens=1_536):
         item = re.search(r"(?:many|leave) (\w+)[^|]*\|a\|>$", case.prompt)[1]
         row = re.compile(rf"\nLeave {item}\." if name == "state" else rf"\n{item}: {case.reference}\b")

@@ -1,9 +1,6 @@
 """Every family is seeded, keeps to its budget, and knows its answers."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,10 +9,6 @@ from validation import prompts
 from validation.cases import Expectation, groups
 from validation.families.catalog import FAMILIES, TIMED, Kind, family, write_family, write_timed
 from validation.prompts import PLAIN
-
-if TYPE_CHECKING:
-    from tests.validation.families.conftest import Writer
-    from validation.embedded_engine import EmbeddedEngines
 
 BUILT_IN = [each.name for each in FAMILIES if not each.needs_eval_data]
 # Families whose answer has to be inferred from more than one line.
@@ -30,7 +23,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_cases_are_seeded_and_those_of_a_group_share_donors_and_ask_differently(writer: Writer, name: str) -> None:
+def test_cases_are_seeded_and_those_of_a_group_share_donors_and_ask_differently(writer, name):
     cases = writer.write(name)
     assert writer.write(name) == cases
     assert writer.write(name, groups=1) == cases[:4]
@@ -45,7 +38,7 @@ def test_cases_are_seeded_and_those_of_a_group_share_donors_and_ask_differently(
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("tokens", [700, 2_048])
-def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer: Writer, name: str, tokens: int) -> None:
+def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer, name, tokens):
     # A register of more lists than six is not answered.
     least = min(tokens / 3, 500) if name in LISTED else tokens / 3
     for case in writer.write(name, tokens=tokens):
@@ -53,7 +46,7 @@ def test_prompts_and_donors_keep_to_the_budget_and_use_it(writer: Writer, name: 
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if not family(name).is_text and name not in INFERRED])
-def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer: Writer, name: str) -> None:
+def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer, name):
     for case in writer.write(name):
         assert case.known_answer
         assert answer_in(case.prompt, case.prompt) == case.reference
@@ -65,7 +58,7 @@ def test_the_row_that_is_asked_for_stands_under_the_asked_heading(writer: Writer
 
 
 @pytest.mark.parametrize("name", INFERRED)
-def test_the_answer_follows_from_what_stands_in_front(writer: Writer, name: str) -> None:
+def test_the_answer_follows_from_what_stands_in_front(writer, name):
     infer = left_on if name == "state" else counted_at
     for case in writer.write(name, tokens=1_536):
         assert case.known_answer
@@ -73,7 +66,7 @@ def test_the_answer_follows_from_what_stands_in_front(writer: Writer, name: str)
         assert infer(case.donors[0], case.prompt) == case.donor_answer != case.reference
 
 
-def counted_at(text: str, prompt: str) -> str:
+def counted_at(text, prompt):
     """The count in the list whose name belongs to the asked place."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", prompt)
     [owner] = re.findall(rf"\n(List \w+) belongs to {asked[2]}\.", text)
@@ -81,14 +74,14 @@ def counted_at(text: str, prompt: str) -> str:
     return re.search(rf"\n{asked[1]}: (\d+)", document)[1]
 
 
-def left_on(text: str, prompt: str) -> str:
+def left_on(text, prompt):
     """The floor on which the asked item is left."""
     asked = re.search(r"On which floor does (\w+) leave (\w+)\?<\|a\|>$", prompt)
     [steps] = re.findall(rf"Round of {asked[1]}, (from floor \d\.\n[\s\S]*?)\nLeave {asked[2]}\.", text)
     return str(int(steps[11]) + steps.count("Go up.") - steps.count("Go down."))
 
 
-def answer_in(text: str, prompt: str) -> str | None:
+def answer_in(text, prompt):
     """What `text`'s list of the place says of the item that `prompt` asks for."""
     asked = re.search(r"How many (\w+) are in ([^?<]+)\?<\|a\|>$", prompt)
     for document in text.split(prompts.DOCUMENT_MARK)[1:]:
@@ -98,7 +91,7 @@ def answer_in(text: str, prompt: str) -> str | None:
     return None
 
 
-def test_prose_goes_on_as_its_reference_and_repeats_were_served_word_for_word(writer: Writer) -> None:
+def test_prose_goes_on_as_its_reference_and_repeats_were_served_word_for_word(writer):
     for case in writer.write("prose"):
         assert str(case.reference).startswith(" ")
         assert not case.prompt.endswith(" ")
@@ -106,19 +99,19 @@ def test_prose_goes_on_as_its_reference_and_repeats_were_served_word_for_word(wr
     assert all(case.prompt in case.donors for case in writer.write("repeat"))
 
 
-def test_cut_turns_are_the_end_of_a_longer_conversation(writer: Writer) -> None:
+def test_cut_turns_are_the_end_of_a_longer_conversation(writer):
     for case in writer.write("cut_turns"):
         begin, end = case.prompt.index(prompts.DOCUMENT_MARK), case.prompt.rindex(prompts.QUESTION_MARK)
         assert case.donors[0].index(case.prompt[begin:end]) > begin
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_plain_form_has_no_marks(name: str) -> None:
+def test_a_plain_form_has_no_marks(name):
     for case in write_family(name, PLAIN, lambda text: len(text.split()), 1, 1, 2, 1_000):
         assert all("<|" not in text for text in (*case.donors, case.prompt))
 
 
-def test_units_and_dates_read_naturally_in_plain_text() -> None:
+def test_units_and_dates_read_naturally_in_plain_text():
     [case] = write_family("unit_trap", PLAIN, lambda text: len(text.split()), 1, 1, 1, 1_000)
     assert re.search(r"Stock list of \w+ in \w+\.\n", case.prompt)
     assert re.search(r"How many \w+ are in \w+ in \w+\?\nAnswer: $", case.prompt)
@@ -133,12 +126,12 @@ def test_units_and_dates_read_naturally_in_plain_text() -> None:
         ({"name": "squad"}, "name their folder with --eval-data"),
     ],
 )
-def test_what_cannot_be_written_is_refused(writer: Writer, changes: dict, message: str) -> None:
+def test_what_cannot_be_written_is_refused(writer, changes, message):
     with pytest.raises(ConfigurationError, match=message):
         writer.write(**({"name": "reordered"} | changes))
 
 
-def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipped: EmbeddedEngines) -> None:
+def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipped):
     cases = write_timed(shipped, 1, 8_192, full=True)
     assert {family(case.workload).kind for case in cases} == set(Kind)
     assert len({case.id for case in cases}) == len(cases)
@@ -149,7 +142,7 @@ def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipp
         write_timed(shipped, 1, min(asked.tokens for asked in TIMED) - 24, full=True)
 
 
-def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped: EmbeddedEngines) -> None:
+def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped):
     cases = write_timed(shipped, 1, 8_192, full=False)
     every = {case.id: case for case in write_timed(shipped, 1, 8_192, full=True)}
     assert {family(case.workload).kind for case in cases} == set(Kind)

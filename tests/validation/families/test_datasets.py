@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,21 +12,16 @@ from validation.families import datasets
 from validation.families.catalog import FAMILIES, write_family
 from validation.prompts import SHIPPED
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.validation.families.conftest import Writer
-
 NAMES = [each.name for each in FAMILIES if each.needs_eval_data]
 WORDS = "the old clock on the wall of the long hall stood still for years"
 
 
-def words(text: str) -> int:
+def words(text):
     return len(text.split())
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Small files in the three published forms."""
     asked = [
         {"id": f"{n}", "question": f"When did clock {n} ring?", "answers": [{"text": f"{n} past noon"}]}
@@ -60,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_donor_holds_the_pieces_in_another_order(folder: Path, name: str) -> None:
+def test_the_donor_holds_the_pieces_in_another_order(folder, name):
     cases = write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
     assert cases == write_family(name, SHIPPED, words, 1, 3, 2, 700, folder)
     assert len(cases) == 6
@@ -75,7 +70,7 @@ def test_the_donor_holds_the_pieces_in_another_order(folder: Path, name: str) ->
         assert max(words(case.prompt), words(donor)) <= 700
 
 
-def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder: Path) -> None:
+def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder):
     [meeting] = datasets.qmsum_texts(folder)
     [late] = [index for index, asked in enumerate(meeting.questions) if "What of 90?" in {each.text for each in asked}]
     assert f": 90 {WORDS}" in meeting.passages[late]
@@ -83,7 +78,7 @@ def test_a_query_belongs_to_the_piece_in_which_its_answer_begins(folder: Path) -
     assert "\n".join(meeting.passages).count(WORDS) == 120
 
 
-def test_a_story_keeps_its_text_and_its_first_responses(folder: Path) -> None:
+def test_a_story_keeps_its_text_and_its_first_responses(folder):
     [story] = datasets.squality_texts(folder)
     assert " ".join(story.passages).count(WORDS) == 120
     assert [each.answer for each in story.general] == ["Because 0.", "Because 1.", "Because 2."]
@@ -100,7 +95,7 @@ def test_a_story_keeps_its_text_and_its_first_responses(folder: Path) -> None:
         ("qmsum", "qmsum/M1.json", None, "holds no meeting"),
     ],
 )
-def test_other_files_are_refused(folder: Path, name: str, path: str, content: str | None, message: str) -> None:
+def test_other_files_are_refused(folder, name, path, content, message):
     (folder / path).unlink()
     if content is not None:
         (folder / path).write_text(content, "utf-8")
@@ -108,13 +103,13 @@ def test_other_files_are_refused(folder: Path, name: str, path: str, content: st
         write_family(name, SHIPPED, words, 1, 1, 2, 700, folder)
 
 
-def test_too_few_questions_are_refused(folder: Path) -> None:
+def test_too_few_questions_are_refused(folder):
     with pytest.raises(ConfigurationError, match="No text of squality answers 9 questions"):
         write_family("squality", SHIPPED, words, 1, 1, 9, 700, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_published_files_are_read(writer: Writer, eval_data: Path, name: str) -> None:
+def test_the_published_files_are_read(writer, eval_data, name):
     changes: dict[str, Any] = {"tokens": 1_500, "eval_data": eval_data}
     for case in writer.write(name, **changes):
         assert max(writer.count(text) for text in (*case.donors, case.prompt)) <= 1_500

@@ -1,24 +1,13 @@
 """Traces and files that several tests of the replay build."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 from semblend_trt.fleet.telemetry import TraceBlock, TraceLine
 from validation.replay.trace import trace_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
-    from validation.replay.trace import Trace
-
-
-def make_line(
-    index: int, contents: Sequence[str | None], tokens: Sequence[int], tenant: str | None = None, **fields: object
-) -> TraceLine:
+def make_line(index, contents, tokens, tenant=None, **fields):
     blocks = [TraceBlock(content_hash=c, token_count=n) for c, n in zip(contents, tokens, strict=True)]
     return TraceLine.model_validate(
         {"request_id": f"r{index}", "timestamp_ms": 1_000.0 * index, "tenant_id": tenant, "blocks": blocks} | fields
@@ -26,26 +15,26 @@ def make_line(
 
 
 @pytest.fixture(scope="session")
-def line() -> Callable[..., TraceLine]:
+def line():
     """Makes a line: its number, which is also its second, the blocks' contents and their tokens."""
     return make_line
 
 
 @pytest.fixture(scope="session")
-def trace_from() -> Callable[[Sequence[Sequence[str]], dict[str, int]], Trace]:
+def trace_from():
     """Makes a trace of requests, each a sequence of contents, given the tokens of each content."""
 
-    def make(requests: Sequence[Sequence[str]], tokens: dict[str, int]) -> Trace:
+    def make(requests, tokens):
         return trace_of(make_line(i, names, [tokens[name] for name in names]) for i, names in enumerate(requests))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def corpus() -> Callable[[int], Trace]:
+def corpus():
     """Makes a trace of N prompts, each of a header, four documents of a corpus in any order, and its question."""
 
-    def make(requests: int) -> Trace:
+    def make(requests):
         random, tokens = np.random.default_rng(3), np.random.default_rng(4).integers(400, 800, 64)
         shares = 1.0 / np.arange(1, 65)
         drawn = [random.choice(64, 4, replace=False, p=shares / shares.sum()) for _ in range(requests)]
@@ -58,10 +47,10 @@ def corpus() -> Callable[[int], Trace]:
 
 
 @pytest.fixture(scope="session")
-def conversations() -> Callable[[int], Trace]:
+def conversations():
     """Makes a trace of N turns of eight live conversations, each of which ends after 20 turns."""
 
-    def make(requests: int) -> Trace:
+    def make(requests):
         random = np.random.default_rng(5)
         live, begun, lines = dict[int, list[str]](), 0, []
         for index in range(requests):

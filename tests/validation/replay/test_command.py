@@ -1,10 +1,7 @@
 """The command: its files, what it refuses, and how wide its intervals are."""
 
-from __future__ import annotations
-
 import csv
 import json
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,21 +9,13 @@ import pytest
 from validation.cli import main
 from validation.replay.command import FILE_NAMES, ratio_interval
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
-    from semblend_trt.fleet.telemetry import TraceLine
-
-
-def run(arguments: list[str], output: Path) -> dict[str, object]:
+def run(arguments, output):
     assert main(["replay", *arguments, "--output", str(output)]) == 0
     return json.loads((output / "replay_results.json").read_text())
 
 
-def test_a_trace_leaves_all_files_with_the_same_figures(
-    line: Callable[..., TraceLine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_leaves_all_files_with_the_same_figures(line, tmp_path, capsys):
     seen = [line(n, ["header", f"document {n % 7}", f"own {n}"], [500, 900, 40]) for n in range(40)]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(each.to_json() + "\n" for each in seen) + "no line\n")
@@ -53,7 +42,7 @@ def test_a_trace_leaves_all_files_with_the_same_figures(
     assert "Passed over: 1 not JSON (first in line 41)." in shown
 
 
-def test_a_published_trace_shows_prefixes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_published_trace_shows_prefixes_alone(tmp_path, capsys):
     lines = [
         {"timestamp": 4_000 * n, "input_length": 5_000, "hash_ids": [0, *range(9 * d + 1, 9 * d + 10)]}
         for n, d in enumerate([0, 1, 2, 3] * 10)
@@ -82,27 +71,23 @@ def test_a_published_trace_shows_prefixes_alone(tmp_path: Path, capsys: pytest.C
         (["--trace", "t", "--recompute-tokens", "-1"], "--recompute-tokens is -1"),
     ],
 )
-def test_bad_usage_is_one_sentence_and_leaves_nothing(
-    arguments: list[str], sentence: str, check_refused: Callable[[list[str], str], None]
-) -> None:
+def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
     check_refused(["replay", *arguments], sentence)
 
 
-def test_an_empty_trace_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, check_refused: Callable[[list[str], str], None]
-) -> None:
+def test_an_empty_trace_is_refused(tmp_path_factory, check_refused):
     path = tmp_path_factory.mktemp("empty") / "trace.jsonl"
     path.write_text("")
     check_refused(["replay", "--trace", str(path)], "the trace holds no request with tokens")
 
 
-def test_equal_differences_leave_no_doubt() -> None:
+def test_equal_differences_leave_no_doubt():
     interval = ratio_interval([2.0] * 50, [4.0] * 50)
     assert (interval.estimate, interval.low, interval.high) == pytest.approx((0.5, 0.5, 0.5))
     assert interval.is_a_difference
 
 
-def test_what_follows_from_itself_says_less_than_independent_requests() -> None:
+def test_what_follows_from_itself_says_less_than_independent_requests():
     random = np.random.default_rng(3)
     steps = random.normal(size=40)
     slow, shuffled = np.repeat(steps, 40), random.permutation(np.repeat(steps, 40))
@@ -111,7 +96,7 @@ def test_what_follows_from_itself_says_less_than_independent_requests() -> None:
     assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     random = np.random.default_rng(5)
     held = 0
     for _ in range(200):
@@ -120,5 +105,5 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert 175 <= held <= 199
 
 
-def test_a_few_requests_have_none() -> None:
+def test_a_few_requests_have_none():
     assert ratio_interval([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]) is None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from itertools import accumulate, combinations
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -14,14 +14,9 @@ from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
 from validation.replay.policies import ReplayPolicy, replay_policy
 from validation.replay.simulation import OPTIMUM, BlockCache, ReuseRule, simulate
-from validation.replay.trace import NONE
+from validation.replay.trace import NONE, Trace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from validation.replay.trace import Blocks, Trace
-
-    Maker = Callable[..., Trace]
+Maker = Callable[..., Trace]
 
 TOKENS = {"header": 100, "other": 100, "document": 500, "small": 20, **dict.fromkeys("uvwxyz", 30)}
 PREFIX, SPAN = ReuseRule("exact_prefix", True), ReuseRule("span", False, min_tokens=64, recompute_tokens=16)
@@ -30,11 +25,11 @@ SIZES = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8, "f": 9, "g": 40}
 EQUAL = {**dict.fromkeys("abcdefg", 10), "own": 1_000_000}
 
 
-def requests_of(most: int, longest: int) -> st.SearchStrategy[list[list[str]]]:
+def requests_of(most, longest):
     return st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=longest), min_size=1, max_size=most)
 
 
-def lru(blocks: Blocks, capacity: int) -> BlockCache:
+def lru(blocks, capacity):
     return BlockCache(blocks, policy_of(Eviction.LRU), capacity)
 
 
@@ -68,16 +63,14 @@ def lru(blocks: Blocks, capacity: int) -> BlockCache:
         ),
     ],
 )
-def test_what_counts_as_reused(
-    trace_from: Maker, requests: list[list[str]], by_prefix: list[int] | None, by_span: list[int]
-) -> None:
+def test_what_counts_as_reused(trace_from, requests, by_prefix, by_span):
     trace = trace_from(requests, TOKENS)
     assert simulate(trace, SPAN, "lru", 10_000).reused.tolist() == by_span
     assert by_prefix is None or simulate(trace, PREFIX, "lru", 10_000).reused.tolist() == by_prefix
 
 
-def test_policies_differ_and_equal_traces_give_equal_outcomes(corpus: Maker) -> None:
-    def reused(policy: str) -> list[int]:
+def test_policies_differ_and_equal_traces_give_equal_outcomes(corpus):
+    def reused(policy):
         return simulate(corpus(150), SPAN, policy, 12_000).reused.tolist()
 
     assert reused("adaptive_semantic") == reused("adaptive_semantic")
@@ -85,9 +78,7 @@ def test_policies_differ_and_equal_traces_give_equal_outcomes(corpus: Maker) -> 
 
 
 @pytest.mark.parametrize(("name", "other"), [("conversations", "lru"), ("corpus", "lfu")])
-def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(
-    name: str, other: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(name, other, request):
     """Turns of conversations want the least recently used to go, documents of a corpus the least often used."""
     trace = request.getfixturevalue(name)(400)
     capacity = sum(trace.spans.tokens) // 4
@@ -99,9 +90,7 @@ def test_the_adaptive_policy_comes_close_to_the_plain_one_that_fits(
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
-def test_what_holds_after_every_request(
-    trace_from: Maker, policy: ReplayPolicy, as_prefixes: bool, requests: list[list[str]], capacity: int
-) -> None:
+def test_what_holds_after_every_request(trace_from, policy, as_prefixes, requests, capacity):
     trace = trace_from(requests, SIZES)
     blocks = trace.prefixes if as_prefixes else trace.spans
     now = [0.0]
@@ -119,9 +108,7 @@ def test_what_holds_after_every_request(
             assert set(request) <= held
 
 
-def naive_lru(
-    requests: Sequence[Sequence[Hashable]], tokens: dict[Hashable, int], capacity: int
-) -> list[set[Hashable]]:
+def naive_lru(requests, tokens, capacity):
     """Hits of each request; a tuple is held only behind its beginning."""
     held: list[Hashable] = []  # least recently used first
     found = []
@@ -146,9 +133,7 @@ def naive_lru(
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(25, 6), capacity=st.integers(1, 30))
-def test_lru_hits_what_a_naive_list_hits(
-    trace_from: Maker, as_prefixes: bool, requests: list[list[str]], capacity: int
-) -> None:
+def test_lru_hits_what_a_naive_list_hits(trace_from, as_prefixes, requests, capacity):
     trace = trace_from(requests, SIZES)
     cache = lru(trace.prefixes if as_prefixes else trace.spans, capacity)
     named: list[list[Hashable]] = [
@@ -161,14 +146,14 @@ def test_lru_hits_what_a_naive_list_hits(
         assert {name for name, block in zip(names, request, strict=True) if block in hits} == expected
 
 
-def test_what_comes_back_after_it_went_is_a_regret(trace_from: Maker) -> None:
+def test_what_comes_back_after_it_went_is_a_regret(trace_from):
     trace = trace_from([["d"], ["e"], ["d"], ["d"]], SIZES)
     cache = lru(trace.spans, 8)
     hits = [len(cache.serve(request, seconds)) for seconds, request in trace.requests(as_prefixes=False)]
     assert (hits, cache.evictions, cache.regrets) == ([0, 0, 0, 1], 2, 1)
 
 
-def test_what_no_other_request_has_is_not_held(trace_from: Maker) -> None:
+def test_what_no_other_request_has_is_not_held(trace_from):
     trace = trace_from([["c"], ["c"]], SIZES)
     cache = lru(trace.spans, 8)
     served = [cache.serve([NONE, *request], seconds) for seconds, request in trace.requests(as_prefixes=False)]
@@ -180,9 +165,7 @@ def test_what_no_other_request_has_is_not_held(trace_from: Maker) -> None:
 @pytest.mark.parametrize("as_prefixes", [False, True])
 @settings(max_examples=40)
 @given(requests=requests_of(30, 5), places=st.integers(1, 6))
-def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(
-    trace_from: Maker, as_prefixes: bool, requests: list[list[str]], places: int
-) -> None:
+def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(trace_from, as_prefixes, requests, places):
     trace = trace_from([[*dict.fromkeys(request), "own"] for request in requests], EQUAL)
     rule = ReuseRule("rule", as_prefixes)
     best = simulate(trace, rule, OPTIMUM, 10 * places).reused.sum()
@@ -191,13 +174,11 @@ def test_no_policy_hits_more_than_the_optimum_where_blocks_have_one_size(
 
 @settings(max_examples=30)
 @given(requests=requests_of(6, 3), places=st.integers(1, 3))
-def test_the_optimum_hits_as_much_as_any_choice_could(
-    trace_from: Maker, requests: list[list[str]], places: int
-) -> None:
+def test_the_optimum_hits_as_much_as_any_choice_could(trace_from, requests, places):
     sets = [frozenset(request) for request in requests]
 
     @functools.cache
-    def best(index: int, held: frozenset[str]) -> int:
+    def best(index, held):
         if index == len(sets):
             return 0
         could = held | sets[index]

@@ -1,24 +1,14 @@
 """What is kept of a trace, what is refused, and the shapes of the built-in traces."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.telemetry import TraceBlock
 from validation.replay import trace as trace_module
-from validation.replay.trace import Trace, TraceFormat, trace_file, trace_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from semblend_trt.fleet.telemetry import TraceLine
+from validation.replay.trace import TraceFormat, trace_file, trace_of
 
 
-def uses(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
+def uses(trace):
     """The blocks of each request by content, and by all before them."""
     by_span, by_prefix = (
         [request for _, request in trace.requests(as_prefixes=as_prefixes)] for as_prefixes in (False, True)
@@ -26,7 +16,7 @@ def uses(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
     return by_span, by_prefix
 
 
-def test_blocks_are_told_apart_by_content_or_by_all_before(line: Callable[..., TraceLine]) -> None:
+def test_blocks_are_told_apart_by_content_or_by_all_before(line):
     trace = trace_of([line(0, "ab", [1, 2]), line(1, "cb", [3, 2]), line(2, "ab", [1, 2])])
     assert uses(trace) == ([[0, 1], [2, 1], [0, 1]], [[0, 1], [2, 3], [0, 1]])
     assert list(trace.prefixes.parents) == [-1, 0, -1, 2]
@@ -37,30 +27,28 @@ def test_blocks_are_told_apart_by_content_or_by_all_before(line: Callable[..., T
     "other",
     [{"tenant": "b"}, {"tenant": None}, {"tenant": "a", "model_name": "another"}, {"tenant": "a", "tokens": [6]}],
 )
-def test_other_tenants_models_and_lengths_share_nothing(
-    line: Callable[..., TraceLine], other: dict[str, object]
-) -> None:
+def test_other_tenants_models_and_lengths_share_nothing(line, other):
     first = {"contents": ["x"], "tokens": [5], "tenant": "a"}
     trace = trace_of([line(0, **first), line(1, **(first | other)), line(2, **first)])
     assert uses(trace) == ([[0], [1], [0]], [[0], [1], [0]])
 
 
-def test_a_block_without_content_is_not_shared_and_ends_the_prefix(line: Callable[..., TraceLine]) -> None:
+def test_a_block_without_content_is_not_shared_and_ends_the_prefix(line):
     trace = trace_of([line(0, ["a", None, "b"], [1, 2, 3])] * 2)
     assert uses(trace) == ([[0, -1, 1]] * 2, [[0, -1, -1]] * 2)
 
 
-def test_what_has_no_tokens_is_left_out(line: Callable[..., TraceLine]) -> None:
+def test_what_has_no_tokens_is_left_out(line):
     trace = trace_of([line(0, "ab", [0, 2]), line(1, "a", [0]), line(2, "", []), line(3, "cb", [0, 2])])
     assert (uses(trace), trace.empty) == (([[0], [0]], [[0], [0]]), 2)
 
 
-def test_text_stands_for_a_missing_hash(line: Callable[..., TraceLine]) -> None:
+def test_text_stands_for_a_missing_hash(line):
     said = [TraceBlock(text=text, token_count=2) for text in ("same", "same", "other")]
     assert uses(trace_of([line(0, [], [], blocks=said)]))[0] == [[0, 0, 1]]
 
 
-def test_requests_are_replayed_in_the_order_of_their_times(line: Callable[..., TraceLine]) -> None:
+def test_requests_are_replayed_in_the_order_of_their_times(line):
     trace = trace_of([line(2, "a", [1]), line(1, "b", [2]), line(1, "c", [3])])
     assert [seconds for seconds, _ in trace.requests(as_prefixes=False)] == [1.0, 1.0, 2.0]
     assert trace.prompt_tokens() == [2, 3, 1]
@@ -73,13 +61,13 @@ MOONCAKE = """
 """
 
 
-def read(tmp_path: Path, content: str, requests: int | None = None) -> Trace:
+def read(tmp_path, content, requests=None):
     path = tmp_path / "trace"
     path.write_bytes(content.encode())
     return trace_file(path, requests)
 
 
-def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path: Path) -> None:
+def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path):
     trace = read(tmp_path, MOONCAKE)
     assert (trace.form, trace.skipped.counts) == (TraceFormat.MOONCAKE, {})
     assert list(trace.requests(as_prefixes=True)) == [(90, [0, 1, 2, 3]), (108, [0, 4, 5, 6]), (168, [0, 1, 2, 3])]
@@ -111,7 +99,7 @@ def test_mooncakes_lines_are_blocks_of_512_tokens(tmp_path: Path) -> None:
         (MOONCAKE.strip() + '\n{"request_id": "a", "timestamp_ms": 1, "blocks": []}', "of another format, router"),
     ],
 )
-def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path: Path, content: str, reason: str) -> None:
+def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path, content, reason):
     trace = read(tmp_path, content)
     assert len(trace) in (2, 3)
     (told,) = trace.skipped.counts
@@ -119,9 +107,7 @@ def test_what_cannot_be_read_is_passed_over_and_counted(tmp_path: Path, content:
     assert trace.skipped.first == {told: 4}
 
 
-def test_bad_lines_of_telemetry_are_counted(
-    line: Callable[..., TraceLine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_lines_of_telemetry_are_counted(line, tmp_path, monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
     good = line(0, "a", [1]).to_json()
     negative = good.replace('"token_count":1', '"token_count":-1')
@@ -132,18 +118,18 @@ def test_bad_lines_of_telemetry_are_counted(
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"request_id": "a", "timestamp_ms": 1, "blocks": []}\n'])
-def test_nothing_to_replay_is_refused(content: str, tmp_path: Path) -> None:
+def test_nothing_to_replay_is_refused(content, tmp_path):
     with pytest.raises(ConfigurationError, match=r"trace: the trace holds no request with tokens"):
         read(tmp_path, content)
 
 
-def test_where_no_line_can_be_read_the_reasons_are_told(tmp_path: Path) -> None:
+def test_where_no_line_can_be_read_the_reasons_are_told(tmp_path):
     with pytest.raises(ConfigurationError, match=r"nothing to replay\. Passed over: 2 not JSON \(first in line 1\)"):
         read(tmp_path, "a\nb\n")
 
 
 @pytest.mark.parametrize("bound", ["MAX_REQUESTS", "MAX_BLOCK_USES"])
-def test_too_much_is_refused(line: Callable[..., TraceLine], monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+def test_too_much_is_refused(line, monkeypatch, bound):
     monkeypatch.setattr(trace_module, bound, 2)
     assert len(trace_of([line(0, "a", [1])] * 2)) == 2
     with pytest.raises(ConfigurationError, match="replay the first ones with --requests"):

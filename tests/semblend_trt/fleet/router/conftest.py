@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,9 +18,6 @@ from aiohttp.test_utils import TestServer
 from semblend_trt.fleet.router.app import Router
 from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.serving import listening
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 WAIT_SECONDS = 120
 SECRET = "a secret of the router"
@@ -48,17 +45,17 @@ class StandIn:
     url: str = ""
     elsewhere: str = ""
 
-    def app(self) -> web.Application:
+    def app(self):
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         return app
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _health(self, _):
         return web.Response(status=500 if self.behave == "ill" else 200)
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, request):
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(request.headers)
@@ -109,7 +106,7 @@ class StandIn:
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 
-    async def _stay(self) -> web.Response:
+    async def _stay(self):
         """Until the request is given up."""
         try:
             return await asyncio.Future()
@@ -117,7 +114,7 @@ class StandIn:
             self.left.set()
 
     @staticmethod
-    def _cut(request: web.Request) -> web.Response:
+    def _cut(request):
         assert request.transport is not None
         request.transport.abort()
         return web.Response()
@@ -132,20 +129,20 @@ class Routed:
     replicas: list[StandIn]
     address: str
 
-    async def ask(self, path: str = "/v1/completions", **fields: Any) -> tuple[int, Any, Any]:
+    async def ask(self, path="/v1/completions", **fields):
         """Status, answer and headers of one request; `headers` are the request's, the other fields its body's."""
         headers = fields.pop("headers", None)
         async with self.client.post(path, json=fields, headers=headers) as response:
             return response.status, await response.json(), response.headers
 
-    def count(self, name: str, **labels: str) -> float:
+    def count(self, name, **labels):
         value = self.router.counters.registry.get_sample_value(name, labels)
         assert value is not None, f"{name} {labels}"
         return value
 
 
 @asynccontextmanager
-async def _running(tokenizer: Any, replicas: int = 2, **fields: Any) -> AsyncIterator[Routed]:
+async def _running(tokenizer, replicas=2, **fields):
     stand_ins = [StandIn(number) for number in range(1, replicas + 1)]
     async with AsyncExitStack() as servers:
         for stand_in in stand_ins:
@@ -167,23 +164,23 @@ async def _running(tokenizer: Any, replicas: int = 2, **fields: Any) -> AsyncIte
             yield Routed(client, running, stand_ins, address)
 
 
-def run_within(opened: AbstractAsyncContextManager[Any], test: Callable[[Any], Any]) -> Any:
+def run_within(opened, test):
     """Runs the coroutine function `test` with what `opened` yields."""
 
-    async def all_of_it() -> Any:
+    async def all_of_it():
         async with opened as parts:
             return await test(parts)
 
     return asyncio.run(asyncio.wait_for(all_of_it(), WAIT_SECONDS))
 
 
-def within(opens: Callable[..., Any], *fixtures: str, **fields: Any) -> Callable[[Callable[..., Any]], Any]:
+def within(opens, *fixtures, **fields):
     """Makes a test of a coroutine function, whose first argument is what `opens(*fixtures, **fields)` yields."""
 
-    def made(test: Callable[..., Any]) -> Callable[..., None]:
+    def made(test):
         _, *others = inspect.signature(test).parameters
 
-        def run(**given: Any) -> None:
+        def run(**given):
             own = {name: given[name] for name in others}
             run_within(opens(*(given[name] for name in fixtures), **fields), lambda parts: test(parts, **own))
 
@@ -200,6 +197,6 @@ router = partial(within, _running, "tokenizer")
 
 
 @pytest.fixture
-def routed(tokenizer: Any) -> Callable[..., Any]:
+def routed(tokenizer):
     """routed(test, **fields of the configuration): for fields that need fixtures."""
     return lambda test, **fields: run_within(_running(tokenizer, **fields), test)

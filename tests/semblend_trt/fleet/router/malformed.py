@@ -6,10 +6,7 @@ import asyncio
 import json
 import random
 from itertools import islice
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 AT_ONCE = 64
 _GOOD: dict[str, Any] = {"prompt": "How many lamps are there?", "max_tokens": 2, "temperature": 0}
@@ -93,7 +90,7 @@ _REQUESTS = (
 )
 
 
-def bad_requests() -> Iterator[bytes]:
+def bad_requests():
     """Requests of which no server takes one."""
     for body in _NO_JSON:
         yield _request(body)
@@ -109,17 +106,17 @@ def bad_requests() -> Iterator[bytes]:
         yield _request(b"{}")[:cut]
 
 
-def good_request() -> bytes:
+def good_request():
     """A request that is served."""
     return _request(json.dumps(_GOOD).encode())
 
 
-def _request(body: bytes) -> bytes:
+def _request(body):
     header = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
     return header + b"Authorization: Bearer key of a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-def spoiled_bytes(rng: random.Random, data: bytes) -> bytes:
+def spoiled_bytes(rng, data):
     """The same with some bytes changed, added, or missing."""
     start = rng.randrange(len(data))
     end = min(len(data), start + rng.choice((1, 1, 2, 8, 64)))
@@ -136,14 +133,14 @@ def spoiled_bytes(rng: random.Random, data: bytes) -> bytes:
     )
 
 
-def malformed(seed: int) -> Iterator[bytes]:
+def malformed(seed):
     """Bad requests, and spoiled good ones, of which some are still good."""
     drawn, bad = random.Random(seed), list(bad_requests())
     while True:
         yield drawn.choice(bad) if drawn.random() < 0.5 else spoiled_bytes(drawn, good_request())
 
 
-async def answered(address: str, request: bytes) -> bytes:
+async def answered(address, request):
     """The server's whole answer to these bytes."""
     reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
     try:
@@ -155,7 +152,7 @@ async def answered(address: str, request: bytes) -> bytes:
         writer.close()
 
 
-def error_of(answer: bytes) -> tuple[int, str | None]:
+def error_of(answer):
     """An answer's status and the code of its error object, if it is one."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if head == b"HTTP/1.1 100 Continue":
@@ -165,7 +162,7 @@ def error_of(answer: bytes) -> tuple[int, str | None]:
     return status, json.JSONDecoder().raw_decode(body.decode())[0]["error"].get("code") if status >= 400 else None
 
 
-async def statuses(address: str, seed: int, count: int) -> list[int]:
+async def statuses(address, seed, count):
     """The statuses of the answers to `count` requests. An incomplete request may get none."""
     found: list[int] = []
     requests = malformed(seed)

@@ -1,12 +1,9 @@
 """The router in front of stand-in replicas: requests, answers, refusals and retries."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
 import threading
-from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
@@ -14,29 +11,25 @@ import pytest
 
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
-from semblend_trt.fleet.router.app import Placer, ReadPrompt
+from semblend_trt.fleet.router.app import Placer
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import ReadingThreads
 from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventWriter
-from tests.semblend_trt.fleet.router.conftest import Routed, router
+from tests.semblend_trt.fleet.router.conftest import router
 from tests.semblend_trt.samples import BASE_NAMESPACE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 KEYS = [{"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenants": [name]} for name in ("acme", "globex")]
 
 
-def as_tenant(name: str, **more: str) -> dict[str, str]:
+def as_tenant(name, **more):
     return {"Authorization": f"Bearer {name}", **more}
 
 
 @router()
-async def test_bodies_go_through_and_answers_come_back(parts: Routed) -> None:
+async def test_bodies_go_through_and_answers_come_back(parts):
     status, answer, headers = await parts.ask(prompt="abc", max_tokens=5, user="a user")
     assert (status, answer["choices"]) == (200, [{"text": "1"}])
     assert parts.replicas[0].bodies == [{"prompt": "abc", "max_tokens": 5, "user": "a user"}]
@@ -51,7 +44,7 @@ async def test_bodies_go_through_and_answers_come_back(parts: Routed) -> None:
 
 
 @router()
-async def test_streams_go_through_byte_by_byte(parts: Routed) -> None:
+async def test_streams_go_through_byte_by_byte(parts):
     async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
         assert response.content_type == "text/event-stream"
         stream = await response.read()
@@ -63,14 +56,14 @@ async def test_streams_go_through_byte_by_byte(parts: Routed) -> None:
 
 
 @router()
-async def test_a_clients_salt_is_left_out(parts: Routed) -> None:
+async def test_a_clients_salt_is_left_out(parts):
     await parts.ask(prompt="abc", cache_salt="stolen")
     assert "cache_salt" not in parts.replicas[0].bodies[0]
     assert parts.count("semblend_router_client_salts_total") == 1
 
 
 @router(keys=KEYS)
-async def test_tenants_get_their_salts_from_the_router(parts: Routed) -> None:
+async def test_tenants_get_their_salts_from_the_router(parts):
     for name in ("acme", "globex", "acme"):
         status, _, _ = await parts.ask(prompt="abc", cache_salt="stolen", headers=as_tenant(name))
         assert status == 200
@@ -90,9 +83,7 @@ async def test_tenants_get_their_salts_from_the_router(parts: Routed) -> None:
     ],
 )
 @router(keys=KEYS)
-async def test_a_refused_caller_reaches_no_replica(
-    parts: Routed, headers: dict[str, str], status: int, reason: str
-) -> None:
+async def test_a_refused_caller_reaches_no_replica(parts, headers, status, reason):
     got, answer, _ = await parts.ask(prompt="abc", headers=headers)
     assert (got, answer["error"]["code"]) == (status, reason)
     assert [replica.bodies for replica in parts.replicas] == [[], []]
@@ -103,12 +94,12 @@ async def test_a_refused_caller_reaches_no_replica(
 
 @pytest.mark.parametrize("key", [b"\xff", b"\xed\xa0\x80", b"\xc3\xa9"])
 @router(keys=KEYS)
-async def test_a_key_may_be_any_bytes(parts: Routed, key: bytes) -> None:
+async def test_a_key_may_be_any_bytes(parts, key):
     head = b"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer " + key + b"\r\n\r\n"
     assert b" 401 " in await sent_raw(parts, head)
 
 
-async def sent_raw(parts: Routed, request: bytes) -> bytes:
+async def sent_raw(parts, request):
     """All that is answered to these bytes, up to the connection's end."""
     reader, writer = await asyncio.open_connection(*parts.address.removeprefix("http://").split(":"))
     writer.write(request)
@@ -123,7 +114,7 @@ async def sent_raw(parts: Routed, request: bytes) -> bytes:
     [(b"x" * 3000, 413, "body_too_large"), (b"{", 400, "bad_json"), (b'"a"', 400, "bad_json")],
 )
 @router(max_body_bytes=2048)
-async def test_bad_bodies_reach_no_replica(parts: Routed, body: bytes, status: int, code: str) -> None:
+async def test_bad_bodies_reach_no_replica(parts, body, status, code):
     async with parts.client.post("/v1/completions", data=body) as response:
         assert (response.status, (await response.json())["error"]["code"]) == (status, code)
     assert parts.replicas[0].bodies == []
@@ -133,9 +124,7 @@ async def test_bad_bodies_reach_no_replica(parts: Routed, body: bytes, status: i
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("behave", "reason"), [("dying", "unreachable"), ("busy", "unwilling"), ("ill", "unwilling")])
 @router()
-async def test_another_replica_is_asked_before_the_first_byte(
-    parts: Routed, behave: str, reason: str, stream: bool
-) -> None:
+async def test_another_replica_is_asked_before_the_first_byte(parts, behave, reason, stream):
     parts.replicas[0].behave = behave
     async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
         assert response.status == 200
@@ -150,7 +139,7 @@ async def test_another_replica_is_asked_before_the_first_byte(
 
 
 @router()
-async def test_an_error_of_a_sound_replica_is_its_answer(parts: Routed) -> None:
+async def test_an_error_of_a_sound_replica_is_its_answer(parts):
     parts.replicas[0].behave = "wrong"
     status, answer, _ = await parts.ask(prompt="abc")
     assert (status, answer) == (500, {"error": {"message": "the engine"}})
@@ -158,7 +147,7 @@ async def test_an_error_of_a_sound_replica_is_its_answer(parts: Routed) -> None:
     assert parts.count("semblend_router_replica_healthy", worker="1.0") == 1
 
 
-def events_of(stream: bytes) -> list[Any]:
+def events_of(stream):
     """The data of a stream's events as a client of the API reads them: by the rules of server-sent events, as JSON."""
     events, data = [], list[str]()
     for line in stream.decode().splitlines():
@@ -172,9 +161,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 @pytest.mark.parametrize(("behave", "healthy"), [("cut", 0), ("torn", 0), ("stuck", 1), ("dripping", 1)])
 @router(silence_seconds=0.2)
-async def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(
-    parts: Routed, behave: str, healthy: int
-) -> None:
+async def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(parts, behave, healthy):
     parts.replicas[0].behave = behave
     async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True}) as response:
         stream = await response.content.readany()
@@ -190,7 +177,7 @@ async def test_a_stream_that_is_not_ended_gets_an_error_and_is_not_repeated(
 
 @pytest.mark.parametrize("stream", [False, True])
 @router(first_byte_seconds=1)
-async def test_a_replica_that_does_not_begin_is_given_up(parts: Routed, stream: bool) -> None:
+async def test_a_replica_that_does_not_begin_is_given_up(parts, stream):
     parts.replicas[0].behave = "silent"
     async with parts.client.post("/v1/completions", json={"prompt": "abc", "stream": stream}) as response:
         assert b'"2"' in await response.read()
@@ -200,7 +187,7 @@ async def test_a_replica_that_does_not_begin_is_given_up(parts: Routed, stream: 
 
 
 @router(replicas=3)
-async def test_redirects_of_a_replica_are_not_followed(parts: Routed) -> None:
+async def test_redirects_of_a_replica_are_not_followed(parts):
     parts.replicas[0].behave = "away"
     parts.replicas[0].elsewhere = parts.replicas[2].url
     _, answer, headers = await parts.ask(prompt="abc")
@@ -209,7 +196,7 @@ async def test_redirects_of_a_replica_are_not_followed(parts: Routed) -> None:
 
 
 @router()
-async def test_without_a_willing_replica_the_request_is_refused(parts: Routed) -> None:
+async def test_without_a_willing_replica_the_request_is_refused(parts):
     for replica in parts.replicas:
         replica.behave = "dying"
     status, answer, _ = await parts.ask(prompt="abc")
@@ -223,7 +210,7 @@ async def test_without_a_willing_replica_the_request_is_refused(parts: Routed) -
 
 
 @router()
-async def test_a_client_that_leaves_a_stream_frees_its_replica(parts: Routed) -> None:
+async def test_a_client_that_leaves_a_stream_frees_its_replica(parts):
     parts.replicas[0].behave = "endless"
     response = await parts.client.post("/v1/completions", json={"prompt": "abc", "stream": True})
     await response.content.readany()
@@ -237,14 +224,14 @@ async def test_a_client_that_leaves_a_stream_frees_its_replica(parts: Routed) ->
 
 
 @router(max_answer_bytes=1024)
-async def test_an_answer_that_is_too_large_is_refused(parts: Routed) -> None:
+async def test_an_answer_that_is_too_large_is_refused(parts):
     parts.replicas[0].behave = "large"
     status, answer, _ = await parts.ask(prompt="abc")
     assert (status, answer["error"]["code"]) == (502, "answer_too_large")
 
 
 @router()
-async def test_what_fails_in_the_router_is_answered_and_counted(parts: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_fails_in_the_router_is_answered_and_counted(parts, monkeypatch):
     monkeypatch.setattr(parts.router, "_forwarder", None)
     status, answer, _ = await parts.ask(prompt="abc")
     assert (status, answer["error"]["code"], answer["error"]["type"]) == (500, "internal_error", "server_error")
@@ -253,7 +240,7 @@ async def test_what_fails_in_the_router_is_answered_and_counted(parts: Routed, m
 
 
 @router()
-async def test_it_tells_of_itself(parts: Routed) -> None:
+async def test_it_tells_of_itself(parts):
     async with parts.client.get("/health") as response:
         status = await response.json()
     assert status == {"status": "ok", "replicas": {"1.0": True, "2.0": True}, "directory": {}}
@@ -265,10 +252,10 @@ async def test_it_tells_of_itself(parts: Routed) -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "http_error")
 
 
-def test_telemetry_has_hashes_and_no_text(routed: Callable[..., Any], tmp_path: Any) -> None:
+def test_telemetry_has_hashes_and_no_text(routed, tmp_path):
     path = tmp_path / "requests.jsonl"
 
-    async def test(parts: Routed) -> None:
+    async def test(parts):
         headers = as_tenant("acme", **{"X-Session-ID": "session-7"})
         for stream in (False, True):
             body = {"prompt": "a secret document\n\nasked about", "stream": stream}
@@ -301,7 +288,7 @@ def test_telemetry_has_hashes_and_no_text(routed: Callable[..., Any], tmp_path: 
 
 
 @router(keys=KEYS, tenant_requests=2)
-async def test_a_tenant_that_has_its_share_under_way_waits_and_others_do_not(parts: Routed) -> None:
+async def test_a_tenant_that_has_its_share_under_way_waits_and_others_do_not(parts):
     for replica in parts.replicas:
         replica.behave = "endless"
     body = {"prompt": "abc", "stream": True}
@@ -321,7 +308,7 @@ async def test_a_tenant_that_has_its_share_under_way_waits_and_others_do_not(par
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "deflate"}, {"Transfer-Encoding": "chunked"}])
 @router(keys=KEYS, tenant_bytes=2500, max_body_bytes=2400, header_seconds=0.5)
-async def test_a_tenants_bodies_count_before_they_are_read(parts: Routed, headers: dict[str, str]) -> None:
+async def test_a_tenants_bodies_count_before_they_are_read(parts, headers):
     """What says its length counts with that, what does not with the most that it may have."""
     tokens = "a" * 1500
     parts.replicas[0].behave = parts.replicas[1].behave = "silent"
@@ -338,7 +325,7 @@ async def test_a_tenants_bodies_count_before_they_are_read(parts: Routed, header
 
 
 @router(max_prompt_tokens=8)
-async def test_a_prompt_that_no_replica_can_hold_is_refused_unread(parts: Routed, tokenizer: Any) -> None:
+async def test_a_prompt_that_no_replica_can_hold_is_refused_unread(parts, tokenizer):
     longest = max(map(len, tokenizer.get_vocab()))
     for prompt in ("a" * (8 * longest + 1), [1] * 9):
         status, answer, _ = await parts.ask(prompt=prompt)
@@ -348,9 +335,7 @@ async def test_a_prompt_that_no_replica_can_hold_is_refused_unread(parts: Routed
 
 
 @router(status={"host": "127.0.0.1", "port": 0, "sha256": hashlib.sha256(b"operator").hexdigest()})
-async def test_its_state_may_be_told_elsewhere_and_need_a_key(
-    parts: Routed, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_its_state_may_be_told_elsewhere_and_need_a_key(parts, capsys):
     address = capsys.readouterr().err.rpartition("status on ")[2].strip()
     for path in ("/health", "/metrics"):
         async with parts.client.get(path) as response:
@@ -363,7 +348,7 @@ async def test_its_state_may_be_told_elsewhere_and_need_a_key(
         assert response.status == 404
 
 
-def test_a_caller_keeps_its_salt_out_of_its_representation() -> None:
+def test_a_caller_keeps_its_salt_out_of_its_representation():
     assert "pepper" not in repr(Caller("acme", "pepper"))
 
 
@@ -373,7 +358,7 @@ REPLICAS = [Replica((1, 0), 0), Replica((2, 0), 0)]
 
 
 @pytest.fixture
-def directory(tokenizer: Any) -> Directory:
+def directory(tokenizer):
     """Worker 2 holds the document, for the salt "a" alone."""
     namespace = BASE_NAMESPACE.for_request("a", None)
     tokens = tokenizer.encode("Some instruction. " + DOCUMENT)
@@ -386,17 +371,17 @@ def directory(tokenizer: Any) -> Directory:
 
 
 @pytest.fixture
-def place(tokenizer: Any, directory: Directory) -> Callable[..., Any]:
+def place(tokenizer, directory):
     """place(salt, body, ...): the prompt as it was read, the worker that was chosen, and the counters."""
 
     def run(
-        salt: str | None,
-        body: dict[str, Any],
+        salt,
+        body,
         *,
-        reader: Any = tokenizer,
-        known: Any = directory,
-        seconds: float = 60.0,
-    ) -> tuple[ReadPrompt, tuple[int, int], RouterCounters]:
+        reader=tokenizer,
+        known=directory,
+        seconds=60.0,
+    ):
         counters, caller = RouterCounters(), Caller("tenant", salt)
         placer = Placer(ReadingThreads(reader), known, SpanOverlap(), counters, read_seconds=seconds)
         try:
@@ -408,11 +393,11 @@ def place(tokenizer: Any, directory: Directory) -> Callable[..., Any]:
     return run
 
 
-def fallbacks(counters: RouterCounters, reason: str) -> float | None:
+def fallbacks(counters, reason):
     return counters.registry.get_sample_value("semblend_router_fallbacks_total", {"reason": reason})
 
 
-def test_a_request_goes_where_its_document_is(place: Callable[..., Any], tokenizer: Any) -> None:
+def test_a_request_goes_where_its_document_is(place, tokenizer):
     prompt, worker, _ = place("a", {"prompt": PROMPT})
     assert worker == (2, 0)
     assert prompt.tokens == len(tokenizer.encode(PROMPT))
@@ -423,7 +408,7 @@ def test_a_request_goes_where_its_document_is(place: Callable[..., Any], tokeniz
 class Failing:
     """A tokenizer, or a directory, that fails."""
 
-    def encode(self, *_: Any, **__: Any) -> Any:
+    def encode(self, *_, **__):
         raise RuntimeError("injected")
 
     holders = encode
@@ -440,20 +425,18 @@ class Failing:
         ({"known": Failing()}, "directory_failed", len(PROMPT)),
     ],
 )
-def test_a_prompt_that_cannot_be_read_or_looked_up_is_placed_by_load(
-    place: Callable[..., Any], given: dict[str, Any], reason: str, tokens: int
-) -> None:
+def test_a_prompt_that_cannot_be_read_or_looked_up_is_placed_by_load(place, given, reason, tokens):
     prompt, worker, counters = place("a", **{"body": {"prompt": PROMPT}} | given)
     assert (prompt.holders, prompt.tokens, worker) == ((), tokens, (1, 0))
     assert (prompt.token_ids is None) == (reason == "unread_prompt")
     assert fallbacks(counters, reason) == 1
 
 
-def test_a_slow_tokenizer_is_not_waited_for(place: Callable[..., Any]) -> None:
+def test_a_slow_tokenizer_is_not_waited_for(place):
     go_on = threading.Event()
 
     class Slow:
-        def encode(self, *_: Any, **__: Any) -> Any:
+        def encode(self, *_, **__):
             go_on.wait(60)
             return [1]
 

@@ -25,13 +25,13 @@ from semblend_trt.fleet.router.cold_runs import (
 )
 from semblend_trt.fleet.router.serving import RequestRefusedError
 from semblend_trt.metrics import COLD_RUN_RESULTS
-from tests.semblend_trt.fleet.router.conftest import Routed, router
+from tests.semblend_trt.fleet.router.conftest import router
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)
 
 
 @given(TOKENS, TOKENS)
-def test_equal_means_equal_and_else_the_first_difference_is_told(first: list[int], cold: list[int]) -> None:
+def test_equal_means_equal_and_else_the_first_difference_is_told(first, cold):
     told = compared([first], [cold])
     assert told["compared"] == "tokens"
     assert (told["result"] == "equal") == (first == cold)
@@ -41,7 +41,7 @@ def test_equal_means_equal_and_else_the_first_difference_is_told(first: list[int
         assert first[at : at + 1] != cold[at : at + 1]
 
 
-def test_every_choice_is_compared_as_text_where_tokens_are_not_told() -> None:
+def test_every_choice_is_compared_as_text_where_tokens_are_not_told():
     assert compared(["one", "two"], ["one", "two"]) == {"result": "equal", "compared": "text"}
     differs = {"result": "differs", "compared": "text", "first_difference": 1}
     assert compared(["one", "two"], ["one", "toe"]) == differs
@@ -58,11 +58,11 @@ def test_every_choice_is_compared_as_text_where_tokens_are_not_told() -> None:
         (0.7, 2, None, False),
     ],
 )
-def test_what_is_sampled_without_a_seed_cannot_be_repeated(temperature, top_k, seed, expected) -> None:
+def test_what_is_sampled_without_a_seed_cannot_be_repeated(temperature, top_k, seed, expected):
     assert is_repeatable(temperature, top_k, seed) == expected
 
 
-def test_the_header_has_one_value() -> None:
+def test_the_header_has_one_value():
     assert not asks_to_verify({})
     assert asks_to_verify({VERIFY_HEADER: " Cold "})
     with pytest.raises(RequestRefusedError, match="cold") as refusal:
@@ -70,22 +70,22 @@ def test_the_header_has_one_value() -> None:
     assert (refusal.value.status, refusal.value.reason) == (400, "bad_verify")
 
 
-async def _ends() -> None:
+async def _ends():
     """Lets everything that can run come to its end."""
     for _ in range(100):
         await asyncio.sleep(0)
 
 
-def test_the_sample_runs_one_at_a_time_and_what_finds_no_room_is_skipped() -> None:
+def test_the_sample_runs_one_at_a_time_and_what_finds_no_room_is_skipped():
     counts: Counter[str] = Counter()
     running: list[int] = []
     most = 0
 
-    async def run() -> None:
+    async def run():
         nonlocal most
         runs, go_on = ColdRuns(1.0, lambda result: counts.update([result])), asyncio.Event()
 
-        async def cold() -> list[list[int]]:
+        async def cold():
             nonlocal most
             running.append(1)
             most = max(most, len(running))
@@ -117,10 +117,10 @@ def test_the_sample_runs_one_at_a_time_and_what_finds_no_room_is_skipped() -> No
     ("error", "reason"),
     [(SemBlendError("no room"), "no room"), (ValueError("inside"), "the cold run failed; the log says why")],
 )
-def test_a_cold_run_that_fails_is_told_and_fails_no_answer(error: Exception, reason: str) -> None:
+def test_a_cold_run_that_fails_is_told_and_fails_no_answer(error, reason):
     counted: list[str] = []
 
-    async def cold() -> Any:
+    async def cold():
         raise error
 
     verdict = asyncio.run(ColdRuns(0.0, counted.append).verdict([[1]], cold))
@@ -131,13 +131,13 @@ def test_a_cold_run_that_fails_is_told_and_fails_no_answer(error: Exception, rea
 # -- what is compared of an answer, and how it is asked for again
 
 
-def stream_of(*choices: dict[str, Any]) -> bytes:
+def stream_of(*choices):
     events = b"".join(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n" for choice in choices)
     return events + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
 
 
 @pytest.mark.parametrize("text", ["", "two words", "é\u2028\n", "data: [DONE]"])
-def test_a_streamed_answer_says_what_the_whole_one_says(text: str) -> None:
+def test_a_streamed_answer_says_what_the_whole_one_says(text):
     parts = [{"index": 0, "text": text[:3]}, {"index": 1, "text": "b"}, {"index": 0, "text": text[3:]}]
     whole = json.dumps({"choices": [{"index": 1, "text": "b"}, {"index": 0, "text": text}]}).encode()
     assert said_in(stream_of(*parts)) == said_in(whole) == [text, "b"]
@@ -146,8 +146,8 @@ def test_a_streamed_answer_says_what_the_whole_one_says(text: str) -> None:
     assert said_in(stream_of(*deltas)) == said_in(chat) == [text]
 
 
-def test_calls_are_compared_without_their_ids_and_tokens_go_before_text() -> None:
-    def call(number: int, name: str | None, arguments: str) -> dict[str, Any]:
+def test_calls_are_compared_without_their_ids_and_tokens_go_before_text():
+    def call(number, name, arguments):
         return {"id": f"call-{number}", "function": {"name": name, "arguments": arguments}}
 
     whole = {"message": {"content": None, "reasoning_content": "So", "tool_calls": [call(1, "find", "{}")]}}
@@ -157,7 +157,7 @@ def test_calls_are_compared_without_their_ids_and_tokens_go_before_text() -> Non
     assert said_in(b'{"choices": [{"text": "a", "token_ids": [4, 5]}]}') == [[4, 5]]
 
 
-def test_a_cold_run_has_a_salt_of_its_own_and_is_not_streamed() -> None:
+def test_a_cold_run_has_a_salt_of_its_own_and_is_not_streamed():
     body = {"prompt": "a", "temperature": 0, "stream": True, "stream_options": {}, "cache_salt": "acme", "stop": ["b"]}
     first, second = (json.loads(cold_body({**body, "kv_transfer_params": {"x": 1}}) or b"") for _ in range(2))
     assert first.pop("cache_salt") != second.pop("cache_salt") != "acme"
@@ -180,13 +180,13 @@ CHECKING, PLAIN = ({"Authorization": f"Bearer {name}"} for name in ("checking", 
 ASKED: dict[str, Any] = {"prompt": "abc", "temperature": 0}
 
 
-def results(parts: Routed) -> dict[str, float]:
+def results(parts):
     found = {each: parts.count("semblend_router_cold_runs_total", result=each) for each in COLD_RUN_RESULTS}
     return {result: count for result, count in found.items() if count}
 
 
 @router(replicas=1, keys=KEYS)
-async def test_the_router_asks_a_second_time_and_says_whether_both_are_equal(parts: Routed) -> None:
+async def test_the_router_asks_a_second_time_and_says_whether_both_are_equal(parts):
     replica = parts.replicas[0]
     replica.receipt = {"reused_tokens": 3}
     status, answer, headers = await parts.ask(**ASKED, headers=CHECKING | VERIFY)
@@ -206,7 +206,7 @@ async def test_the_router_asks_a_second_time_and_says_whether_both_are_equal(par
 
 
 @router(replicas=1, keys=KEYS)
-async def test_an_answer_comes_also_where_nothing_can_be_compared(parts: Routed) -> None:
+async def test_an_answer_comes_also_where_nothing_can_be_compared(parts):
     replica = parts.replicas[0]
     _, answer, _ = await parts.ask(prompt="abc", headers=CHECKING | VERIFY)
     assert answer["usage"]["semblend"]["verified"]["result"] == "not_comparable"
@@ -222,7 +222,7 @@ async def test_an_answer_comes_also_where_nothing_can_be_compared(parts: Routed)
 
 
 @router(replicas=1, keys=KEYS)
-async def test_what_the_replica_has_compared_and_what_is_streamed_is_sent_on(parts: Routed) -> None:
+async def test_what_the_replica_has_compared_and_what_is_streamed_is_sent_on(parts):
     replica = parts.replicas[0]
     replica.receipt = {"reused_tokens": 3, "verified": {"result": "differs"}}
     _, answer, _ = await parts.ask(**ASKED, headers=CHECKING | VERIFY)
@@ -241,7 +241,7 @@ async def test_what_the_replica_has_compared_and_what_is_streamed_is_sent_on(par
     [(PLAIN | VERIFY, 403, "verify_forbidden"), (CHECKING | {VERIFY_HEADER: "1"}, 400, "bad_verify")],
 )
 @router(keys=KEYS)
-async def test_a_key_needs_the_right(parts: Routed, headers: dict[str, str], status: int, reason: str) -> None:
+async def test_a_key_needs_the_right(parts, headers, status, reason):
     got, answer, _ = await parts.ask(**ASKED, headers=headers)
     assert (got, answer["error"]["code"]) == (status, reason)
     assert parts.count("semblend_router_refusals_total", reason=reason) == 1
@@ -249,12 +249,12 @@ async def test_a_key_needs_the_right(parts: Routed, headers: dict[str, str], sta
 
 
 @router()
-async def test_without_keys_nobody_has_it(parts: Routed) -> None:
+async def test_without_keys_nobody_has_it(parts):
     assert (await parts.ask(**ASKED, headers=VERIFY))[0] == 403
 
 
 @router(replicas=1, audit_sample=1.0)
-async def test_the_sample_is_compared_behind_whole_and_streamed_answers(parts: Routed) -> None:
+async def test_the_sample_is_compared_behind_whole_and_streamed_answers(parts):
     replica = parts.replicas[0]
     _, answer, _ = await parts.ask(**ASKED)
     assert "semblend" not in answer["usage"]

@@ -1,11 +1,8 @@
 """The router's configuration: the documented example, defaults, and one sentence for each mistake."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomllib
@@ -20,13 +17,13 @@ SECRET = "0123456789abcdef"
 HOLDER, IDLE = (1, 0), (2, 0)
 
 
-def loaded(tmp_path: Path, text: str) -> RouterConfig:
+def loaded(tmp_path, text):
     path = tmp_path / "router.toml"
     path.write_text(text)
     return load_config(path)
 
 
-def with_comments_taken(text: str) -> dict[str, Any]:
+def with_comments_taken(text):
     """The example with the tables and fields that it only mentions."""
     lines = []
     for line in text.splitlines():
@@ -35,7 +32,7 @@ def with_comments_taken(text: str) -> dict[str, Any]:
     return tomllib.loads("\n".join(lines))
 
 
-def test_the_example_holds_the_defaults() -> None:
+def test_the_example_holds_the_defaults():
     config = load_config(EXAMPLE)
     assert [replica.worker_id for replica in config.replicas] == [1, 2]
     own = {"model", "nats_url", "nats_subject", "replicas"}
@@ -46,7 +43,7 @@ def test_the_example_holds_the_defaults() -> None:
     assert config.telemetry is None
 
 
-def test_the_example_names_every_field() -> None:
+def test_the_example_names_every_field():
     values = with_comments_taken(EXAMPLE.read_text())
     assert set(values) == set(RouterConfig.model_fields)
     config = RouterConfig.model_validate(values)
@@ -89,7 +86,7 @@ def test_the_example_names_every_field() -> None:
         ("attempts = 0\nhealth_seconds = 0\n" + LEAST, "(1 more fields are wrong)"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_mistake_is_one_sentence(tmp_path, text, problem):
     with pytest.raises(ConfigurationError, match=re.escape(problem)) as refused:
         loaded(tmp_path, text)
     assert "\n" not in str(refused.value)
@@ -97,9 +94,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, problem: str) -> N
 
 
 @pytest.mark.parametrize(("text", "chosen"), [("", IDLE), ("load_weight = 0.5\n", HOLDER)])
-def test_the_load_weight_decides_between_a_queue_and_its_text(
-    tmp_path: Path, text: str, chosen: tuple[int, int]
-) -> None:
+def test_the_load_weight_decides_between_a_queue_and_its_text(tmp_path, text, chosen):
     """A replica holds 300 tokens of the prompt and has 400 to compute, the other neither."""
     policy = loaded(tmp_path, text + LEAST).routing_policy()
     request = RoutingRequest([1] * 500, holders=(Holder(HOLDER, tokens=300),))
@@ -116,17 +111,17 @@ def test_the_load_weight_decides_between_a_queue_and_its_text(
         ("secret_env", "secret_env = '0-hidden'\n" + LEAST),
     ],
 )
-def test_what_may_be_a_secret_is_not_repeated(tmp_path: Path, field: str, text: str) -> None:
+def test_what_may_be_a_secret_is_not_repeated(tmp_path, field, text):
     with pytest.raises(ConfigurationError, match=f"router.toml: {field}: ") as refused:
         loaded(tmp_path, text)
     assert "hidden" not in str(refused.value)
 
 
-def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
+def test_a_servers_password_is_not_shown(tmp_path):
     assert "hidden" not in repr(loaded(tmp_path, 'nats_url = "nats://u:hidden@a"\n' + LEAST))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigurationError, match="nothing cannot be read: No such file or directory"):
         load_config(tmp_path / "nothing")
     (tmp_path / "large").write_bytes(b"#" * (2 << 20))
@@ -141,7 +136,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({"S": "short"}, "the secret in S has 5 bytes; give at least 16"),
     ],
 )
-def test_a_secret_has_to_be_there(tmp_path: Path, environment: dict[str, str], problem: str) -> None:
+def test_a_secret_has_to_be_there(tmp_path, environment, problem):
     config = loaded(tmp_path, 'secret_env = "S"\n' + LEAST)
     with pytest.raises(ConfigurationError, match=problem):
         config.secret(environment)

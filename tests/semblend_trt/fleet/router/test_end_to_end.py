@@ -9,7 +9,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +18,6 @@ from tests.server_process import MODEL, ServerProcess, key_of, worker
 from tests.server_process import fleet as routed_fleet
 from validation.documents import stock_list
 from validation.prompts import render
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 WAIT_SECONDS = 120
 TENANTS = ("acme", "globex")
@@ -35,18 +31,18 @@ class Fleet:
     url: str
     trace: Path
 
-    def open(self, prompt: str, tenant: str, **fields: Any) -> Any:
+    def open(self, prompt, tenant, **fields):
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
         headers = {"Authorization": f"Bearer {key_of(tenant)}"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         return urllib.request.urlopen(request, timeout=120)
 
-    def ask(self, prompt: str, tenant: str = "acme", **fields: Any) -> tuple[str, dict[str, Any]]:
+    def ask(self, prompt, tenant="acme", **fields):
         """The worker that answered, and its answer."""
         with self.open(prompt, tenant, **fields) as response:
             return response.headers["X-SemBlend-Worker"], json.load(response)
 
-    def gauge(self, name: str, worker: str) -> float:
+    def gauge(self, name, worker):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         values = [line.split()[1] for line in lines if line.startswith(f'semblend_router_{name}{{worker="{worker}"}}')]
@@ -54,7 +50,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fleet")
     trace, server = folder / "trace.jsonl", NatsServer(folder / "nats")
     server.start()
@@ -67,7 +63,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(dict(zip(("1.0", "2.0"), workers, strict=True)), front.address(), trace)
 
 
-def prompts(seed: int) -> list[tuple[str, str]]:
+def prompts(seed):
     """Prompts and answers: the same documents in other orders, with other instructions and questions."""
     generator = random.Random(seed)
     lists = [stock_list(generator, rows=12) for _ in range(6)]
@@ -80,18 +76,18 @@ def prompts(seed: int) -> list[tuple[str, str]]:
     ]
 
 
-def wait_for(holds: Callable[[], object]) -> None:
+def wait_for(holds):
     """Waits until `holds()` is true."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "nothing came"
 
 
-def reused(answer: dict[str, Any]) -> int:
+def reused(answer):
     return int(answer["usage"]["prompt_tokens_details"]["reused_tokens"])
 
 
-def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
+def test_requests_land_where_their_documents_are(fleet):
     (first, expected), *others = prompts(0)
     holder, answer = fleet.ask(first)
     assert (answer["choices"][0]["text"], reused(answer)) == (expected, 0)
@@ -102,7 +98,7 @@ def test_requests_land_where_their_documents_are(fleet: Fleet) -> None:
         assert reused(answer) > 200
 
 
-def test_another_tenant_is_neither_drawn_to_them_nor_served_from_them(fleet: Fleet) -> None:
+def test_another_tenant_is_neither_drawn_to_them_nor_served_from_them(fleet):
     """Its request goes to the replica whose turn it is, which is not the last one asked."""
     prompt, expected = prompts(0)[1]
     holder, _ = fleet.ask(prompt)
@@ -111,7 +107,7 @@ def test_another_tenant_is_neither_drawn_to_them_nor_served_from_them(fleet: Fle
     assert (answer["choices"][0]["text"], reused(answer)) == (expected, 0)
 
 
-def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
+def test_a_killed_worker_is_replaced(fleet):
     prompt = prompts(0)[2][0]
     holder, _ = fleet.ask(prompt)
     other = next(name for name in fleet.workers if name != holder)

@@ -1,10 +1,7 @@
 """Prompts of the OpenAI API as token ids: texts, ids and chats; other values are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 
@@ -20,25 +17,25 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ r
 
 
 @pytest.fixture
-def reader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> PromptReader:
+def reader(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE, raising=False)
     return PromptReader(tokenizer)
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc"], [64, 65, 66], [[64, 65, 66]]])
-def test_a_completion_is_a_text_or_ids(reader: PromptReader, tokenizer: Any, prompt: Any) -> None:
+def test_a_completion_is_a_text_or_ids(reader, tokenizer, prompt):
     assert tokenizer.encode("abc") == [64, 65, 66]
     assert reader.completion({"prompt": prompt}) == [64, 65, 66]
 
 
-def test_a_chat_goes_through_the_template(reader: PromptReader, tokenizer: Any) -> None:
+def test_a_chat_goes_through_the_template(reader, tokenizer):
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant"}]
     assert reader.chat({"messages": messages}) == tokenizer.encode("<system>a<user>b\nc<assistant><a>")
     assert reader.texts({"messages": messages}) == [("system", "a"), ("user", "b\nc"), ("assistant", "")]
 
 
-def test_a_completions_only_text_is_its_prompt(reader: PromptReader) -> None:
+def test_a_completions_only_text_is_its_prompt(reader):
     assert reader.texts({"prompt": ["abc"]}) == [(None, "abc")]
     assert reader.texts({"prompt": [1, 2]}) == []
 
@@ -46,13 +43,13 @@ def test_a_completions_only_text_is_its_prompt(reader: PromptReader) -> None:
 @pytest.mark.parametrize(
     "prompt", [None, 5, [], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], {"a": 1}, "\ud800", [[]]]
 )
-def test_other_prompts_are_refused(reader: PromptReader, prompt: Any) -> None:
+def test_other_prompts_are_refused(reader, prompt):
     with pytest.raises(PromptError):
         reader.completion({"prompt": prompt})
 
 
 @pytest.mark.parametrize("name", ["truncate_prompt_tokens", "prompt_embeds", "suffix", "add_special_tokens"])
-def test_fields_that_make_another_prompt_are_refused_by_name(reader: PromptReader, name: str) -> None:
+def test_fields_that_make_another_prompt_are_refused_by_name(reader, name):
     with pytest.raises(PromptError, match=name):
         reader.completion({"prompt": "a", name: 3})
 
@@ -68,7 +65,7 @@ def test_fields_that_make_another_prompt_are_refused_by_name(reader: PromptReade
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type: Input should be 'text'"),
     ],
 )
-def test_other_chats_are_refused(reader: PromptReader, messages: Any, problem: str) -> None:
+def test_other_chats_are_refused(reader, messages, problem):
     with pytest.raises(PromptError, match=problem):
         reader.chat({"messages": messages})
 
@@ -78,22 +75,22 @@ class Watched:
 
     chat_template = TEMPLATE
 
-    def get_vocab(self) -> dict[str, int]:
+    def get_vocab(self):
         return {"a": 0, "the longest": 1}
 
-    def get_chat_template(self, *_: Any) -> str:
+    def get_chat_template(self, *_):
         return TEMPLATE
 
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+    def apply_chat_template(self, messages, **_):
         return "".join(message["content"] for message in messages)
 
-    def encode(self, text: str, **_: Any) -> list[int]:
+    def encode(self, text, **_):
         assert len(text) <= 2 * len("the longest")
         return [0]
 
 
 @pytest.mark.parametrize("size", [22, 23])
-def test_what_cannot_fit_is_not_read(size: int) -> None:
+def test_what_cannot_fit_is_not_read(size):
     reader, text = PromptReader(Watched(), max_tokens=2), "a" * size
     for read in (
         lambda: reader.completion({"prompt": text}),
@@ -107,14 +104,14 @@ def test_what_cannot_fit_is_not_read(size: int) -> None:
                 read()
 
 
-def test_short_prompts_wait_for_no_long_one(tokenizer: Any) -> None:
+def test_short_prompts_wait_for_no_long_one(tokenizer):
     begun, go_on = threading.Event(), threading.Event()
 
-    def wait(_: PromptReader) -> bool:
+    def wait(_):
         begun.set()
         return go_on.wait(10)
 
-    async def read() -> Any:
+    async def read():
         threads = ReadingThreads(tokenizer)
         long = asyncio.ensure_future(threads.read(SHORT_BODY_BYTES + 1, wait))
         while not begun.is_set():

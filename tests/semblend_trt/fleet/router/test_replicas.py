@@ -1,12 +1,9 @@
 """The health of replicas, from checks and from failed requests, and their load."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -18,12 +15,9 @@ from semblend_trt.fleet.routing_policy import Replica
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 from tests.semblend_trt.fleet.router.conftest import StandIn, within
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 
 @asynccontextmanager
-async def _behind(seconds: float = 3600) -> AsyncIterator[tuple[ReplicaSet, list[StandIn], list[TestServer]]]:
+async def _behind(seconds=3600):
     stand_ins = [StandIn(1), StandIn(2)]
     async with AsyncExitStack() as opened:
         servers = [await opened.enter_async_context(TestServer(each.app())) for each in stand_ins]
@@ -37,7 +31,7 @@ async def _behind(seconds: float = 3600) -> AsyncIterator[tuple[ReplicaSet, list
 two_replicas = partial(within, _behind)
 
 
-def test_a_receipt_that_vllm_carries_is_moved_into_the_usage() -> None:
+def test_a_receipt_that_vllm_carries_is_moved_into_the_usage():
     receipt = {"outcome": "cold_fallback", "reused_tokens": 0}
     carried = {"choices": [{"text": "é"}], "usage": {"prompt_tokens": 6}, "kv_transfer_params": {VLLM_RECEIPT: receipt}}
     told = json.loads(with_receipt(json.dumps(carried).encode()))
@@ -58,16 +52,16 @@ def test_a_receipt_that_vllm_carries_is_moved_into_the_usage() -> None:
         b"\xff semblend.receipt",
     ],
 )
-def test_an_answer_that_carries_none_goes_on_as_it_came(body: bytes) -> None:
+def test_an_answer_that_carries_none_goes_on_as_it_came(body):
     assert with_receipt(body) == body
 
 
-def healthy(replicas: ReplicaSet) -> list[bool]:
+def healthy(replicas):
     return [replica.is_healthy for replica in replicas.seen()]
 
 
 @two_replicas()
-async def test_a_replica_is_what_it_says(parts: Any) -> None:
+async def test_a_replica_is_what_it_says(parts):
     replicas, stand_ins, servers = parts
     assert healthy(replicas) == [False, False]
     await replicas.start()
@@ -82,7 +76,7 @@ async def test_a_replica_is_what_it_says(parts: Any) -> None:
 
 
 @two_replicas()
-async def test_who_waits_for_an_idle_replica_goes_on_when_its_last_request_has_ended(parts: Any) -> None:
+async def test_who_waits_for_an_idle_replica_goes_on_when_its_last_request_has_ended(parts):
     replicas = parts[0]
     await replicas.idle((1, 0), 5)
     with replicas.taking((1, 0), 1):
@@ -96,7 +90,7 @@ async def test_who_waits_for_an_idle_replica_goes_on_when_its_last_request_has_e
 
 
 @two_replicas()
-async def test_one_that_was_found_dead_is_left_alone_until_it_is_checked(parts: Any) -> None:
+async def test_one_that_was_found_dead_is_left_alone_until_it_is_checked(parts):
     replicas = parts[0]
     await replicas.check()
     replicas.found_dead((1, 0))
@@ -107,7 +101,7 @@ async def test_one_that_was_found_dead_is_left_alone_until_it_is_checked(parts: 
 
 
 @two_replicas()
-async def test_load_is_what_was_sent_and_not_answered(parts: Any) -> None:
+async def test_load_is_what_was_sent_and_not_answered(parts):
     replicas = parts[0]
     with replicas.taking((1, 0), 100) as first, replicas.taking((1, 0), 20):
         assert replicas.seen()[0] == Replica((1, 0), 120, is_healthy=False)

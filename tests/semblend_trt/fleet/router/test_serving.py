@@ -10,7 +10,6 @@ import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
@@ -24,12 +23,6 @@ from semblend_trt.fleet.router.serving import (
 )
 from tests.semblend_trt.fleet.router.conftest import run_within, within
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from tests.semblend_trt.fleet.router.conftest import Routed
-
 
 GOOD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
 HALF = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Le"
@@ -48,13 +41,13 @@ class Served:
     connections: Connections = field(init=False)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.connections = Connections(self.bounds, self.dropped.append)
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request):
         return web.json_response({"size": (await json_object(request, self.bounds))[1]})
 
-    async def stay(self, request: web.Request) -> web.StreamResponse:
+    async def stay(self, request):
         await json_object(request, self.bounds)
         response = web.StreamResponse()
         await response.prepare(request)
@@ -65,7 +58,7 @@ class Served:
         finally:
             self.left.set()
 
-    async def open(self, sent: bytes, source: str = "127.0.0.1") -> asyncio.StreamReader:
+    async def open(self, sent, source="127.0.0.1"):
         """A connection that stays open, with some bytes sent."""
         host, port = self.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0), limit=4096)
@@ -76,7 +69,7 @@ class Served:
 
 
 @asynccontextmanager
-async def running(**bounds: Any) -> AsyncIterator[Served]:
+async def running(**bounds):
     served = Served(ServerBounds(**bounds))
     app = web.Application(middlewares=[refusing()])
     app.router.add_post("/", served.answer)
@@ -88,7 +81,7 @@ async def running(**bounds: Any) -> AsyncIterator[Served]:
 server = partial(within, running)
 
 
-async def ended(reader: asyncio.StreamReader) -> bool:
+async def ended(reader):
     """Waits until the server has ended a connection without a word."""
     try:
         return await reader.read() == b""
@@ -98,7 +91,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", HALF, GOOD.replace(b"close", b"keep-alive")])
 @server(header_seconds=0.1)
-async def test_a_client_without_a_header_is_closed(served: Served, sent: bytes) -> None:
+async def test_a_client_without_a_header_is_closed(served, sent):
     reader = await served.open(sent)
     assert await reader.read() == b"" or sent.endswith(b"{}")
     while len(served.connections):
@@ -106,20 +99,20 @@ async def test_a_client_without_a_header_is_closed(served: Served, sent: bytes) 
 
 
 @server(header_seconds=0.1, body_seconds=0.1)
-async def test_a_client_without_a_body_is_told(served: Served) -> None:
+async def test_a_client_without_a_body_is_told(served):
     assert error_of(await answered(served.address, WITHOUT_BODY)) == (408, "body_timeout")
 
 
 @server(header_seconds=3600, body_seconds=0.5)
-async def test_a_client_that_takes_no_answer_is_closed(served: Served) -> None:
+async def test_a_client_that_takes_no_answer_is_closed(served):
     reader = await served.open(STAY)
     await served.left.wait()
     assert reader is not None
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, WITHOUT_BODY])
-def test_the_oldest_that_is_waited_for_makes_room(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(served: Served) -> None:
+def test_the_oldest_that_is_waited_for_makes_room(sent, caplog):
+    async def test(served):
         streams = [await served.open(STAY)]
         await streams[0].readuntil(b"\r\n\r\n")
         readers = [await served.open(sent) for _ in range(12)]
@@ -136,7 +129,7 @@ def test_the_oldest_that_is_waited_for_makes_room(sent: bytes, caplog: pytest.Lo
 
 
 @server(header_seconds=3600, body_seconds=3600, max_peer_connections=3)
-async def test_a_peer_makes_room_for_itself_alone(served: Served) -> None:
+async def test_a_peer_makes_room_for_itself_alone(served):
     other = await served.open(HALF, "127.0.0.2")
     for _ in range(9):
         await served.open(HALF)
@@ -146,7 +139,7 @@ async def test_a_peer_makes_room_for_itself_alone(served: Served) -> None:
 
 
 @server(header_seconds=3600, body_seconds=3600, max_connections=2)
-async def test_where_all_are_served_a_new_connection_is_closed(served: Served) -> None:
+async def test_where_all_are_served_a_new_connection_is_closed(served):
     streams = [await served.open(STAY) for _ in range(2)]
     for stream in streams:
         await stream.readuntil(b"\r\n\r\n")
@@ -155,10 +148,10 @@ async def test_where_all_are_served_a_new_connection_is_closed(served: Served) -
     assert len(served.connections) == 2
 
 
-def test_without_descriptors_it_waits_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_descriptors_it_waits_and_goes_on(caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    async def test(served: Served) -> None:
+    async def test(served):
         half = await served.open(HALF)
         host, port = served.address.removeprefix("http://").split(":")
         clients = [socket.socket() for _ in range(20)]
@@ -212,18 +205,14 @@ def test_without_descriptors_it_waits_and_goes_on(caplog: pytest.LogCaptureFixtu
     ],
 )
 @server(header_seconds=0.2, max_body_bytes=2048)
-async def test_what_is_wrong_in_a_request_is_named(
-    served: Served, lines: str, body: bytes, status: int, code: str
-) -> None:
+async def test_what_is_wrong_in_a_request_is_named(served, lines, body, status, code):
     request = f"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}\r\n\r\n".encode() + body
     assert error_of(await answered(served.address, request)) == (status, code)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_malformed_request_is_an_error_of_the_routers(
-    routed: Callable[..., Any], caplog: pytest.LogCaptureFixture, seed: int
-) -> None:
-    async def test(parts: Routed) -> None:
+def test_no_malformed_request_is_an_error_of_the_routers(routed, caplog, seed):
+    async def test(parts):
         found = await statuses(parts.address, seed, 400)
         assert len(found) > 200
         assert max(found) < 500

@@ -1,7 +1,5 @@
 """The API key alone decides who a caller is; a tenant's salt depends on the router's secret and on nothing sent."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest
@@ -16,7 +14,7 @@ ENVIRONMENT = {"SECRET": "s" * 16, "SHARED": "shared-key"}
 REPLICA = ReplicaConfig(url="http://127.0.0.1:1", worker_id=1)
 
 
-def tenants(environment: dict[str, str] = ENVIRONMENT, *, with_keys: bool = True) -> Tenants:
+def tenants(environment=ENVIRONMENT, *, with_keys=True):
     keys = [
         KeyConfig(sha256=hashlib.sha256(b"acme-key").hexdigest().upper(), tenants=["acme"]),
         KeyConfig(env="SHARED", tenants=["acme", "globex"]),
@@ -25,12 +23,12 @@ def tenants(environment: dict[str, str] = ENVIRONMENT, *, with_keys: bool = True
     return Tenants(config, environment)
 
 
-def headers(key: str | None = None, tenant: str | None = None, session: str | None = None) -> CIMultiDict[str]:
+def headers(key=None, tenant=None, session=None):
     given = {"Authorization": None if key is None else f"Bearer {key}", "x-tenant-id": tenant, "x-session-id": session}
     return CIMultiDict({name: value for name, value in given.items() if value is not None})
 
 
-def test_a_key_of_one_tenant_speaks_for_it() -> None:
+def test_a_key_of_one_tenant_speaks_for_it():
     known = tenants()
     caller = known.caller(headers("acme-key", session="s1"))
     assert (caller.tenant, caller.session) == ("acme", "s1")
@@ -38,7 +36,7 @@ def test_a_key_of_one_tenant_speaks_for_it() -> None:
     assert known.caller(headers("shared-key", "acme", "s1")) == caller
 
 
-def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts() -> None:
+def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts():
     known = tenants()
     salts = {known.caller(headers("shared-key", tenant)).salt for tenant in ("acme", "globex")}
     salts.add(tenants(ENVIRONMENT | {"SECRET": "t" * 16}).caller(headers("acme-key")).salt)
@@ -62,21 +60,19 @@ def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts() -> None:
         ("acme-key", "\udcff", None, 403, "tenant_forbidden"),
     ],
 )
-def test_callers_that_claim_more_are_refused(
-    key: str | None, tenant: str | None, session: str | None, status: int, reason: str
-) -> None:
+def test_callers_that_claim_more_are_refused(key, tenant, session, status, reason):
     with pytest.raises(RequestRefusedError) as refused:
         tenants().caller(headers(key, tenant, session))
     assert (refused.value.status, refused.value.reason) == (status, reason)
     assert "guess" not in str(refused.value)
 
 
-def test_the_scheme_counts() -> None:
+def test_the_scheme_counts():
     with pytest.raises(RequestRefusedError, match="the API key is missing or unknown"):
         tenants().caller(CIMultiDict({"Authorization": "Basic acme-key"}))
 
 
-def test_without_keys_callers_are_not_distinguished() -> None:
+def test_without_keys_callers_are_not_distinguished():
     keyless = tenants(with_keys=False)
     assert keyless.caller(headers("whatever", session="s")) == Caller(session="s")
     with pytest.raises(RequestRefusedError, match="this router knows no tenants") as refused:
@@ -84,7 +80,7 @@ def test_without_keys_callers_are_not_distinguished() -> None:
     assert refused.value.reason == "tenant_forbidden"
 
 
-def test_a_share_is_of_requests_and_of_bytes_and_is_given_back() -> None:
+def test_a_share_is_of_requests_and_of_bytes_and_is_given_back():
     shares = Shares(2, 100)
     with shares.taking("acme", 60):
         with pytest.raises(
