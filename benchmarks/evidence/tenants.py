@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from scipy.stats import ks_2samp
 
-from benchmarks.embedded.bench_model import Prompts, make_runner
+from benchmarks.bench_model import Prompts, make_runner
 from benchmarks.program import Count, resident_mib, run_counted
 from engine_wrapper.embedded.llm_args import KvCacheConfig
 from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
@@ -80,7 +80,7 @@ def engine() -> Iterator[tuple[LLM, Prompts]]:
         "LOOKUP_DEADLINE_MS": "1000",  # a busy machine may delay a look-up, which tells nothing of a tenant
     }
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(Path(folder), "cpu", LAYERS)
+        runner = make_runner(Path(folder), LAYERS)
         prompts = Prompts(int(runner.config.vocab_size))
         # Two random prompts may begin with the same token, whose block is no secret.
         cache = KvCacheConfig(max_tokens=8 * SIZE, enable_partial_reuse=False)

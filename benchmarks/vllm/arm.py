@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks.embedded.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
+from benchmarks.bench_model import INSTRUCTION, NEW_TOKENS, QUESTION, Prompts, write_config
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reuse_profile import ProfileMatcher, ReuseProfile

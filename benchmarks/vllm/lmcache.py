@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.embedded.bench_model import (
+from benchmarks.bench_model import (
     DONOR_INSTRUCTION,
     INSTRUCTION,
     NEW_TOKENS,

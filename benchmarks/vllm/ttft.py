@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.embedded.bench_model import label
+from benchmarks.bench_model import label
 from benchmarks.program import parser_of
 from benchmarks.vllm.arm import (
     ARMS,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from semblend_trt.ranks import Ranks
-
 _SHARED: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -51,7 +49,7 @@ _DEEPSEEK_V3: dict[str, Any] = _SHARED | {
     "max_position_embeddings": 163840,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
-# For a dry run, which shows that everything runs and says nothing about the model above.
+# Quick on a CPU.
 _NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
 # New tokens of a shifted prompt: an instruction before the document and a question after it.
 INSTRUCTION, QUESTION = 32, 96
@@ -60,25 +58,13 @@ NEW_TOKENS = INSTRUCTION + QUESTION
 DONOR_INSTRUCTION = 40
 
 
-def make_runner(
-    folder: Path,
-    device: str,
-    layers: int | None = None,
-    ranks: Ranks | None = None,
-    decided: Mapping[str, Any] | None = None,
-) -> ModelRunner:
-    """Makes the model on `device`, bf16 on a card and float32 elsewhere, and writes its config.json to `folder`.
-
-    `layers`: the number of layers of a narrow model, for a dry run. Each of `ranks` keeps its part. `decided`: the
-    sizes of another model, which is in float32 everywhere.
-    """
-    narrow = {} if layers is None else _NARROW | {"num_hidden_layers": layers}
-    dtype = torch.bfloat16 if device.startswith("cuda") and decided is None else torch.float32
-    config = write_config(folder, narrow if decided is None else decided)
-    with torch.random.fork_rng(), torch.device(device):
+def make_runner(folder: Path, layers: int) -> ModelRunner:
+    """Make a narrow model of `layers` layers on the CPU, in float32, and write its config.json to `folder`."""
+    config = write_config(folder, _NARROW | {"num_hidden_layers": layers})
+    with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return ModelRunner.from_model(model, folder, ranks=ranks)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return ModelRunner.from_model(model, folder)
 
 
 def write_config(

@@ -1,1 +1,0 @@
-"""Measures whole prompts in the embedded engine."""
