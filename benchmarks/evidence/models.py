@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 GOAL = 18
 _START, _END = "<!-- models -->\n", "<!-- /models -->"
-_HEADINGS = "model | attention | RoPE | KV of a layer | KV a token | answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +37,11 @@ class PublishedModel:
     source: str
     config: dict[str, Any]
 
-    @property
-    def text(self) -> dict[str, Any]:
-        """The fields of the part that reads text."""
-        return {**self.config, **self.config.get("text_config", {})}
-
     def answer(self) -> KnownModel | Finding:
         """What the connector says to this configuration."""
         with tempfile.TemporaryDirectory(prefix="model-") as folder:
-            self.save(Path(folder))
+            (Path(folder) / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
             return known_model(folder, AUTO)
-
-    def save(self, folder: Path) -> None:
-        """Writes its config.json."""
-        write_bytes(folder / "config.json", json.dumps(self.config).encode())
 
 
 @cache
@@ -64,7 +54,7 @@ def published() -> tuple[PublishedModel, ...]:
 def table() -> str:
     """The page's table."""
     rows = [_cells(model, model.answer()) for model in published()]
-    return output.markdown_table(_HEADINGS, rows) + "\n"
+    return output.markdown_table("model | KV a token | answer", rows) + "\n"
 
 
 def with_table(text: str) -> str:
@@ -77,65 +67,15 @@ def with_table(text: str) -> str:
 
 
 def _cells(model: PublishedModel, answer: KnownModel | Finding) -> tuple[str, ...]:
-    shown, per_token = _refused(answer), "-"
-    if isinstance(answer, KnownModel):
-        is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
-        shown = "served for text" if answer.facts.takes_images else "served"
-        shown += "" if is_embedded else ", but not by the embedded engine"
-        shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
-        if answer.dtype is not None:
-            per_token = f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
-    return f"`{model.name}`", _attention(model.text), _rope(model.text), _kv(model.text), per_token, shown
-
-
-def _refused(answer: KnownModel | Finding) -> str:
-    """The reason and its sentence, without a list of what is taken."""
-    return "" if isinstance(answer, KnownModel) else f"refused, `{answer.reason}`: {answer.text.partition(': ')[0]}"
-
-
-def _attention(text: dict[str, Any]) -> str:
-    layers = text["num_hidden_layers"]
-    if text.get("kv_lora_rank"):
-        return "latent (MLA)"
-    if chunks := text.get("dual_chunk_attention_config"):
-        return f"dual chunks of {chunks['chunk_size']:,}"
-    if pattern := text.get("hybrid_override_pattern"):
-        return f"full in {pattern.count('*')} of {layers} layers, recurrent or none in the others"
-    if interval := text.get("full_attention_interval"):
-        return f"full in {layers // interval} of {layers} layers, recurrent in the others"
-    if chunk := text.get("attention_chunk_size"):
-        return f"chunks of {chunk:,} in {layers - layers // text['no_rope_layer_interval']} of {layers} layers"
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if window is None or window >= text.get("max_position_embeddings", window + 1):
-        return "full"
-    kinds = text.get("layer_types") or ["sliding_attention"] * layers
-    with_window = kinds.count("sliding_attention")
-    if interval := text.get("sliding_window_pattern"):
-        with_window -= layers // interval
-    return f"window of {window:,} in {with_window} of {layers} layers"
-
-
-def _rope(text: dict[str, Any]) -> str:
-    if "hybrid_override_pattern" in text:  # its fields of RoPE are not used
-        return "none"
-    scaling = text.get("rope_scaling") or {}
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if share := text.get("partial_rotary_factor"):
-        kind += f", {share:.0%} of the channels"
-    if text.get("kv_lora_rank"):
-        kind += f", {text['qk_rope_head_dim']} channels"
-    if text["model_type"] == "gemma3_text":
-        kind += ", another theta in windows"
-    if interval := text.get("no_rope_layer_interval"):
-        kind += f", none in each {interval}th layer"
-    return kind
-
-
-def _kv(text: dict[str, Any]) -> str:
-    if rank := text.get("kv_lora_rank"):
-        return f"{rank} + {text['qk_rope_head_dim']} values"
-    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    return f"{text['num_key_value_heads']} heads of {size}"
+    if not isinstance(answer, KnownModel):
+        # The sentence without its list of what is served.
+        return f"`{model.name}`", "-", f"refused, `{answer.reason}`: {answer.text.partition(': ')[0]}"
+    is_embedded = answer.facts.takes_images or answer.facts.model_type in SUPPORTED_MODEL_TYPES
+    shown = "served for text" if answer.facts.takes_images else "served"
+    shown += "" if is_embedded else ", but not by the embedded engine"
+    shown += ", but not in TensorRT-LLM" if answer.facts.model_type in LLAMA4 else ""
+    size = "-" if answer.dtype is None else f"{answer.geometry().bytes_per_token(answer.dtype) / 1024:g} KiB"
+    return f"`{model.name}`", size, shown
 
 
 def run(most: int, rows: Results, page: Path | None) -> None:
