@@ -40,8 +40,12 @@ class PublishedModel:
     def answer(self) -> KnownModel | Finding:
         """What the connector says to this configuration."""
         with tempfile.TemporaryDirectory(prefix="model-") as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+            self.save(Path(folder))
             return known_model(folder, AUTO)
+
+    def save(self, folder: Path) -> None:
+        """Write its config.json."""
+        write_bytes(folder / "config.json", json.dumps(self.config).encode())
 
 
 @cache

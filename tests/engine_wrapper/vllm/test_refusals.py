@@ -133,7 +133,7 @@ def test_a_cache_of_latent_rows_is_not_refused():
 @pytest.mark.parametrize("has_images", [False, pytest.param(True, marks=needs_torchvision)])
 def test_no_popular_model_that_is_served_is_refused_by_its_configuration_in_vllm(tmp_path, has_images):
     """Of each type one model: vLLM looks at its code first, which takes time."""
-    served = {model.text["model_type"]: model for model in published() if isinstance(model.answer(), KnownModel)}
+    served = {model.config["model_type"]: model for model in published() if isinstance(model.answer(), KnownModel)}
     asked = {name: model for name, model in served.items() if ("text_config" in model.config) == has_images}
     assert asked
     for model_type, model in asked.items():
