@@ -266,9 +266,9 @@ def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
         index.wait()
         planner = Planner(index, settings, settings.policy, 28)
         for _ in range(lookups):
-            begun = time.thread_time()
+            began = time.thread_time()
             plan = planner.plan(request).plan
-            times.append(time.thread_time() - begun)
+            times.append(time.thread_time() - began)
             shares.append(0.0 if plan is None else plan.reused_tokens / held)
     against = (
         f"of the tokens that donors hold of a prompt of {len(prompt)}; {len(times)} look-ups of 256 to 1311 runs, "

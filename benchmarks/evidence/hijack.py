@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from validation.results import Results
     from validation.serving import Answer
 
-# Families in which the donor's text in front of what is shared decides what the shared text says.
+# Families in which the donor's text before what is shared decides what the shared text says.
 CONSTRUCTIONS = (
     PLANTED,
     "header_trap",

@@ -1,6 +1,6 @@
 """Which popular models are served, by the answers of the code itself to their published configurations.
 
-`python -m benchmarks.evidence.models` counts them, and with `--page docs/models.md` makes that page's table anew. The
+`python -m benchmarks.evidence.models` counts them, and with `--page docs/models.md` writes that page's table. The
 configurations are in `assets/models.json`, with their sources: of each `config.json` the fields that matter.
 """
 
@@ -62,7 +62,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The page with its table made anew. Raises ValueError where it has no place for one."""
+    """The page with a new table. Raises ValueError where it has no place for one."""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not (start and end):
@@ -98,7 +98,7 @@ main = partial(
     __doc__,
     [Count("most", len(published()), "models")],
     run,
-    page={"type": Path, "metavar": "FILE", "help": "make the table of this page anew"},
+    page={"type": Path, "metavar": "FILE", "help": "write the table of this page"},
 )
 
 

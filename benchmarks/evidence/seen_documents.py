@@ -1,7 +1,7 @@
 """How many of the documents that an engine has seen it reuses, with generations of donors and without.
 
 `python -m benchmarks.evidence.seen_documents` asks about documents that are drawn by Zipf's law, eight a prompt.
-Nothing is preloaded: most documents come first behind moved KV of others. Counted are the documents of the last
+Nothing is preloaded: most documents come first after moved KV of others. Counted are the documents of the last
 prompts: those that an earlier prompt has shown, and those whose KV is reused. The answers to all prompts are compared
 with a cold engine's. The shipped model and its profile are used, or those that are named.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from validation.prompts import PromptForm
 
 QUERIES, DOCUMENTS, EACH = 600, 600, 8
-# Of so many prompts, the last ones, the documents are counted.
+# The share of the prompts, the last ones, whose documents are counted.
 COUNTED_SHARE = 1 / 6
 GENERATIONS, GOAL = 3, 0.97
 # A document counts as reused where donors hold so much of its tokens.

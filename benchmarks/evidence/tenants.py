@@ -71,7 +71,7 @@ def sample(llm: LLM, prompts: Prompts, holder: str, arm: Arm) -> None:
 
 @contextmanager
 def engine() -> Iterator[tuple[LLM, Prompts]]:
-    """An engine behind the warm-ups, and the prompts for it."""
+    """An engine after its warm-ups, and the prompts for it."""
     variables = {
         **RANDOM_WEIGHTS,
         "POLICY": "position_fix",
@@ -101,7 +101,7 @@ def arms_of(samples: int) -> dict[str, Arm]:
 
 
 def memory_of(salts: int) -> float:
-    """MB by which the process grows while each of so many salts has a prompt served."""
+    """MB by which the process grows while each of `salts` salts has a prompt served."""
     with engine() as (llm, prompts):
         before = resident_mib()
         for number in range(salts):
@@ -120,8 +120,8 @@ def run(samples: int, salts: int, rows: Results) -> None:
     rows.add("tenant_own_donor_ks_p", own, "p", "the same where one's own salt holds it: the test sees a difference")
     differing = sum(counts != arms[NO_TENANT].counts[0] for arm in (NO_TENANT, OTHER) for counts in arms[arm].counts)
     rows.add("tenant_counts_differing", differing, "requests", "what a request says of its tokens and reuse", 0)
-    told = f"{salts:,} salts, with a prompt of {SIZE} tokens each, where SEMBLEND_MAX_DONORS is {MAX_DONORS}"
-    rows.add(f"salts_{SALTS}_memory_mb", memory_of(salts), "MB", f"growth of the process over {told}", MOST_MB)
+    growth = f"{salts:,} salts, with a prompt of {SIZE} tokens each, where SEMBLEND_MAX_DONORS is {MAX_DONORS}"
+    rows.add(f"salts_{SALTS}_memory_mb", memory_of(salts), "MB", f"growth of the process over {growth}", MOST_MB)
 
 
 COUNTS = [Count("samples", SAMPLES, "prompts of each arm", 2), Count("salts", SALTS, "salts with a prompt each")]

@@ -80,7 +80,7 @@ class Fleet:
             self.directory.observe(self._registered(number, sketch))
 
     def writes(self, count: int) -> list[bytes]:
-        """Messages that evict the oldest donors and register as many others, in turn."""
+        """Messages that evict the oldest donors and register others, in turn."""
         held, messages = len(self.sketches), []
         for number in range(count // 2):
             messages.append(self._writers[number % WORKERS].evicted(f"donor-{number}"))

@@ -39,7 +39,7 @@ IN_TURNS = ("ttft", "miss")
 PARTS = (*IN_TURNS, "decode", "rag", "arrivals", "contaminated")
 # Times by size, of which `semblend-trt estimate` makes its latency model.
 OBSERVATIONS = "observations"
-# Of what stands in donors, at least this share has to be served from them, or a figure says nothing about reuse.
+# If less than this share of the tokens in donors is reused, a figure says nothing about reuse.
 SERVED_SHARE = 0.9
 # What the KV cache holds: K and V in 16 bit, the same in e4m3, or latent rows of 576 values (MLA).
 PLAIN, FP8, MLA = KV_FORMS = ("plain", "fp8", "mla")
@@ -99,21 +99,21 @@ SMALL = Sizes(long=3_072, document=128, per_prompt=3, requests=12, turns=2, miss
 class Served:
     """How our connector served some requests: empty in stock vLLM."""
 
-    told: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
 
     def problem(self, in_donors: int) -> str | None:
-        """Why the requests do not show reuse: `in_donors` of their tokens stand in donors."""
-        told = self.told
-        if not told:
+        """Why the requests do not show reuse: `in_donors` of their tokens are in donors."""
+        counts = self.counts
+        if not counts:
             return None
-        if told["mode"] != EngineMode.WRAPPER.value or told["refusal"] or told["faults"]:
-            return f"mode {told['mode']}, refusal {told['refusal']}, faults {told['faults']}"
-        declined = told["outcomes"].get("backend_declined_reuse", 0)
+        if counts["mode"] != EngineMode.WRAPPER.value or counts["refusal"] or counts["faults"]:
+            return f"mode {counts['mode']}, refusal {counts['refusal']}, faults {counts['faults']}"
+        declined = counts["outcomes"].get("backend_declined_reuse", 0)
         if declined:
-            return f"{declined} of {told['requests']} requests were declined: {told['reasons']}"
-        reused = told["exact_prefix_tokens"] + told["reused_tokens"]
+            return f"{declined} of {counts['requests']} requests were declined: {counts['reasons']}"
+        reused = counts["exact_prefix_tokens"] + counts["reused_tokens"]
         if reused < SERVED_SHARE * in_donors:
-            return f"{reused} of {in_donors} tokens in donors were reused: {told['outcomes']}, {told['reasons']}"
+            return f"{reused} of {in_donors} tokens in donors were reused: {counts['outcomes']}, {counts['reasons']}"
         return None
 
 
@@ -258,7 +258,7 @@ class VllmArm:
         runtime, index = self._scheduler._runtime, self._scheduler.donor_index
         reports = [self._scheduler.outcomes.of(number) for number in range(before + 1, self._last + 1)]
         known = [each for each in reports if each is not None and each.reason != "short_prompt"]
-        found.told = {
+        found.counts = {
             "outcomes": dict(Counter(each.outcome for each in known)),
             "reasons": dict(Counter(each.reason for each in known if each.reason)),
             "faults": dict(runtime.faults),
@@ -287,10 +287,10 @@ class VllmArm:
             times = self._times(dict.fromkeys(names, lambda: self.prompts.shifted(document)))
         asked = self.sizes.turns * (1 + _IN_TURN)
         problem = served.problem(len(document) * asked * len(names))
-        if problem is None and served.told["sampled"]["requests"] != asked * (len(names) - 1):
-            problem = f"{served.told['sampled']['requests']} checks had a sample, and {asked} prompts should have one"
+        if problem is None and served.counts["sampled"]["requests"] != asked * (len(names) - 1):
+            problem = f"{served.counts['sampled']['requests']} checks had a sample, and {asked} prompts should have one"
         check = self._sampled.model_dump(mode="json")
-        return {"tokens": size, **times, "served": served.told, "problem": problem, "check": check}
+        return {"tokens": size, **times, "served": served.counts, "problem": problem, "check": check}
 
     def miss(self) -> dict[str, Any]:
         """Prompts that were never asked before, one directly after the other: each is saved while the next runs.
@@ -307,9 +307,9 @@ class VllmArm:
                     found["ms"].append([self.ttft_ms(prompt) for prompt in prompts][1:])
                     self.settle()
         problem = served.problem(0)
-        if not self._is_stock and not served.told["donors"]:
+        if not self._is_stock and not served.counts["donors"]:
             problem = problem or "nothing was saved"
-        return found | {"served": served.told, "problem": problem}
+        return found | {"served": served.counts, "problem": problem}
 
     def observations(self) -> dict[str, Any]:
         """The median time of prompts of several sizes: cold in stock vLLM, else with a document that moved."""
@@ -324,9 +324,13 @@ class VllmArm:
                 [times] = self._times({"shifted_ms": make}).values()
             asked = self.sizes.turns * (1 + _IN_TURN)
             problems.append(served.problem(len(document) * asked))
-            reused = round(served.told.get("reused_tokens", 0) / asked)
-            told = {"ttft_ms": round(statistics.median(times), 3), "computed": size - reused, "reused": reused}
-            seen.append(told | {"is_checked": self.name == VERIFIED})
+            reused = round(served.counts.get("reused_tokens", 0) / asked)
+            times_and_tokens = {
+                "ttft_ms": round(statistics.median(times), 3),
+                "computed": size - reused,
+                "reused": reused,
+            }
+            seen.append(times_and_tokens | {"is_checked": self.name == VERIFIED})
         return {"observations": seen, "problem": next(filter(None, problems), None)}
 
     def decode(self) -> dict[str, Any]:
@@ -368,7 +372,7 @@ class VllmArm:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         self.settle()
-        return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served.told, "problem": problem}
+        return {"tokens": sizes.long, "alone_ms": alone, "ms": beside, "served": served.counts, "problem": problem}
 
     def rag(self) -> dict[str, Any]:
         """Requests a second of retrieval prompts in random order, _AT_ONCE of them all the time."""
@@ -407,7 +411,7 @@ class VllmArm:
             "hits": sum(cached > INSTRUCTION for cached in hits),
             "largest_hit_tokens": max(hits),
             "smallest_exact_hit_tokens": min(control),
-            "served": served.told,
+            "served": served.counts,
             "problem": problem,
         }
 
@@ -453,7 +457,7 @@ class VllmArm:
         with self.watched() as served:
             _, found = self.serve(prompts, arrivals)
         problem = served.problem(self.sizes.per_prompt * self.sizes.document * len(prompts))
-        return found | {"served": served.told, "problem": problem}
+        return found | {"served": served.counts, "problem": problem}
 
     def _add(self, prompt: list[int], new_tokens: int) -> str:
         self._asked += 1

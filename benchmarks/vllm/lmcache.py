@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 # The recipe of CacheBlend's paper (Yao et al. 2025): 15 % of the tokens, chosen at the second layer.
 RATIO, CHECK_LAYER = 0.15, 1
-# A control, whose answers do not hang on what stood in front of a segment, and the trap.
+# A control, whose answers do not depend on the text before a segment, and the trap.
 FAMILIES = ("reordered", "header_trap")
 # Rows of numbers never hold it.
 _MARKS = " # # # #"
@@ -95,7 +95,7 @@ class Segments:
         self._kept.update(self.of(prompt))
 
     def missing(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-        """Segments in front of the last that are not kept."""
+        """Segments before the last that are not kept."""
         return [each for each in dict.fromkeys(self.of(prompt)[:-1]) if each not in self._kept]
 
 
@@ -163,7 +163,7 @@ class LmcacheEngine:
         }
 
     def ask(self, prompt: list[int], new_tokens: int = 1, *, keeps: bool = True, stop: Sequence[int] = ()) -> Any:
-        """vLLM's output of one prompt, of which LMCache keeps what it can unless it is told otherwise."""
+        """vLLM's output of one prompt, of which LMCache keeps what it can if `keeps`."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -276,7 +276,7 @@ def line_separator(folder: Path) -> str:
 
 
 def _register_models() -> None:
-    """Tells LMCache of the model that vLLM loads: CacheBlend asks for it, and nobody else does (LMCache#4131)."""
+    """Register the model that vLLM loads with LMCache: CacheBlend asks for it (LMCache#4131)."""
     name = import_module("lmcache.integration.vllm.utils").ENGINE_NAME
     tracker = import_module("lmcache.v1.compute.models.utils").VLLMModelTracker
     worker = import_module("vllm.v1.worker.gpu_worker").Worker
@@ -367,14 +367,14 @@ def _ttft_rows(found: dict[str, Any], rows: Results) -> None:
 
 
 def _answer_rows(name: str, found: dict[str, Any], rows: Results) -> None:
-    for family, told in found["families"].items():
+    for family, counts in found["families"].items():
         baseline = (
-            f"cold {told['cold_em']:.3f}; {told['prompts']} prompts, {told['as_the_donor_says']:.3f} answered as the "
-            f"donor says; {told['cached_tokens']:,} of {told['prompt_tokens']:,} tokens from LMCache, a "
+            f"cold {counts['cold_em']:.3f}; {counts['prompts']} prompts, {counts['as_the_donor_says']:.3f} answered as "
+            f"the donor says; {counts['cached_tokens']:,} of {counts['prompt_tokens']:,} tokens from LMCache, a "
             f"segment a line; {_engine(found)}"
         )
         row = f"vllm_lmcache_em_{family}_{name}"
-        rows.add(row, told["blended_em"], "exact match", baseline, better="higher")
+        rows.add(row, counts["blended_em"], "exact match", baseline, better="higher")
 
 
 def _engine(found: dict[str, Any]) -> str:

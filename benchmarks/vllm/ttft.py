@@ -120,34 +120,36 @@ def measure_arm(name: str, parts: Sequence[str], options: argparse.Namespace, pa
         sizes, check = SMALL if options.small else Sizes(), _settings(options.check_option)
         arm = VllmArm(name, Path(folder), sizes, own, turn, check, options.kv)
         try:
-            told: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
-            told |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
+            record: dict[str, Any] = {"arm": name, "engine": arm.facts, "options": own | variables}
+            record |= asdict(Measured.now(options.command, "cuda" if has_card else "cpu"))
             # What an earlier call measured of the same engine stays.
             earlier = _read(path)
-            told["parts"] = earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(told["engine"])) else {}
-            told["problem"] = arm.begin()
-            write_json(path, told)
-            if told["problem"]:
-                raise SystemExit(f"{name}: nothing is reused in this engine: {told['problem']}")
+            record["parts"] = (
+                earlier["parts"] if earlier.get("engine") == json.loads(json.dumps(record["engine"])) else {}
+            )
+            record["problem"] = arm.begin()
+            write_json(path, record)
+            if record["problem"]:
+                raise SystemExit(f"{name}: nothing is reused in this engine: {record['problem']}")
             for part in parts:
-                _measure_part(arm, part, told, options.out)
-                write_json(path, told)
+                _measure_part(arm, part, record, options.out)
+                write_json(path, record)
         finally:
             arm.close()
 
 
-def _measure_part(arm: VllmArm, part: str, told: dict[str, Any], out: Path) -> None:
+def _measure_part(arm: VllmArm, part: str, record: dict[str, Any], out: Path) -> None:
     if part == "contaminated" and arm.name == STOCK:
         return
     given = []
     if part == "arrivals":
-        stock = told if arm.name == STOCK else _read(_file_of(out, STOCK))
+        stock = record if arm.name == STOCK else _read(_file_of(out, STOCK))
         if (rag := stock.get("parts", {}).get("rag")) is None:
             print(f"{arm.name} arrivals: left out; measure rag of the arm {STOCK} first", flush=True)
             return
         given = [LOAD * rag["requests_per_s"]]
-    told["parts"][part] = getattr(arm, part)(*given)
-    print(f"{arm.name} {part}: measured {told['parts'][part].get('problem') or ''}", flush=True)
+    record["parts"][part] = getattr(arm, part)(*given)
+    print(f"{arm.name} {part}: measured {record['parts'][part].get('problem') or ''}", flush=True)
 
 
 def add_rows(arms: dict[str, Any], kv: str, rows: Results) -> list[str]:
@@ -186,12 +188,12 @@ def _ttft_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> Non
     rows.add(f"vllm_{name}_ttft_{size}_over_cold", ttft / cold, "x", baseline, VLLM_OVER_COLD[arm])
     rows.add(f"vllm_{name}_ttft_{size}_ms", ttft, "ms", f"stock vLLM cold {cold:,.1f} ms, hit {hit:,.1f} ms")
     if sampled := ours.get("sampled_ms"):
-        told = ours["served"]["sampled"]
+        sample = ours["served"]["sampled"]
         baseline = (
             f"{_median(sampled):,.1f} ms over stock vLLM's exact-prefix hit {hit:,.1f} ms; check in layer "
             f"{ours['check']['layer']}, one token in {ours['check']['sample_every']}; of "
-            f"{told['offered_tokens']:,} offered tokens {told['sampled_tokens']:,} in a sample, "
-            f"{told['checked_tokens']:,} checked behind it, {told['reused_tokens']:,} reused; {_spread(sampled)}"
+            f"{sample['offered_tokens']:,} offered tokens {sample['sampled_tokens']:,} in a sample, "
+            f"{sample['checked_tokens']:,} checked after it, {sample['reused_tokens']:,} reused; {_spread(sampled)}"
         )
         row = f"vllm_verified_ttft_{size}_over_exact_hit"
         rows.add(row, _median(sampled) / hit, "x", baseline, VLLM_VERIFIED_OVER_EXACT_HIT)
@@ -226,12 +228,12 @@ def _miss_rows(kind: str, ours: dict[str, Any], stock: Any, rows: Results) -> No
 
 def _decode_rows(arm: str, ours: dict[str, Any], stock: Any, rows: Results) -> None:
     mine, theirs = statistics.fmean(ours["ms"]), statistics.fmean(stock["ms"])
-    told = "; ".join(
+    compared = "; ".join(
         f"{who} mean {statistics.fmean(each['ms']):,.1f}, p50 {_median(each['ms']):,.1f}, p95 "
         f"{_p95(each['ms']):,.1f} ms, alone {_median(each['alone_ms']):,.1f} ms"
         for who, each in (("ours", ours), ("stock vLLM beside cold prefills", stock))
     )
-    baseline = f"inter-token time, prefills of {label(ours['tokens'])} one after the other: {told}"
+    baseline = f"inter-token time, prefills of {label(ours['tokens'])} one after the other: {compared}"
     rows.add(f"vllm_decode_slowdown_{arm}", mine / theirs, "x", baseline, VLLM_DECODE_SLOWDOWN)
 
 
@@ -279,8 +281,8 @@ def _of_rag(found: dict[str, Any]) -> str:
 
 
 def _reused(ours: dict[str, Any]) -> str:
-    told = ours["served"]
-    return f"{told['reused_tokens']:,} of {told['offered_tokens']:,} offered tokens reused"
+    served = ours["served"]
+    return f"{served['reused_tokens']:,} of {served['offered_tokens']:,} offered tokens reused"
 
 
 def _median(values: list[float]) -> float:
@@ -323,12 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--kv", choices=KV_FORMS, default=PLAIN, help="what the KV cache holds (default: plain)")
     parser.add_argument("--small", action="store_true", help="a dry run with a small model, no goals")
-    for name, told in (
+    for name, described in (
         ("engine", "of vLLM's engine, or a variable in capitals"),
         ("our", "the same, in our arms only"),
         ("check", "of the profile's check, where it has a sample"),
     ):
-        parser.add_argument(f"--{name}-option", action="append", default=[], metavar="KEY=VALUE", help=told)
+        parser.add_argument(f"--{name}-option", action="append", default=[], metavar="KEY=VALUE", help=described)
     options = parser.parse_args(arguments)
     options.command = command(arguments)
     chosen = {"arms": options.arms, "parts": options.parts}

@@ -85,7 +85,7 @@ def heading(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 _DOCUMENT_ID = SPECIAL_TOKENS.index(prompts.DOCUMENT_MARK)
-# Offsets from the document mark: `Stock list of` fills 1 to 3, the place stands at 4 to 6 and a little beyond.
+# Offsets from the document mark: `Stock list of` fills 1 to 3, the place is at 4 to 6 and a little beyond.
 _PLACE_OFFSETS = (4, 5, 6)
 _FIRST_ROW_OFFSET = 8
 _STRIDE = 4
