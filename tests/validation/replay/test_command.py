@@ -1,6 +1,5 @@
 """The command: its files, what it refuses, and how wide its intervals are."""
 
-import csv
 import json
 
 import numpy as np
@@ -33,12 +32,9 @@ def test_a_trace_leaves_all_files_with_the_same_figures(line, tmp_path, capsys):
     for line in lines:
         assert 0 <= line["hit_share"] <= document["unlimited_share"][line["rule"]] + 1e-9
         assert (line["hit_share_over_lru"] is None) == (line["policy"] == "lru")
-    with (tmp_path / "out" / "replay_metrics.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert [float(row["hit_share"]) for row in table] == [line["hit_share"] for line in lines]
     assert (tmp_path / "out" / "replay_summary.md").read_text().count("| adaptive_semantic |") == 4
     shown = capsys.readouterr().out
-    assert [each.rpartition("/")[2] for each in shown.splitlines()[-3:]] == [*FILE_NAMES]
+    assert [each.rpartition("/")[2] for each in shown.splitlines()[-2:]] == [*FILE_NAMES]
     assert "Passed over: 1 not JSON (first in line 41)." in shown
 
 
@@ -84,7 +80,6 @@ def test_an_empty_trace_is_refused(tmp_path_factory, check_refused):
 def test_equal_differences_leave_no_doubt():
     interval = ratio_interval([2.0] * 50, [4.0] * 50)
     assert (interval.estimate, interval.low, interval.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert interval.is_a_difference
 
 
 def test_what_follows_from_itself_says_less_than_independent_requests():
