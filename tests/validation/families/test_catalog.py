@@ -139,7 +139,7 @@ def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipp
     fitting = write_timed(shipped, 1, 3_000, full=True)
     assert fitting == [case for case in cases if case.size != "4096"]
     with pytest.raises(ConfigurationError, match="leaves 1000 for a prompt; bring shorter cases"):
-        write_timed(shipped, 1, min(asked.tokens for asked in TIMED) - 24, full=True)
+        write_timed(shipped, 1, min(row[-1] for row in TIMED) - 24, full=True)
 
 
 def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped):
