@@ -17,7 +17,7 @@ from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
 from validation.cases import content_of
 from validation.engines import read_events
-from validation.estimate.latency import recorded_observations
+from validation.estimate.figures import recorded_observations
 from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of
 

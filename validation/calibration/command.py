@@ -33,14 +33,12 @@ from validation.results import today, versions
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from validation.calibration.deviations import PromptDeviations
-    from validation.calibration.search import Found, Tried
+    from validation.calibration.search import Found
     from validation.calibration.trials import Comparison
     from validation.cases import Case
     from validation.engines import Engines
-    from validation.families.catalog import FamilyRequest
     from validation.measurement import ServingSettings
     from validation.metrics import Evidence
 
@@ -65,43 +63,36 @@ _PROMPTS = (
 )
 # Looks at the answers of a candidate that is screened: each at twice as many groups as the one before.
 _SCREENING_LOOKS = 4
-# Added to a calibration's seed: its own confirmations take the seeds right behind it.
+# Added to a calibration's seed: its own confirmations take the seeds right after it.
 _FRESH = 1_000
 # Times a profile's own budget. A search passes over what stays undecided, but a confirmation has nothing else to try:
 # where 0.6 of the margin is lost, 4,000 prompts decide fewer than half of the tries, 16,000 nearly all.
 _BUDGET_FACTOR = 4
 # Which prompts a calibration asks for, by the names of its options.
 PROMPT_OPTIONS = ("groups", "budget", "questions", "tokens", "seed", "max_tokens", "min_match_length")
-# The figure of an engine in which a profile from elsewhere was confirmed.
-_ENGINE = "engine_confirmed"
 _PROBE_TOKENS = 128
 # The run of which a profile says what share of it a sample may miss.
 _RUN_TOKENS = 1_024
 
 
 def parse_calibrate(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a calibration; exits with status 2 for any that argparse refuses."""
+    """Return the arguments of a calibration; exits with status 2 for any that argparse refuses."""
     parser = _parser("calibrate", _CALIBRATE)
-    parser.add_argument(
-        "--screening-groups",
-        type=int,
-        default=32,
-        help=f"groups of each family that choose candidates; up to {2 ** (_SCREENING_LOOKS - 1)} times as many where "
-        "they show little",
-    )
+    told = f"groups of each family that choose candidates; up to {2 ** (_SCREENING_LOOKS - 1)} times as many where "
+    told += "they show little"
+    parser.add_argument("--screening-groups", type=int, default=32, help=told)
     parser.add_argument("--max-tries", type=int, default=100, help="most candidates that are screened")
-    told = "samples in front of the check that are tried on new prompts, once the check alone is confirmed; 0: none"
+    told = "samples before the check that are tried on new prompts, once the check alone is confirmed; 0: none"
     parser.add_argument("--sample-tries", type=int, choices=range(9), metavar="0..8", default=2, help=told)
-    told = (
-        "generations of donors that are tried, after the first: how often KV behind checked KV may be built on; 0: none"
-    )
+    told = "generations of donors that are tried, after the first: how often KV after checked KV may be built on; "
+    told += "0: none"
     parser.add_argument("--generations", type=int, choices=range(9), metavar="0..8", default=3, help=told)
     arguments.add(parser, "--output", default=Path("reuse-profile.json"), help="the profile")
     return parser.parse_args(given)
 
 
 def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a confirmation; exits with status 2 for any that argparse refuses.
+    """Return the arguments of a confirmation; exits with status 2 for any that argparse refuses.
 
     Raises ConfigurationError when the profile, which tells the defaults, cannot be read.
     """
@@ -112,11 +103,18 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
     parser = _parser("confirm", _CONFIRM, epilog)
     arguments.add(parser, "--profile", required=True, help="the profile")
     arguments.add(parser, "--output", help="the profile with the engine (default: --profile)")
-    options = parser.parse_args(given)
-    made_with, families = prompts_of(ReuseProfile.read(options.profile).figures)
+    figures = ReuseProfile.read(parser.parse_args(given).profile).figures
+    told = [figure for figure in figures if isinstance(figure, dict)]
+    prompts, rule = (next((each for each in told if each.get("what") == what), {}) for what in ("prompts", "rule"))
+    made_with: dict[str, Any] = {
+        name: value for name, value in prompts.items() if name in PROMPT_OPTIONS and isinstance(value, int)
+    }
+    if isinstance(rule.get("margin"), float):
+        made_with["margin"] = rule["margin"]
     made_with["seed"] = made_with.get("seed", 0) + _FRESH
     made_with["budget"] = _BUDGET_FACTOR * made_with.get("budget", parser.get_default("budget"))
-    parser.set_defaults(**made_with, families=",".join(families) or None)
+    families = ",".join(str(figure.get("family")) for figure in told if figure.get("what") == "confirmed")
+    parser.set_defaults(**made_with, families=families or None)
     return parser.parse_args(given)
 
 
@@ -124,8 +122,7 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argume
     parser = arguments.Parser(command, description, epilog)
     arguments.add(parser, *arguments.MODEL)
     arguments.add(parser, "--prompts", help=_PROMPTS)
-    shared = [name for name in arguments.FAMILIES if name not in ("--groups", "--questions")]
-    arguments.add(parser, *shared)
+    arguments.add(parser, *(name for name in arguments.FAMILIES if name not in ("--groups", "--questions")))
     told = "groups of a family after which its answers are compared each time"
     arguments.add(parser, "--groups", default=125, help=told)
     # Answers on the same documents count as one observation.
@@ -150,19 +147,27 @@ class _Prepared:
         if not 0.0 < options.margin < 1.0:
             raise ConfigurationError(f"--margin is {options.margin:g}; it must lie between 0 and 1.")
         self.settings = arguments.serving_settings(options)
-        self.asked = _bound_families(arguments.family_request(options))
+        asked = arguments.family_request(options)
+        names = [name for name in asked.family_names() if family(name).kind in (Kind.HARMLESS, Kind.TRAP)]
+        if not names:
+            raise ConfigurationError(
+                f"--families {','.join(asked.names)} has neither a harmless family nor a trap; name both."
+            )
+        # A candidate is most likely to fail a trap, and nothing more is served then.
+        names.sort(key=lambda name: family(name).kind is not Kind.TRAP)
+        self.asked = replace(asked, names=tuple(names))
         self.own = [] if options.prompts is None else scored_cases(read_cases(options.prompts), options.prompts)
         torch.manual_seed(options.seed)
         self.engines = models.engines_of(options, dtype)
         self.namespace, self.geometry = identity_of(self.engines, self.settings)
         self.prompts = {name: getattr(options, name) for name in PROMPT_OPTIONS}
-        self.kinds = {name: family(name).kind.value for name in self.asked.names}
+        self.kinds = {name: family(name).kind.value for name in names}
         if self.own:
             self.kinds[WORKLOAD] = Kind.HARMLESS.value
 
     def trials(self, seed: int, own: Sequence[Case], generations: int = 0) -> Trials:
-        """Trials with prompts of the families under a seed, whose donors are of up to so many `generations`, and with
-        the user's `own`."""
+        """Return trials with prompts of the families under a seed, whose donors reach `generations`, and with the
+        user's `own`."""
 
         def write(name: str, first: int, count: int) -> list[Case]:
             asked = replace(self.asked, names=(name,), seed=seed, first=first, groups=count, generations=generations)
@@ -175,11 +180,11 @@ class _Prepared:
         return Trials(self.engines, write, self.settings, self._collector)
 
     def proof(self, number: int) -> Rule:
-        """The rule of the n-th confirmation: all together are wrong with a probability of 1 - CONFIDENCE at most."""
+        """Return the rule of the n-th confirmation: all together are wrong with a probability of 1 - CONFIDENCE at
+        most."""
         first, budget = self._options.groups, self._options.budget
-        looks = (*range(first, budget, first), budget)
         confidence = 1.0 - (1.0 - CONFIDENCE) / ((number + 1) * (number + 2))
-        return Rule(looks, self._options.margin, confidence, proof=True)
+        return Rule((*range(first, budget, first), budget), self._options.margin, confidence, proof=True)
 
     @functools.cached_property
     def _collector(self) -> DeviationCollector:
@@ -189,20 +194,8 @@ class _Prepared:
         return DeviationCollector(model, self.engines.facts, self.settings.min_span, kv_dtype)
 
 
-def _bound_families(asked: FamilyRequest) -> FamilyRequest:
-    """The request without controls, traps first. Raises ConfigurationError when no family is left."""
-    names = [name for name in asked.family_names() if family(name).kind in (Kind.HARMLESS, Kind.TRAP)]
-    if not names:
-        raise ConfigurationError(
-            f"--families {','.join(asked.names)} has neither a harmless family nor a trap; name both."
-        )
-    # A candidate is most likely to fail a trap, and nothing more is served then.
-    names.sort(key=lambda name: family(name).kind is not Kind.TRAP)
-    return replace(asked, names=tuple(names))
-
-
 def identity_of(engines: Engines, settings: ServingSettings) -> tuple[CacheNamespace, KvGeometry]:
-    """Namespace and geometry of an engine, from its audit log, as the connector may be in another process.
+    """Return namespace and geometry of an engine, from its audit log, as the connector may be in another process.
 
     Raises ConfigurationError with the reason when the connector refuses the engine, and SemBlendError.
     """
@@ -229,6 +222,7 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
     check_writable(options.output)
     arguments.check_integers(options, screening_groups=1, max_tries=1)
     prepared, tell = _Prepared(options, options.dtype), teller()
+    facts, margin = prepared.engines.facts, options.margin
 
     def profile_of(candidate: Candidate, figures: Sequence[Any] = ()) -> ReuseProfile:
         return ReuseProfile.made_for(
@@ -244,42 +238,39 @@ def run_calibrate(options: argparse.Namespace, command: str) -> bool:
             command=command,
         )
 
+    def written(candidate: Candidate) -> Path:
+        profile_of(candidate).write(path)
+        return path
+
+    def fresh(number: int, generations: int) -> tuple[Trials, Rule]:
+        trials = prepared.trials(options.seed + 1 + number, prepared.own[1::2], generations)
+        return trials, prepared.proof(number)
+
+    looks = tuple(options.screening_groups << look for look in range(_SCREENING_LOOKS))
     with tempfile.TemporaryDirectory(prefix="calibration-") as folder:
         path = Path(folder) / models.PROFILE_NAME
-
-        def written(candidate: Candidate) -> Path:
-            profile_of(candidate).write(path)
-            return path
-
         found = Search(
-            num_layers=prepared.engines.facts.num_layers,
+            num_layers=facts.num_layers,
             kinds=prepared.kinds,
             # Every second case of the user's own chooses, the others confirm.
             screening=prepared.trials(options.seed, prepared.own[::2]),
-            screen=Rule(
-                tuple(options.screening_groups << look for look in range(_SCREENING_LOOKS)),
-                options.margin,
-                CONFIDENCE,
-                proof=False,
-            ),
-            fresh=lambda number, generations: (
-                prepared.trials(options.seed + 1 + number, prepared.own[1::2], generations),
-                prepared.proof(number),
-            ),
+            screen=Rule(looks, margin, CONFIDENCE, proof=False),
+            fresh=fresh,
             written=written,
             max_tries=options.max_tries,
             sample_tries=options.sample_tries,
             generations=sorted({1, options.generations}) if options.generations else [],
             tell=tell,
-            lowest_check=prepared.engines.facts.lowest_check_layer,
+            lowest_check=facts.lowest_check_layer,
             evidence=EVIDENCE_FAMILIES,
         ).run()
-    winner = found.winner or Candidate("exact", 1.0)
-    profile_of(winner, figures_of(found, prepared.prompts, options.margin)).write(options.output)
+    rule = {"what": "rule", "margin": margin, "confidence": CONFIDENCE}
+    figures = [rule, {"what": "prompts", **prepared.prompts}, *figures_of(found)]
+    profile_of(found.winner or Candidate("exact", 1.0), figures).write(options.output)
     if found.problem is not None:
         tell(f"nothing can be shown: {found.problem}")
     _tell_comparisons(found.comparisons, tell)
-    tell(f"the profile allows {'exact spans only' if found.winner is None else winner.name}")
+    tell(f"the profile allows {'exact spans only' if found.winner is None else found.winner.name}")
     tell(str(options.output))
     return found.winner is not None
 
@@ -319,7 +310,11 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
         comparisons = _confirmed_in(trials, path, prepared, tell, are_named=bool(options.families))
     if not comparisons:
         return False
-    figures = with_engine(profile.figures, engine, comparisons, prepared.prompts, command)
+    # It replaces an earlier confirmation in this engine.
+    confirmed: dict[str, Any] = {"what": "engine_confirmed", "engine": engine}
+    figures = [each for each in profile.figures if not (isinstance(each, dict) and confirmed.items() <= each.items())]
+    confirmed |= {"date": today(), "command": command, "prompts": prepared.prompts}
+    figures.append(confirmed | {"families": list(map(_confirmed, comparisons))})
     profile.confirmed_in(engine, figures).write(output)
     tell(f"the profile holds in {engine}")
     tell(str(output))
@@ -329,7 +324,7 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
 def _confirmed_in(
     trials: Trials, path: Path, prepared: _Prepared, tell: Callable[[str], None], *, are_named: bool
 ) -> tuple[Comparison, ...]:
-    """A comparison for each family where all are non-inferior and something was reused; otherwise none, and says why.
+    """Return a comparison for each family where all are non-inferior and something was reused; else says why not.
 
     Families that the model cannot answer cold are left out, unless they `are_named` by the user.
     """
@@ -353,7 +348,7 @@ def _confirmed_in(
 
 
 def teller() -> Callable[[str], None]:
-    """Prints sentences with the seconds since now in front of them."""
+    """Return a function that prints sentences after the seconds since now."""
     began = time.perf_counter()
     return lambda sentence: say(f"{time.perf_counter() - began:6.0f} s  {sentence}")
 
@@ -366,56 +361,58 @@ def _tell_comparisons(comparisons: Iterable[Comparison], tell: Callable[[str], N
         tell(f"{line.family}: {each.sentence()}; {share}, largest deviation kept {line.largest_kept:.4f}")
 
 
-def figures_of(found: Found, prompts: Mapping[str, int], margin: float) -> list[Any]:
-    """The profile's figures: the rule, the prompts' options, the confirmed families, the deviations at the check layer,
-    and all candidates that were tried."""
-    figures: list[Any] = [
-        {"what": "rule", "margin": margin, "confidence": CONFIDENCE},
-        {"what": "prompts", **prompts},
-    ]
-    if found.problem is not None:
-        figures.append({"what": "problem", "sentence": found.problem})
-    figures += [_confirmed(each) for each in found.comparisons]
-    if found.winner is not None and found.winner.check is not None:
-        figures += _deviations(found.deviations, found.winner.check.layer)
-        figures += _sample(found.winner, found.deviations)
-    return figures + [_tried(each) for each in found.tried]
-
-
-def prompts_of(figures: Sequence[Any]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """The prompts' options with the margin, and the confirmed families, in a profile's figures, as far as they are
-    there."""
-    told = [figure for figure in figures if isinstance(figure, dict)]
-    options, rule = (next((each for each in told if each.get("what") == what), {}) for what in ("prompts", "rule"))
-    numbers: dict[str, float] = {
-        name: value for name, value in options.items() if name in PROMPT_OPTIONS and isinstance(value, int)
-    }
-    if isinstance(rule.get("margin"), float):
-        numbers["margin"] = rule["margin"]
-    return numbers, tuple(str(figure.get("family")) for figure in told if figure.get("what") == "confirmed")
-
-
-def with_engine(
-    figures: Sequence[Any], engine: str, comparisons: Sequence[Comparison], prompts: Mapping[str, int], command: str
-) -> list[Any]:
-    """The figures with a confirmation in `engine`, which replaces an earlier one."""
-    earlier = {"what": _ENGINE, "engine": engine}
-    kept = [each for each in figures if not (isinstance(each, dict) and earlier.items() <= each.items())]
-    made = {"date": today(), "command": command, "prompts": dict(prompts)}
-    return [*kept, earlier | made | {"families": [_confirmed(each) for each in comparisons]}]
+def figures_of(found: Found) -> list[Any]:
+    """Return the profile's figures: the problem, the confirmed families, the deviations at the check layer, the tokens
+    that a sample may miss, and all candidates that were tried."""
+    figures: list[Any] = [] if found.problem is None else [{"what": "problem", "sentence": found.problem}]
+    figures += map(_confirmed, found.comparisons)
+    winner = found.winner
+    if winner is not None and (check := winner.check) is not None:
+        for name in dict.fromkeys(prompt.family for prompt in found.deviations):
+            values = np.concatenate([each.values[check.layer] for each in found.deviations if each.family == name])
+            values = values[np.isfinite(values)]
+            if values.size:
+                shares = np.quantile(values, (0.05, 0.5, 0.95, 0.99)).tolist()
+                figures.append({"what": "deviation", "family": name, "layer": check.layer, "p5_p50_p95_p99": shares})
+        if check.sample_every:
+            # Of n tokens that all pass, (1 - share)^n >= 5 %. Beside it is what dense checks of screening prompts find.
+            compared = len(sample_of([_RUN_TOKENS], check.sample_every, check.window_tokens, seed=0))
+            bound = 1.0 - (1.0 - CONFIDENCE) ** (1.0 / compared)
+            unseen = unseen_share(check, winner.head_tokens, found.deviations)
+            sample = {"run_tokens": _RUN_TOKENS, "unseen_share_at_most": bound, "unseen_share": unseen}
+            figures.append({"what": "sample", **sample})
+    for tried in found.tried:
+        figures.append(
+            {
+                "what": "tried",
+                "stage": tried.stage,
+                "candidate": tried.candidate.name,
+                "computed_share": tried.candidate.computed_share,
+                "holds": tried.verdict.holds,
+                "inferior_family": tried.verdict.inferior,
+                "undecided_families": list(tried.verdict.undecided),
+                "comparison": tried.verdict.outcome(),
+                "generation": tried.generation,
+            }
+        )
+    return figures
 
 
 def _confirmed(comparison: Comparison) -> dict[str, Any]:
     line = comparison.line
+
+    def told(found: Evidence | None) -> dict[str, float] | None:
+        return None if found is None else {name: getattr(found, name) for name in ("difference", "lower", "upper")}
+
     return {
         "what": "confirmed",
         "family": line.family,
         "prompts": line.samples,
         "groups": line.groups,
         "exact_match": line.exact_match,
-        "likelihood_vs_cold": _evidence(comparison.likelihood),
-        "exact_match_vs_cold": _evidence(comparison.exact_match),
-        "second_cold_run": _evidence(comparison.noise),
+        "likelihood_vs_cold": told(comparison.likelihood),
+        "exact_match_vs_cold": told(comparison.exact_match),
+        "second_cold_run": told(comparison.noise),
         "offered_tokens": line.offered,
         "sampled_tokens": line.sampled,
         "checked_tokens": line.checked,
@@ -423,46 +420,4 @@ def _confirmed(comparison: Comparison) -> dict[str, Any]:
         "largest_kept": line.largest_kept,
         "generation": line.generation,
         "computed_share": line.computed_share,
-    }
-
-
-def _evidence(found: Evidence | None) -> dict[str, float] | None:
-    return None if found is None else {name: getattr(found, name) for name in ("difference", "lower", "upper")}
-
-
-def _sample(winner: Candidate, deviations: Sequence[PromptDeviations]) -> list[dict[str, Any]]:
-    """What share of a run a sample may not see to deviate: of 1,024 tokens with 95 %, as n tokens that all pass say
-    (1 - share)^n >= 5 %; and as dense checks of the screening prompts find it."""
-    check = winner.check
-    if check is None or not check.sample_every:
-        return []
-    compared = len(sample_of([_RUN_TOKENS], check.sample_every, check.window_tokens, seed=0))
-    measured = unseen_share(check, winner.head_tokens, deviations)
-    bound = 1.0 - (1.0 - CONFIDENCE) ** (1.0 / compared)
-    return [{"what": "sample", "run_tokens": _RUN_TOKENS, "unseen_share_at_most": bound, "unseen_share": measured}]
-
-
-def _deviations(found: Sequence[PromptDeviations], layer: int) -> list[dict[str, Any]]:
-    """The 5th, 50th, 95th and 99th percentile of the tokens' deviations at the layer, by family."""
-    figures = []
-    for name in dict.fromkeys(prompt.family for prompt in found):
-        values = np.concatenate([prompt.values[layer] for prompt in found if prompt.family == name])
-        values = values[np.isfinite(values)]
-        if values.size:
-            shares = [float(value) for value in np.quantile(values, (0.05, 0.5, 0.95, 0.99))]
-            figures.append({"what": "deviation", "family": name, "layer": layer, "p5_p50_p95_p99": shares})
-    return figures
-
-
-def _tried(tried: Tried) -> dict[str, Any]:
-    return {
-        "what": "tried",
-        "stage": tried.stage,
-        "candidate": tried.candidate.name,
-        "computed_share": tried.candidate.computed_share,
-        "holds": tried.verdict.holds,
-        "inferior_family": tried.verdict.inferior,
-        "undecided_families": list(tried.verdict.undecided),
-        "comparison": tried.verdict.outcome(),
-        "generation": tried.generation,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,9 +47,6 @@ _TOKENS_AT_ONCE = 16_384
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-_Item = TypeVar("_Item")
-
-
 @dataclass(frozen=True, slots=True)
 class PromptDeviations:
     """One prompt's plan. `values`: float32 [layers, checked tokens], the larger of K's and V's deviation, span by span;
@@ -62,57 +59,60 @@ class PromptDeviations:
     promised: int
 
     def window_means(self, layer: int) -> npt.NDArray[np.float64]:
-        """Mean deviation of each window of each span, float64 [windows]."""
+        """Return the mean deviation of each window of each span, float64 [windows]."""
         return self._means(layer, np.diff(windows_of(self.lengths, WINDOW_TOKENS), prepend=-1) > 0)
 
-    def sample_means(self, layer: int, every: int, window: int) -> npt.NDArray[np.float64]:
-        """Mean deviation of what a sample of one token in `every` compares in each window of `window` tokens, float64
-        [windows]."""
-        compared = sample_of(self.lengths, every, window, seed=0)
-        own = windows_of(self.lengths, window)[compared]
-        sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
-        means: npt.NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
-        return means
-
     def span_means(self, layer: int) -> npt.NDArray[np.float64]:
-        """Mean deviation of each span, float64 [spans]."""
+        """Return the mean deviation of each span, float64 [spans]."""
         return self._means(layer, np.concatenate([np.arange(length) == 0 for length in self.lengths]))
-
-    def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
-        """Which tokens keep the donor's KV, bool [checked tokens]: those that pass `check`, or all without one, but for
-        the first `head_tokens` of every span."""
-        return self.kept_and_compared(check, head_tokens)[0]
-
-    def kept_and_compared(
-        self, check: SpanCheck | None, head_tokens: int
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which tokens keep the donor's KV, and which are compared with it, by the sample or behind it: bool [checked
-        tokens] each. The deviations of a sample's tokens are taken as if they were computed over fresh KV."""
-        kept = np.concatenate([np.arange(length) >= head_tokens for length in self.lengths])
-        compared = np.zeros_like(kept)
-        if check is None or not kept.any():
-            return kept, compared
-        lengths = [length - head_tokens for length in self.lengths if length > head_tokens]
-        deviations, exact = self.values[check.layer, kept], self.exact_tokens
-        sampled, suspects = np.zeros(len(deviations), dtype=bool), np.ones(len(deviations), dtype=bool)
-        if check.sample_every:
-            first = sample_of(lengths, check.sample_every, check.window_tokens, seed=0)
-            sampled[first] = True
-            suspects = suspects_of(check, first, deviations[first], lengths, exact, self.promised)
-            exact += int(np.count_nonzero(~suspects))
-        compared[kept] = sampled | suspects
-        computed = np.zeros_like(suspects)
-        if suspects.any():
-            parts = lengths if suspects.all() else _stretch_lengths(lengths, suspects)
-            computed[suspects] = choose(check, deviations[suspects], parts, exact, self.promised).computed
-        kept[kept] = ~computed
-        return kept, compared
 
     def _means(self, layer: int, is_first: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         starts = np.flatnonzero(is_first)
         sums = np.add.reduceat(self.values[layer].astype(np.float64), starts)
         means: npt.NDArray[np.float64] = sums / np.diff(starts, append=is_first.size)
         return means
+
+    def sample_means(self, layer: int, every: int, window: int) -> npt.NDArray[np.float64]:
+        """Return the mean deviation of what a sample of one token in `every` compares in each window of `window`
+        tokens, float64 [windows]."""
+        compared = sample_of(self.lengths, every, window, seed=0)
+        own = windows_of(self.lengths, window)[compared]
+        sums, counts = (np.bincount(own, weights) for weights in (self.values[layer, compared], None))
+        means: npt.NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
+        return means
+
+    def kept(self, check: SpanCheck | None, head_tokens: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens keep the donor's KV, bool [checked tokens]: those that pass `check`, or all without one,
+        but for the first `head_tokens` of every span."""
+        return self.kept_and_compared(check, head_tokens)[0]
+
+    def kept_and_compared(
+        self, check: SpanCheck | None, head_tokens: int
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return which tokens keep the donor's KV, and which are compared with it, by the sample or after it: bool
+        [checked tokens] each. The deviations of a sample's tokens are taken as if they were computed over fresh KV."""
+        kept = np.concatenate([np.arange(length) >= head_tokens for length in self.lengths])
+        compared = np.zeros_like(kept)
+        if check is None or not kept.any():
+            return kept, compared
+        lengths = [length - head_tokens for length in self.lengths if length > head_tokens]
+        deviations, exact = self.values[check.layer, kept], self.exact_tokens
+        sampled, suspects, parts = np.zeros(len(deviations), dtype=bool), np.ones(len(deviations), dtype=bool), lengths
+        if check.sample_every:
+            first = sample_of(lengths, check.sample_every, check.window_tokens, seed=0)
+            sampled[first] = True
+            suspects = suspects_of(check, first, deviations[first], lengths, exact, self.promised)
+            exact += int(np.count_nonzero(~suspects))
+            if not suspects.all():
+                ends = np.cumsum(lengths).tolist()
+                spans = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+                parts = [len(part) for part in stretches(spans, suspects)]
+        compared[kept] = sampled | suspects
+        computed = np.zeros_like(suspects)
+        if suspects.any():
+            computed[suspects] = choose(check, deviations[suspects], parts, exact, self.promised).computed
+        kept[kept] = ~computed
+        return kept, compared
 
 
 class DeviationCollector:
@@ -130,7 +130,7 @@ class DeviationCollector:
     def collect(
         self, cases: Sequence[Case], tokens_of: Callable[[Case], TokenisedCase]
     ) -> list[PromptDeviations | None]:
-        """Deviations of the first prompt of each group; None where there is nothing to check."""
+        """Return the deviations of the first prompt of each group; None where there is nothing to check."""
         asked = [(group[0].workload, tokens_of(group[0])) for group in groups(list(cases))]
         plans = [self._plan(tokens) for _, tokens in asked]
         found: list[PromptDeviations | None] = [None] * len(asked)
@@ -150,7 +150,13 @@ class DeviationCollector:
         checked = [span for span in plan.spans if not span.exact]
         moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
         if self._kv_dtype is not None:
-            moves = self._placed(moves, fresh)
+            # An engine compares what it has placed, which rounds K.
+            blocks = torch.arange(len(fresh.block_ids))
+            shape = len(blocks), *fresh.pool.shape[1:]
+            pool = torch.empty(shape, dtype=fresh.pool.dtype, device=fresh.pool.device)
+            placed = PagedKv(pool, blocks, self._geometry)
+            kv_move(moves, placed, self._rotation)
+            moves = [Move(placed, move.target_start, move.target_start, move.length) for move in moves]
         # [layers, kv_factor, tokens]; the larger of K and V decides
         layers = [
             deviation(moves, fresh, layer, self._rotation.of_layer(layer)) for layer in range(self._geometry.num_layers)
@@ -159,16 +165,8 @@ class DeviationCollector:
         lengths = tuple(span.length for span in checked)
         return PromptDeviations(family, values, lengths, plan.reused_tokens - sum(lengths), plan.matched_tokens)
 
-    def _placed(self, moves: Sequence[Move], like: PagedKv) -> list[Move]:
-        """The moves from memory into which they were made before, which rounds K."""
-        blocks = torch.arange(len(like.block_ids))
-        pool = torch.empty(len(blocks), *like.pool.shape[1:], dtype=like.pool.dtype, device=like.pool.device)
-        placed = PagedKv(pool, blocks, self._geometry)
-        kv_move(moves, placed, self._rotation)
-        return [Move(placed, move.target_start, move.target_start, move.length) for move in moves]
-
     def _plan(self, tokens: TokenisedCase) -> SemanticKvPlan | None:
-        """The prompt's plan; None where there is nothing to check."""
+        """Return the prompt's plan; None where there is nothing to check."""
         index = SpanIndex()
         for number, donor in enumerate(tokens.donors):
             index.add(_NAMESPACE, str(number), np.asarray(donor, dtype=np.int32))
@@ -200,8 +198,8 @@ class DeviationCollector:
 
     @torch.inference_mode()
     def _computed(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """K and V of the texts from a cold run without a head, in blocks: [texts, blocks, layers, kv_factor, kv_heads,
-        block_size, head_dim]. Tokens behind a text's end fill its blocks up; no token in front of them sees them."""
+        """Return K and V of the texts from a cold run without a head, in blocks: [texts, blocks, layers, kv_factor,
+        kv_heads, block_size, head_dim]. Tokens after a text's end fill its blocks up; no earlier token sees them."""
         longest = self._geometry.blocks_for(max(map(len, texts))) * _BLOCK_SIZE
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self._model.device)
         with sdpa_kernel(_ATTENTION):
@@ -223,16 +221,9 @@ class DeviationCollector:
         return blocks if self._kv_dtype is None else saturated(blocks, self._kv_dtype)
 
 
-def _stretch_lengths(lengths: Sequence[int], suspects: npt.NDArray[np.bool_]) -> list[int]:
-    """Tokens of each stretch of suspects. `lengths`: of the spans."""
-    ends = np.cumsum(lengths).tolist()
-    spans = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return [len(part) for part in stretches(spans, suspects)]
-
-
-def _at_once(items: Iterable[_Item], tokens_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """The items in order, as many at once as have _TOKENS_AT_ONCE tokens together."""
-    together: list[_Item] = []
+def _at_once(items: Iterable[int], tokens_of: Callable[[int], int]) -> Iterator[list[int]]:
+    """Yield the items in order, as many at once as have _TOKENS_AT_ONCE tokens together."""
+    together: list[int] = []
     tokens = 0
     for item in items:
         if together and tokens + tokens_of(item) > _TOKENS_AT_ONCE:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from validation.output import Advance
     from validation.samples import Line, Sample
 
-# The planter's family, and how many plants one is chosen from.
+# The planter's family, and the plants that one is chosen from.
 PLANTED = "planted"
 TRIES = 8
 # Reasons for which one prompt is not served, or not wholly, from donors. Any other is the engine's, which serves all of
@@ -52,7 +52,7 @@ _OF_ONE_PROMPT = {
 
 
 def write_plants(model: ServedModel, asked: FamilyRequest, names: Iterable[str], plants: int) -> list[Case]:
-    """`plants` prompts of each of the families, as short as possible, so that all that is reused is planted."""
+    """Return `plants` prompts of each of the families, as short as possible, so that all that is reused is planted."""
     short = shortest_prompts(model, asked.form)
     return write_cases(model, replace(asked, names=tuple(names), groups=plants, questions=1, tokens=short))
 
@@ -65,25 +65,25 @@ class Planter:
         self._deviations: dict[str, PromptDeviations | None] = {}
 
     def hardest(self, plants: Sequence[Case], profile: ReuseProfile, count: int) -> list[Case]:
-        """The `count` plants that the profile's policy misses most."""
+        """Return the `count` plants that the profile's policy misses most."""
         missed = self.missed(plants, profile)
         order = sorted(range(len(plants)), key=lambda index: -missed[index])
         return [plants[index] for index in order[:count]]
 
     def missed(self, plants: Sequence[Case], profile: ReuseProfile) -> list[float]:
-        """For each plant: the sum of the deviations of all kept tokens, over the layers that the policy leaves out."""
+        """Return for each plant the sum of the deviations of all kept tokens, over the layers that the policy leaves
+        out."""
         terms = profile.terms
         if terms is None:
             return [0.0] * len(plants)
-        found = self.deviations_of(plants)
-        above = slice(full_layers_of(profile), None)
-        kept = [
-            None if each is None else each.values[above, each.kept(terms.check, terms.head_tokens)] for each in found
-        ]
-        return [0.0 if values is None else float(np.nansum(values, dtype=np.float64)) for values in kept]
+        above, sums = slice(full_layers_of(profile), None), list[float]()
+        for found in self.deviations_of(plants):
+            kept = () if found is None else found.values[above, found.kept(terms.check, terms.head_tokens)]
+            sums.append(float(np.nansum(kept, dtype=np.float64)))
+        return sums
 
     def deviations_of(self, plants: Sequence[Case]) -> list[PromptDeviations | None]:
-        """The deviations of each, None where there is nothing to check."""
+        """Return the deviations of each, None where there is nothing to check."""
         unknown = [plant for plant in plants if plant.id not in self._deviations]
         found = self._collector.collect(unknown, self._tokens_of)
         self._deviations |= {plant.id: each for plant, each in zip(unknown, found, strict=True)}
@@ -112,7 +112,7 @@ class Comparison:
         return self.likelihood.fails or (self.exact_match is not None and self.exact_match.fails)
 
     def sentence(self) -> str:
-        """For a report: the likelihood's bounds, and what cold's own runs differ by."""
+        """Return the likelihood's bounds, and what cold's own runs differ by, for a report."""
         return f"likelihood {self.likelihood.sentence()}; two cold runs {self.noise.difference:+.4f}"
 
 
@@ -130,7 +130,7 @@ class Verdict:
         return self.inferior is None and not self.undecided
 
     def outcome(self) -> str:
-        """In words: whether the candidate holds, and the comparison that says least for it."""
+        """Return in words whether the candidate holds, and the comparison that says least for it."""
         if not self.comparisons:
             return "nothing was compared"
         of_interest = [each for each in self.comparisons if each.line.family in (self.inferior, *self.undecided)]
@@ -153,7 +153,7 @@ class Rule:
     confidence: float
     proof: bool
 
-    def passes(self, comparison: Comparison, *, is_all: bool = False) -> bool:
+    def passes(self, comparison: Comparison, *, is_all: bool) -> bool:
         """`is_all`: the family has no more prompts, so that no proof can be asked for."""
         return comparison.holds if self.proof and not is_all else comparison.likelihood.difference >= -self.margin
 
@@ -187,17 +187,16 @@ class Trials:
         settings: ServingSettings,
         collector: DeviationCollector,
     ) -> None:
-        self._engines, self._write = engines, write
+        self._engines, self._write, self._collector = engines, write, collector
         self._server = BatchServer(engines, [], settings, likelihoods=True)
         self._planter = Planter(collector, self._server.tokens_of)
-        self._collector = collector
         self._groups: dict[str, list[list[Case]]] = {}
         self._ended: set[str] = set()
         self._cold: dict[str, Sample] = {}
         self._otherwise: dict[str, Sample] = {}
 
     def deviations(self, family: str, count: int) -> list[PromptDeviations]:
-        """Deviations of the first prompt of each of the first `count` groups, and of every plant."""
+        """Return the deviations of the first prompt of each of the first `count` groups, and of every plant."""
         cases = self._cases(family, 0, count)
         if family == PLANTED:
             found = self._planter.deviations_of(cases)
@@ -206,7 +205,7 @@ class Trials:
         return [each for each in found if each is not None]
 
     def known(self, families: Iterable[str], count: int, tell: Callable[[str], None]) -> list[str]:
-        """The families that the model knows cold; the others show nothing."""
+        """Return the families that the model knows cold; the others show nothing."""
         asked = {family: self._cases(family, 0, count) for family in families}
         known = []
         for family, cases in asked.items():
@@ -222,7 +221,12 @@ class Trials:
         """Serves the families under policy verified with the profile of `path` until all pass, one fails, or the looks
         are over; `title` is that of the progress bar, which counts families that need no more prompts. Raises
         SemBlendError when the engine refuses the profile."""
-        profile, arm = self._read(path)
+        profile = ReuseProfile.read(path)
+        layers = full_layers_of(profile)
+        choices = ArmChoices(self._engines.facts.num_layers, boundary=1, profile=path, profile_layers=layers)
+        [arm] = arms_of([VERIFIED], choices)
+        # The trials make the evidence that the profile needs without it.
+        arm = replace(arm, variables={**(arm.variables or {}), "SEMBLEND_PROFILE_TRIAL": "1"})
         trial = _Trial(profile, arm, {family: [] for family in families}, {})
         one_by_one = rule.proof and not self._engines.starts_slowly
         inferior, undecided = None, list[str]()
@@ -241,7 +245,7 @@ class Trials:
         on_case = functools.partial(advance, steps=0)
         for look in itertools.pairwise((0, *rule.looks)):
             asked = waiting
-            for name, served in self._served_in_turn(trial.arm, asked, look, trial.profile, on_case):
+            for name, served in self._served_in_turn(trial, asked, look, on_case):
                 trial.samples[name] += served
                 trial.found[name] = self._compared(name, trial.samples[name], rule)
                 if trial.found[name].fails:
@@ -255,48 +259,33 @@ class Trials:
                 break
         return None, [*undecided, *waiting]
 
-    def _read(self, path: Path) -> tuple[ReuseProfile, Arm]:
-        """The profile, and policy verified with it."""
-        profile = ReuseProfile.read(path)
-        layers = full_layers_of(profile)
-        choices = ArmChoices(self._engines.facts.num_layers, boundary=1, profile=path, profile_layers=layers)
-        [arm] = arms_of([VERIFIED], choices)
-        # The trials make the evidence that the profile needs without it.
-        return profile, replace(arm, variables={**(arm.variables or {}), "SEMBLEND_PROFILE_TRIAL": "1"})
-
     def _served_in_turn(
-        self, arm: Arm, families: Sequence[str], look: tuple[int, int], profile: ReuseProfile, on_step: OnStep
+        self, trial: _Trial, families: Sequence[str], look: tuple[int, int], on_step: OnStep
     ) -> Iterator[tuple[str, list[Sample]]]:
-        """The families' samples of the groups of a `look`, from its first number up to its second.
+        """Yield the families' samples of the groups of a `look`, from its first number up to its second.
 
         An engine that starts slowly serves all families at once. Another one serves a family when it is asked for, and
-        cold several at once; but plants are chosen alone, as it takes long, and in vain where a family in front fails.
+        cold several at once; but plants are chosen alone, as it takes long, and for nothing where an earlier family
+        fails.
         """
         if self._engines.starts_slowly:
             rounds = [[list(families)]]
         else:
             rounds = [[[name] for name in names] for _, names in itertools.groupby(families, key=PLANTED.__eq__)]
         for together in rounds:
-            chosen = {name: self._chosen(name, *look, profile) for name in itertools.chain(*together)}
-            self._serve_cold([*itertools.chain(*chosen.values())])
+            chosen = {name: self._chosen(name, *look, trial.profile) for name in itertools.chain(*together)}
+            # Both cold runs of the cases that have none yet.
+            missing = [each for each in itertools.chain(*chosen.values()) if each.id not in self._otherwise]
+            if missing:
+                self._cold |= self._server.cold(missing)
+                served = self._server.samples(COLD_OTHERWISE_ARM, missing)
+                self._otherwise |= {sample.case_id: sample for sample in served}
             for names in together:
-                served = self._served(arm, [case for name in names for case in chosen[name]], on_step)
+                # A user's own cases may have come to their end.
+                cases = [case for name in names for case in chosen[name]]
+                served = self._server.samples(trial.arm, cases, on_step) if cases else []
+                _check_candidate_was_tried(served)
                 yield from ((name, [sample for sample in served if sample.workload == name]) for name in names)
-
-    def _serve_cold(self, cases: Sequence[Case]) -> None:
-        """Both cold runs of the cases that have none yet."""
-        missing = [case for case in cases if case.id not in self._otherwise]
-        if missing:
-            self._cold |= self._server.cold(missing)
-            served = self._server.samples(COLD_OTHERWISE_ARM, missing)
-            self._otherwise |= {sample.case_id: sample for sample in served}
-
-    def _served(self, arm: Arm, cases: Sequence[Case], on_step: OnStep) -> list[Sample]:
-        if not cases:
-            return []  # a user's own have come to their end
-        samples = self._server.samples(arm, cases, on_step)
-        _check_candidate_was_tried(samples)
-        return samples
 
     def _compared(self, family: str, samples: Sequence[Sample], rule: Rule) -> Comparison:
         cold = {sample.case_id: self._cold[sample.case_id] for sample in samples}
@@ -320,14 +309,14 @@ class Trials:
         return Comparison(line, likelihood, compared(lambda sample: sample.exact_match), noise)
 
     def _chosen(self, family: str, before: int, groups_now: int, profile: ReuseProfile) -> list[Case]:
-        """The cases of the groups from `before` up to `groups_now`; of the plants there the hardest."""
+        """Return the cases of the groups from `before` up to `groups_now`; of the plants there the hardest."""
         if family != PLANTED:
             return self._cases(family, before, groups_now)
         plants = self._cases(family, before * TRIES, groups_now * TRIES)
         return self._planter.hardest(plants, profile, -(-len(plants) // TRIES))
 
     def _cases(self, family: str, first: int, end: int) -> list[Case]:
-        """The cases of these groups, as far as there are any."""
+        """Return the cases of these groups, as far as there are any."""
         written = self._groups.setdefault(family, [])
         if len(written) < end and family not in self._ended:
             more = groups(self._write(family, len(written), end - len(written)))
@@ -338,7 +327,7 @@ class Trials:
         return [*itertools.chain(*written[first:end])]
 
 
-def _check_candidate_was_tried(samples: Sequence[Sample]) -> None:
+def _check_candidate_was_tried(samples: Iterable[Sample]) -> None:
     for sample in samples:
         if "profile" in (sample.reason or ""):
             raise SemBlendError(

@@ -22,20 +22,20 @@ from semblend_trt.files import check_writable, open_input, write_bytes
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from typing import BinaryIO
 
     from semblend_trt.config import Settings
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.figures import Figures
+    from validation.estimate.figures import Figures, Serving
     from validation.estimate.prompts import Encoder
-    from validation.estimate.serving import Serving
     from validation.replay.trace import Skipped
 
 SUMMARY = "say what reuse would save on the prompts of a log"
 SCHEMA = 1
 FORMATS = ("jsonl", "vllm", "text")
+DOCUMENTS = 10
 # Of Qwen2.5-7B in bfloat16, the model of the recorded times: 28 layers, K and V, 4 heads of 128 channels.
 KV_BYTES_A_TOKEN = 28 * 2 * 4 * 128 * 2
 # About what an 80 GB card has left beside such a model.
@@ -57,51 +57,63 @@ def configure(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--kv-bytes-a-token", type=count, metavar="N", help=told)
     told = "the model's reuse profile, whose terms and generations then hold (default: any run, of exact donors)"
     size.add_argument("--profile", type=Path, metavar="FILE", help=told)
-    parser.add_argument(
-        "--host-bytes", type=count, metavar="N", help="memory for donors (default: SEMBLEND_HOST_BYTES)"
-    )
+    told = "memory for donors (default: SEMBLEND_HOST_BYTES)"
+    parser.add_argument("--host-bytes", type=count, metavar="N", help=told)
     told = "the engine's own KV pool, whose prefix cache comes first (default: %(default)s)"
     parser.add_argument("--pool-bytes", type=count, default=POOL_BYTES, metavar="N", help=told)
     parser.add_argument("--block-size", type=count, default=32, metavar="N", help="tokens of a block of the pool")
     parser.add_argument("--min-span", type=count, metavar="N", help="shortest run (default: SEMBLEND_MIN_SPAN)")
     told = "times to the first token to predict by, as JSON (default: an H200's)"
     parser.add_argument("--ttft", type=Path, metavar="FILE", help=told)
-    parser.add_argument("--documents", type=count, default=10, metavar="N", help="documents to name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays, prints and writes. Raises SemBlendError and OSError."""
     from semblend_trt.reuse_profile import ReuseProfile
-    from validation.estimate.latency import H200_PROFILE, LatencyModel, recorded_observations
+    from validation.estimate.figures import H200_TIMES, LatencyModel, Serving, recorded_observations
     from validation.estimate.prompts import Encoder
-    from validation.estimate.serving import Serving
 
     if arguments.json is not None:
         check_writable(arguments.json)
     source = "an H200 with a model like Qwen2.5-7B" if arguments.ttft is None else str(arguments.ttft)
-    model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_PROFILE), source)
+    model = LatencyModel.fitted(recorded_observations(arguments.ttft or H200_TIMES), source)
     profile = None if arguments.profile is None else ReuseProfile.read(arguments.profile)
     if profile is not None and (lacking := profile.evidence_refusal()) is not None:
         raise ConfigurationError(lacking)
     settings, pool = _settings(arguments), _pool(arguments, profile)
-    encoder = Encoder(arguments.tokenizer)
+    encoder, serving = Encoder(arguments.tokenizer), Serving(settings, pool, profile)
     if encoder.is_shipped:
         sys.stderr.write(
             "semblend-trt: without --tokenizer prompts are read by a small tokenizer: shares are about right, but a "
             "prompt has more tokens than for a large model, so that the times are too long\n"
         )
-    figures, skipped, donors = _replayed(arguments, encoder, Serving(settings, pool, profile))
+    figures, skipped = _replayed(arguments, encoder, serving)
     if not figures.prompts:
-        sys.stderr.write(f"semblend-trt: {printable(_nothing(arguments.file, skipped))}\n")
+        told = f"{arguments.file} holds no prompt; give a log of requests, one a line"
+        if skipped.counts:
+            told = f"{arguments.file} holds no prompt that can be read; one request a line is expected. "
+            told += skipped.sentence()
+        sys.stderr.write(f"semblend-trt: {printable(told)}\n")
         return USAGE_ERROR
+    held, a_token = serving.stats(), pool.geometry.bytes_per_token(pool.dtype)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         **figures.to_dict(),
         "skipped": {why: {"count": n, "first_line": skipped.first[why]} for why, n in skipped.counts.most_common()},
-        "documents": [asdict(each) for each in figures.documents.most_reused(arguments.documents)],
+        "documents": [asdict(each) for each in figures.documents.most_reused(DOCUMENTS)],
         "expected_ttft": figures.expected_ttft(model),
-        "memory": {**donors, **_memory(settings, pool)},
+        "memory": {
+            "donors": held.ready,
+            "donor_bytes": held.used_bytes,
+            "evicted_donors": held.evicted,
+            "kv_bytes_a_token": a_token,
+            "host_bytes": settings.host_bytes,
+            "host_tokens": settings.host_bytes // a_token,
+            "pool_tokens": pool.num_blocks * pool.geometry.block_size,
+            "max_donors": settings.max_donors,
+            "min_span_tokens": settings.min_span_tokens,
+        },
         "tokenizer": arguments.tokenizer or "shipped",
     }
     sys.stdout.write(_shown(report) + "\n")
@@ -120,22 +132,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """The settings of the environment, under the policy that reuses what a profile allows, or without one any run."""
+    """Return the environment's settings, under the policy that reuses what a profile allows, or without one any run."""
     from semblend_trt.config import load_settings
     from semblend_trt.policy import ReusePolicy
 
     given = {"host_bytes": arguments.host_bytes, "min_span_tokens": arguments.min_span}
-    policy = ReusePolicy.POSITION_FIX if arguments.profile is None else ReusePolicy.VERIFIED
     return load_settings(
         **{name: value for name, value in given.items() if value is not None},
         enabled=True,
-        policy=policy,
+        policy=ReusePolicy.POSITION_FIX if arguments.profile is None else ReusePolicy.VERIFIED,
         lookup_deadline_ms=_LOOKUP_MS,
     )
 
 
 def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFacts:
-    """The engine's pool. Raises ConfigurationError for a model that would be refused."""
+    """Return the engine's pool. Raises ConfigurationError for a model that would be refused."""
     import torch
 
     from kernels.layout import KvGeometry
@@ -165,29 +176,25 @@ def _pool(arguments: argparse.Namespace, profile: ReuseProfile | None) -> PoolFa
     return PoolFacts(geometry, blocks, dtype, chunk=chunk)
 
 
-def _replayed(
-    arguments: argparse.Namespace, encoder: Encoder, serving: Serving
-) -> tuple[Figures, Skipped, dict[str, int]]:
-    """What was found, what was passed over, and the donors held at the end."""
+def _replayed(arguments: argparse.Namespace, encoder: Encoder, serving: Serving) -> tuple[Figures, Skipped]:
+    """Return what was found, and what was passed over."""
     from itertools import islice
 
     from tqdm import tqdm
 
     from validation.estimate.figures import Figures
-    from validation.estimate.prompts import HEAD_BYTES, LogFormat, PromptLog, encoded
+    from validation.estimate.prompts import HEAD_BYTES, PromptLog, encoded
 
     figures = Figures()
-    form = None if arguments.format is None else LogFormat(arguments.format)
     with _opened(arguments.file, HEAD_BYTES) as file:
         total = os.fstat(file.fileno()).st_size or None
         with tqdm(total=total, unit="B", unit_scale=True, desc="prompts", leave=False, disable=None) as bar:
-            log = PromptLog(file, encoder, form, bar.update)
+            log = PromptLog(file, encoder, arguments.format, bar.update)
             for prompt, tokens in encoded(islice(log, arguments.limit), encoder):
                 if len(tokens):
                     served = serving.serve(prompt.line, prompt.namespace, tokens)
                     figures.add(prompt.line, prompt.namespace, tokens, served)
-    held = serving.stats()
-    return figures, log.skipped, {"donors": held.ready, "donor_bytes": held.used_bytes, "evicted_donors": held.evicted}
+    return figures, log.skipped
 
 
 def _opened(path: Path, buffering: int) -> BinaryIO:
@@ -197,27 +204,8 @@ def _opened(path: Path, buffering: int) -> BinaryIO:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}); name a file of prompts") from None
 
 
-def _memory(settings: Settings, pool: PoolFacts) -> dict[str, int]:
-    a_token = pool.geometry.bytes_per_token(pool.dtype)
-    return {
-        "kv_bytes_a_token": a_token,
-        "host_bytes": settings.host_bytes,
-        "host_tokens": settings.host_bytes // a_token,
-        "pool_tokens": pool.num_blocks * pool.geometry.block_size,
-        "max_donors": settings.max_donors,
-        "min_span_tokens": settings.min_span_tokens,
-    }
-
-
-def _nothing(file: Path, skipped: Skipped) -> str:
-    if not skipped.counts:
-        return f"{file} holds no prompt; give a log of requests, one a line"
-    return f"{file} holds no prompt that can be read; one request a line is expected. {skipped.sentence()}"
-
-
-# -- what is shown ----------------------------------------------------------------------------------------------------
 def _shown(report: dict[str, Any]) -> str:
-    """The report as text for a terminal."""
+    """Return the report as text for a terminal."""
     shares, memory = report["shares"], report["memory"]
     parts = [
         f"{report['prompts']:,} prompts of {report['tokens']:,} tokens, the longest {report['longest_prompt']:,}; room "
@@ -231,16 +219,24 @@ def _shown(report: dict[str, Any]) -> str:
             ],
         ),
     ]
-    if report["moved_runs"]:
-        parts.append(_columns(("tokens of a moved run", "runs", "share of all"), map(_run_cells, report["moved_runs"])))
-    if report["documents"]:
-        headings = ("documents that recur", "tokens", "reuses", "first in lines")
-        parts.append(_columns(headings, map(_document_cells, report["documents"])))
+    runs, documents = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for each in report["moved_runs"]:
+        end = "and more" if each["to_tokens"] is None else f"to {each['to_tokens']:,}"
+        runs.append((f"{each['from_tokens']:,} {end}", f"{each['runs']:,}", f"{each['share']:.1%}"))
+    if runs:
+        parts.append(_columns(("tokens of a moved run", "runs", "share of all"), runs))
+    for each in report["documents"]:
+        lines = ", ".join(f"{line:,}" for line in each["first_lines"])
+        documents.append((each["name"], f"{each['tokens']:,}", f"{each['uses']:,}", lines))
+    if documents:
+        parts.append(_columns(("documents that recur", "tokens", "reuses", "first in lines"), documents))
     times = report["expected_ttft"]
     names = {"cold": "cold", "prefix_cache": "prefix cache", "with_donors": "moved text, unchecked"}
     names["with_checked_donors"] = "moved text, all of it checked"
-    rows = [(told, *(f"{each:,.1f}" for each in times[name].values())) for name, told in names.items() if name in times]
-    parts.append(_columns(("expected TTFT in ms", "mean", "p50", "p95"), rows))
+    expected = [
+        (told, *(f"{each:,.1f}" for each in times[name].values())) for name, told in names.items() if name in times
+    ]
+    parts.append(_columns(("expected TTFT in ms", "mean", "p50", "p95"), expected))
     without = ", ".join(f"{number:,} {reason}" for reason, number in report["prompts_without_donors"].items())
     parts += [f"Prompts without donors: {without}."] if without else []
     if shares["added"] < 0.0:
@@ -256,19 +252,9 @@ def _shown(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _run_cells(runs: dict[str, Any]) -> tuple[str, ...]:
-    end = "and more" if runs["to_tokens"] is None else f"to {runs['to_tokens']:,}"
-    return f"{runs['from_tokens']:,} {end}", f"{runs['runs']:,}", f"{runs['share']:.1%}"
-
-
-def _document_cells(document: dict[str, Any]) -> tuple[str, ...]:
-    lines = ", ".join(f"{line:,}" for line in document["first_lines"])
-    return document["name"], f"{document['tokens']:,}", f"{document['uses']:,}", lines
-
-
-def _columns(headings: Sequence[str], rows: Any) -> str:
-    """Lines of cells under their headings; all but the first are right-aligned."""
-    table = [tuple(headings), *rows]
+def _columns(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return lines of cells under their headings; all but the first are right-aligned."""
+    table = [headings, *rows]
     first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
     return "\n".join(
         "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])

@@ -1,36 +1,269 @@
-"""What a replay found: shares of the tokens, runs by their length, documents that recur, and expected times."""
+"""Serves prompts as an engine with a prefix cache and our donors would, without a model, and sums what is reused.
+
+The prefix cache is the embedded engine's block manager; the look-up, the donors and their tiers are the connector's. A
+model of the time to the first token, by computed and reused tokens, says what that saves.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
+from engine_wrapper.embedded.block_manager import BlockManager, RootKey
+from engine_wrapper.embedded.llm_args import KvCacheConfig
+from semblend_trt.connector.lookup import DonorPlanner
+from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.fingerprint import GUARANTEED_RUN, fingerprint
-from validation.estimate.serving import line_of
+from semblend_trt.discovery.planner import LookupRequest
+from semblend_trt.donors.donor_index import DonorIndex
+from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import read_input
+from semblend_trt.plan import EngineMode, PlanKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
+    from semblend_trt.config import Settings
     from semblend_trt.discovery.fingerprint import TokenArray
+    from semblend_trt.donors.catalog import CatalogStats
     from semblend_trt.plan import PlanSpan
-    from validation.estimate.latency import LatencyModel
-    from validation.estimate.serving import Served
+    from semblend_trt.pool_facts import PoolFacts
+    from semblend_trt.reuse_profile import ReuseProfile
 
-# The shortest runs of each class.
-RUN_CLASSES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    Floats = npt.NDArray[np.float64]
+    Integers = npt.NDArray[np.int64]
+
+
+def line_of(donor_id: str) -> int:
+    """Return the line of a log that a donor comes from."""
+    return int(donor_id.partition(":")[0])
+
+
+class Served(NamedTuple):
+    """What became of one prompt.
+
+    `prefix_alone` tokens come from a prefix cache without our donors; with them, `prefix` from the prefix cache and
+    `spans` from donors, or `reason` says why none do.
+    """
+
+    prefix_alone: int
+    prefix: int
+    spans: tuple[PlanSpan, ...]
+    reason: str | None
+
+
+class _PrefixCache:
+    """An engine's exact prefix cache, for one request at a time."""
+
+    def __init__(self, pool: PoolFacts) -> None:
+        config = KvCacheConfig(tokens_per_block=pool.geometry.block_size)
+        self._blocks = BlockManager(pool.num_blocks, config, lambda _source, _target: None)
+
+    def begin(self, namespace: str, tokens: tuple[int, ...]) -> int | None:
+        """Return the held tokens of the prompt's prefix; None for a prompt that does not fit into the pool."""
+        key = RootKey(cache_salt=namespace)
+        match = self._blocks.match(key, tokens)
+        if not self._blocks.fits(match, len(tokens)):
+            return None
+        held = self._blocks.add_sequence(0, key, match, len(tokens))
+        self._blocks.allocate(0, len(tokens))
+        return held
+
+    def end(self, exact_tokens: tuple[int, ...]) -> None:
+        """Ends the request; its blocks of these leading tokens, whose KV a cold run would produce, are held."""
+        self._blocks.publish(0, exact_tokens)
+        self._blocks.release(0)
+
+
+class Serving:
+    """An engine's caches and donors over a sequence of prompts, each served whole before the next. Not thread safe."""
+
+    def __init__(self, settings: Settings, pool: PoolFacts, profile: ReuseProfile | None = None) -> None:
+        """With a `profile` the settings' policy must be verified; every check then passes."""
+        self._block_size, self._profile = pool.geometry.block_size, profile
+        self._alone, self._prefixes = _PrefixCache(pool), _PrefixCache(pool)
+        self._donors = DonorIndex(settings, pool, (), None, lambda _kind: None)
+        self._planner = DonorPlanner(settings, pool, self._donors)
+        self._served = 0
+
+    def serve(self, line: int, namespace: str, tokens: TokenArray) -> Served:
+        """Serves one prompt (int32 [n], n >= 1), which is in line `line`."""
+        self._served += 1
+        held = tuple(tokens.tolist())  # its slices are the keys of blocks, without a copy
+        alone, prefix = self._alone.begin(namespace, held), self._prefixes.begin(namespace, held)
+        if alone is None or prefix is None:
+            return Served(0, 0, (), "longer_than_pool")
+        self._alone.end(held)
+        tracked = TrackedRequest(self._served, namespace, tokens, prefix)
+        lookup = LookupRequest(
+            request_id=self._served,
+            namespace_key=namespace,
+            tokens=tokens,
+            num_computed_tokens=prefix,
+            block_size=self._block_size,
+            mode=EngineMode.WRAPPER,
+            publication_guard=True,
+            profile=self._profile,
+        )
+        planned, tracked.leases = self._planner.plan(lookup)
+        plan = tracked.plan = planned.plan
+        tracked.release_leases()
+        # As the connector does between a look-up and a request's end, where every save succeeds.
+        generations = 0 if self._profile is None else self._profile.generations
+        intent = self._planner.intend(f"{line}:{self._served}", tracked, 0, generations)
+        if intent is not None:
+            kept = tokens[: intent.max_tokens]
+            if self._donors.begin_save(intent, namespace, kept, (), intent.generation):
+                self._donors.saved(SavedDonor(intent.donor_id, len(kept)))
+        self._prefixes.end(held if plan is None else held[: plan.exact_token_count])
+        # The tiers do at once what they are told; there is no disk tier.
+        promoted = self._donors.offload.take_commands().promotions
+        self._donors.take_events(deque(OffloadEvent(OffloadEventKind.PROMOTED, each) for each in promoted))
+        spans = () if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY else plan.spans
+        return Served(alone, prefix, spans, planned.outcome_reason if plan is None else None)
+
+    def stats(self) -> CatalogStats:
+        """Return the donors held now, and the bytes that they take."""
+        return self._donors.catalog.stats()
+
+
+H200_TIMES = Path(str(files("validation") / "assets" / "h200_ttft.json"))
+_FEWEST = 5  # observations
+_COSTS = ("intercept_ms", "computed_ms", "reused_ms", "pair_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """`ttft_ms` milliseconds for a prompt of `computed` and `reused` tokens, which were checked or not."""
+
+    ttft_ms: float
+    computed: int
+    reused: int
+    is_checked: bool = False
+
+
+_OBSERVATIONS = TypeAdapter(list[Observation])
+
+
+def recorded_observations(path: Path) -> list[Observation]:
+    """Return the observations that a file lists as JSON. Raises ConfigurationError when it holds none."""
+    try:
+        observations = _OBSERVATIONS.validate_json(read_input(path))
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+        raise ConfigurationError(f"{path} does not hold observations: {reason}.") from None
+    for each in observations:
+        if not (0.0 < each.ttft_ms < math.inf and each.computed >= 1 and each.reused >= 0):
+            raise ConfigurationError(f"{path} holds {each}, which cannot have been observed; mend the file.")
+    return observations
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Milliseconds to the first token: `intercept_ms`, and what each computed token, reused token and pair costs.
+
+    A pair is a computed token and a token that it attends to: c computed tokens after r reused ones make
+    c x (r + c / 2). The ranges are those of the observations that the model was fitted to. `check_ms` is what the check
+    of a moved token adds, the mean over the checked observations, which are not fitted; None without one.
+    """
+
+    source: str
+    observations: int
+    intercept_ms: float
+    computed_ms: float
+    reused_ms: float
+    pair_ms: float
+    computed_range: tuple[int, int]
+    reused_range: tuple[int, int]
+    check_ms: float | None = None
+
+    @classmethod
+    def fitted(cls, observations: Sequence[Observation], source: str) -> LatencyModel:
+        """Fits by least squares of the relative errors, no cost below 0: times span orders of magnitude.
+
+        Raises ConfigurationError for too few observations.
+        """
+        computed, reused, ttft = _arrays([each for each in observations if not each.is_checked])
+        if len(ttft) < _FEWEST or len(np.unique(computed)) < 3:
+            raise ConfigurationError(
+                f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
+                f"computed tokens; a latency model needs at least {_FEWEST} and 3, name a file that has them."
+            )
+        costs = _costs(_columns(computed, reused), ttft)
+        checked = _arrays([each for each in observations if each.is_checked and each.reused])
+        added = (checked[2] - _columns(*checked[:2]) @ costs) / checked[1]
+        return cls(
+            source=source,
+            observations=len(ttft),
+            **dict(zip(_COSTS, map(float, costs), strict=True)),
+            computed_range=(int(computed.min()), int(computed.max())),
+            reused_range=(int(reused.min()), int(reused.max())),
+            check_ms=max(0.0, float(added.mean())) if len(added) else None,
+        )
+
+    def predict(self, computed: Integers, reused: Integers) -> Floats:
+        """Return milliseconds, float64 [requests], for int64 [requests] of tokens."""
+        costs = np.array([getattr(self, name) for name in _COSTS])
+        return np.asarray(_columns(computed, reused) @ costs, dtype=np.float64)
+
+    def outside(self, computed: Integers, reused: Integers) -> npt.NDArray[np.bool_]:
+        """Return where the model extrapolates, bool [requests]."""
+        (least_computed, most_computed), (least_reused, most_reused) = self.computed_range, self.reused_range
+        inside = (least_computed <= computed) & (computed <= most_computed)
+        return ~(inside & (least_reused <= reused) & (reused <= most_reused))
+
+    def sentence(self) -> str:
+        """Return where the model comes from and what it says, for a report."""
+        return (
+            f"TTFT = {self.intercept_ms:.4g} ms + {self.computed_ms:.4g} ms a computed token + {self.reused_ms:.4g} ms "
+            f"a reused token + {self.pair_ms:.4g} ms a pair in attention, fitted to {self.observations} observations "
+            f"of {self.source}, {self.computed_range[0]:,} to {self.computed_range[1]:,} tokens computed and "
+            f"{self.reused_range[0]:,} to {self.reused_range[1]:,} reused."
+        )
+
+
+def _arrays(observations: Sequence[Observation]) -> tuple[Integers, Integers, Floats]:
+    computed = np.array([each.computed for each in observations], dtype=np.int64)
+    reused = np.array([each.reused for each in observations], dtype=np.int64)
+    return computed, reused, np.array([each.ttft_ms for each in observations], dtype=np.float64)
+
+
+def _columns(computed: Integers, reused: Integers) -> Floats:
+    c, r = computed.astype(np.float64), reused.astype(np.float64)
+    return np.stack([np.ones_like(c), c, r, c * (r + c / 2)], axis=1)
+
+
+def _costs(columns: Floats, ttft: Floats) -> Floats:
+    """Return the cost of each column; what would be below 0 is left out, the lowest first."""
+    relative = columns / ttft[:, None]
+    relative = relative / (scale := np.maximum(relative.max(axis=0), 1e-300))
+    chosen = list(range(columns.shape[1]))
+    while (found := np.linalg.lstsq(relative[:, chosen], np.ones_like(ttft), rcond=None)[0]).min() < 0.0:
+        del chosen[int(found.argmin())]
+    costs = np.zeros(columns.shape[1])
+    costs[chosen] = found
+    return np.asarray(costs / scale, dtype=np.float64)
+
+
 MAX_DOCUMENTS = 20_000
 MAX_FIRST_LINES = 3
-QUANTILES = {"p50_ms": 0.5, "p95_ms": 0.95}
 
 
 @dataclass(slots=True)
 class Document:
-    """Text that was reused behind other text than it was first seen behind. `name` is a digest of its tokens, `tokens`
+    """Text that was reused after other text than it was first seen after. `name` is a digest of its tokens, `tokens`
     the longest run of it, `uses` how often a run was reused, `reused_tokens` the tokens of all these runs, and
     `first_lines` those in which it was seen first."""
 
@@ -67,60 +300,47 @@ class Documents:
             self._by_anchor = dict(kept)
 
     def most_reused(self, count: int) -> list[Document]:
-        """The `count` documents of which most tokens were reused, the most first."""
+        """Return the `count` documents of which most tokens were reused, the most first."""
         return sorted(self._by_anchor.values(), key=lambda each: (-each.reused_tokens, each.name))[:count]
 
 
-@dataclass(slots=True)
-class Figures:
-    """Sums over the prompts that were served, and four numbers of each: its tokens, those that a prefix cache alone
-    holds, those that are held with our donors, and the moved ones among these."""
+# The shortest runs of each class.
+RUN_CLASSES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-    reasons: Counter[str] = field(default_factory=Counter)
-    runs: Counter[int] = field(default_factory=Counter)
-    run_tokens: Counter[int] = field(default_factory=Counter)
-    documents: Documents = field(default_factory=Documents)
-    namespaces: set[str] = field(default_factory=set)
-    _tokens: array[int] = field(default_factory=lambda: array("i"))
-    _alone: array[int] = field(default_factory=lambda: array("i"))
-    _held: array[int] = field(default_factory=lambda: array("i"))
-    _moved: array[int] = field(default_factory=lambda: array("i"))
+
+class Figures:
+    """Sums over the prompts that were served."""
+
+    def __init__(self) -> None:
+        self.documents, self.prompts = Documents(), 0
+        self._reasons, self._namespaces = Counter[str](), set[str]()
+        self._runs, self._run_tokens = Counter[int](), Counter[int]()
+        # Of each prompt: its tokens, those that a prefix cache alone holds, those that are held with our donors, and
+        # the moved ones among these.
+        self._numbers = array("q")
 
     def add(self, line: int, namespace: str, tokens: TokenArray, served: Served) -> None:
         """Takes in one prompt (int32 [n]) of this line."""
         moved = [span for span in served.spans if not span.exact]
         for span in moved:
             of_class = max(each for each in (0, *RUN_CLASSES) if each <= span.length)
-            self.runs[of_class] += 1
-            self.run_tokens[of_class] += span.length
+            self._runs[of_class] += 1
+            self._run_tokens[of_class] += span.length
             self.documents.add(line, span, tokens)
         if served.reason is not None:
-            self.reasons[served.reason] += 1
-        self.namespaces.add(namespace)
-        self._tokens.append(served.tokens)
-        self._alone.append(served.prefix_alone)
-        self._held.append(served.prefix + sum(span.length for span in served.spans))
-        self._moved.append(sum(span.length for span in moved))
-
-    @property
-    def prompts(self) -> int:
-        return len(self._tokens)
-
-    def shares(self) -> dict[str, float]:
-        """Of all tokens: what a prefix cache alone holds, what donors add to it, and both together. Donors can take a
-        little from the prefix cache, into which KV behind moved text does not go."""
-        tokens, alone, held = sum(self._tokens), sum(self._alone), sum(self._held)
-        return {"prefix_cache": alone / tokens, "added": (held - alone) / tokens, "together": held / tokens}
+            self._reasons[served.reason] += 1
+        self._namespaces.add(namespace)
+        self.prompts += 1
+        held = served.prefix + sum(span.length for span in served.spans)
+        self._numbers.extend((len(tokens), served.prefix_alone, held, sum(span.length for span in moved)))
 
     def expected_ttft(self, model: LatencyModel) -> dict[str, Any]:
-        """Milliseconds to the first token of each prompt alone on the machine of `model`: cold, with a prefix cache,
-        with donors, and with donors of which every moved token is checked (where the model knows what that costs).
+        """Return milliseconds to the first token of each prompt alone on the machine of `model`: cold, with a prefix
+        cache, with donors, and with donors of which every moved token is checked (where the model knows that cost).
 
         `extrapolated_share` of the prompts lie, with donors, outside of what the model was fitted to.
         """
-        tokens, alone, held, moved = (
-            np.array(each, dtype=np.int64) for each in (self._tokens, self._alone, self._held, self._moved)
-        )
+        tokens, alone, held, moved = self._columns()
         with_donors = model.predict(tokens - held, held)
         times = {
             "cold": model.predict(tokens, np.zeros_like(tokens)),
@@ -129,36 +349,43 @@ class Figures:
         }
         if model.check_ms is not None:
             times["with_checked_donors"] = with_donors + model.check_ms * moved
-        return {
+        found = {
             "model": asdict(model),
             "extrapolated_share": float(model.outside(tokens - held, held).mean()),
-            **{name: _summary(each) for name, each in times.items()},
         }
+        for name, each in times.items():
+            p50, p95 = map(float, np.quantile(each, (0.5, 0.95)))
+            found[name] = {"mean_ms": float(each.mean()), "p50_ms": p50, "p95_ms": p95}
+        return found
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form of all but documents and times."""
-        tokens = sum(self._tokens)
+        """Return the JSON-ready form of all but documents and times.
+
+        Donors can take a little from the prefix cache, into which KV after moved text does not go.
+        """
+        columns = self._columns()
+        tokens, alone, held, _ = (int(each.sum()) for each in columns)
         ends = (*(each - 1 for each in RUN_CLASSES[1:]), None)
         return {
             "prompts": self.prompts,
             "tokens": tokens,
-            "longest_prompt": max(self._tokens),
-            "namespaces": len(self.namespaces),
-            "shares": self.shares(),
+            "longest_prompt": int(columns[0].max()),
+            "namespaces": len(self._namespaces),
+            "shares": {"prefix_cache": alone / tokens, "added": (held - alone) / tokens, "together": held / tokens},
             "moved_runs": [
                 {
                     "from_tokens": start,
                     "to_tokens": end,
-                    "runs": self.runs[start],
-                    "tokens": self.run_tokens[start],
-                    "share": self.run_tokens[start] / tokens,
+                    "runs": self._runs[start],
+                    "tokens": self._run_tokens[start],
+                    "share": self._run_tokens[start] / tokens,
                 }
                 for start, end in zip(RUN_CLASSES, ends, strict=True)
-                if self.runs[start]
+                if self._runs[start]
             ],
-            "prompts_without_donors": dict(self.reasons.most_common()),
+            "prompts_without_donors": dict(self._reasons.most_common()),
         }
 
-
-def _summary(times: npt.NDArray[np.float64]) -> dict[str, float]:
-    return {"mean_ms": float(times.mean()), **{name: float(np.quantile(times, q)) for name, q in QUANTILES.items()}}
+    def _columns(self) -> Integers:
+        columns: Integers = np.array(self._numbers, dtype=np.int64).reshape(-1, 4).T
+        return columns

@@ -6,10 +6,9 @@ import ast
 import json
 import re
 from dataclasses import dataclass
-from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
 # Bytes of a log by which its form is told.
 HEAD_BYTES = 1 << 20
-# Prompts that are encoded together: at most so many, of about so many characters.
+# The most prompts that are encoded together, and about their most characters.
 _BATCH_PROMPTS, _BATCH_CHARACTERS = 256, 2 << 20
 
-# Where a request may stand in a line, and where its prompt stands in the request; the first that is there counts.
+# Where a request may be in a line, and where its prompt is in the request; the first that is there counts.
 _ENVELOPES = ("body", "request_body", "request", "proxy_server_request", "payload", "kwargs", "data")
 _PROMPTS = ("messages", "prompt_token_ids", "prompt", "input", "text")
 _MAX_ENVELOPES = 4
@@ -44,19 +43,14 @@ _VLLM_REQUEST = re.compile(
 )
 
 
-class LogFormat(str, Enum):
-    """JSONL: a request, a chat, a text or token ids a line. VLLM: vLLM's own log. TEXT: a prompt a line."""
+def format_of(head: bytes) -> str:
+    """Return the form of a log that begins with `head`.
 
-    JSONL = "jsonl"
-    VLLM = "vllm"
-    TEXT = "text"
-
-    @classmethod
-    def of(cls, head: bytes) -> LogFormat:
-        """The form of a log that begins with `head`."""
-        if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b'"'):
-            return cls.JSONL
-        return cls.VLLM if _VLLM_START.search(head.decode("utf-8", "replace")) else cls.TEXT
+    jsonl: a request, a chat, a text or token ids a line. vllm: vLLM's own log. text: a prompt a line.
+    """
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b'"'):
+        return "jsonl"
+    return "vllm" if _VLLM_START.search(head.decode("utf-8", "replace")) else "text"
 
 
 class UnreadError(Exception):
@@ -91,54 +85,47 @@ class Encoder:
             self._backend.no_padding()
 
     def render(self, body: dict[str, Any]) -> tuple[str, bool]:
-        """A chat as the model reads it, and whether its special tokens are in it. Without a template, all its texts.
-        Raises UnreadError."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            said = [f"{name}\n{json.dumps(body[name])}<|end|>" for name in ("tools", "documents") if body.get(name)]
-            return "".join((*said, *map(_plain, body["messages"]))), True
-        try:
-            text, special = render_chat(body, self._tokenizer)
-        except ChatError as error:
-            raise UnreadError(f"refused: {error.name}") from None
-        return text, not special
+        """Return a chat as the model reads it, and whether its special tokens are in it. Without a template, all its
+        texts. Raises UnreadError."""
+        if getattr(self._tokenizer, "chat_template", None):
+            try:
+                text, special = render_chat(body, self._tokenizer)
+            except ChatError as error:
+                raise UnreadError(f"refused: {error.name}") from None
+            return text, not special
+        said = [f"{name}\n{json.dumps(body[name])}<|end|>" for name in ("tools", "documents") if body.get(name)]
+        for message in body["messages"]:
+            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+            said.append(f"{message['role']}\n{_text_of(message.get('content'))}{calls}<|end|>")
+        return "".join(said), True
 
     def encode(self, prompts: list[Prompt]) -> list[TokenArray]:
-        """The token ids of each prompt, int32 [n]."""
-        found = [each.content for each in prompts]
+        """Return the token ids of each prompt, int32 [n]."""
+        found: list[Any] = [each.content for each in prompts]
         for is_rendered in (False, True):
-            chosen = [
-                at
-                for at, each in enumerate(prompts)
-                if isinstance(each.content, str) and each.is_rendered is is_rendered
-            ]
-            ids = self._ids_of([found[at] for at in chosen], is_rendered)
+            chosen = [at for at, each in enumerate(prompts) if each.is_rendered is is_rendered]
+            chosen = [at for at in chosen if isinstance(found[at], str)]
+            texts = [found[at] for at in chosen]
+            if self._backend is not None:
+                encodings = self._backend.encode_batch_fast(texts, add_special_tokens=not is_rendered)
+                ids = [each.ids for each in encodings]
+            else:
+                ids = self._tokenizer(texts, add_special_tokens=not is_rendered)["input_ids"] if texts else []
             for at, each in zip(chosen, ids, strict=True):
                 found[at] = np.array(each, dtype=np.int32)
-        return cast("list[TokenArray]", found)
-
-    def _ids_of(self, texts: list[Any], is_rendered: bool) -> list[list[int]]:
-        if self._backend is None:
-            return list(self._tokenizer(texts, add_special_tokens=not is_rendered)["input_ids"]) if texts else []
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=not is_rendered)
-        return [each.ids for each in encodings]
+        return found
 
 
 def encoded(prompts: Iterable[Prompt], encoder: Encoder) -> Iterator[tuple[Prompt, TokenArray]]:
     """Return the prompts with their token ids, in order."""
-    for batch in _batches(prompts):
-        yield from zip(batch, encoder.encode(batch), strict=True)
-
-
-def _batches(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
-    batch, size = [], 0
+    batch, size = list[Prompt](), 0
     for prompt in prompts:
         batch.append(prompt)
         size += len(prompt.content)
         if len(batch) == _BATCH_PROMPTS or size >= _BATCH_CHARACTERS:
-            yield batch
+            yield from zip(batch, encoder.encode(batch), strict=True)
             batch, size = [], 0
-    if batch:
-        yield batch
+    yield from zip(batch, encoder.encode(batch), strict=True)
 
 
 class PromptLog:
@@ -151,20 +138,19 @@ class PromptLog:
         self,
         file: BinaryIO,
         encoder: Encoder,
-        form: LogFormat | None = None,
+        form: str | None = None,
         on_bytes: Callable[[int], object] = lambda _count: None,
     ) -> None:
-        """`form` None: told by the first HEAD_BYTES bytes. `file` must give so many by `peek`."""
+        """`form` None: that of the first HEAD_BYTES bytes, which `file` must give by `peek`."""
         self.skipped = Skipped()
-        self._file, self._encoder, self._on_bytes = file, encoder, on_bytes
-        self._form = form
+        self._file, self._encoder, self._form, self._on_bytes = file, encoder, form, on_bytes
 
     def __iter__(self) -> Iterator[Prompt]:
-        form = self._form or LogFormat.of(self._file.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
-        prompts_of: dict[LogFormat, Callable[[int, str], Iterable[Prompt]]] = {
-            LogFormat.JSONL: self._of_json,
-            LogFormat.VLLM: _of_vllm,
-            LogFormat.TEXT: lambda line, text: [Prompt(line, "", text)],
+        form = self._form or format_of(self._file.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+        prompts_of: dict[str, Callable[[int, str], Iterable[Prompt]]] = {
+            "jsonl": self._of_json,
+            "vllm": _of_vllm,
+            "text": lambda line, text: [Prompt(line, "", text)],
         }
         for line, text in self._lines():
             try:
@@ -175,7 +161,7 @@ class PromptLog:
                 self.skipped.add(line, "nested too deeply")
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """Lines that are not blank, without their ends."""
+        """Yield the lines that are not blank, without their ends."""
         for number, (content, size) in enumerate(bounded_lines(self._file), 1):
             self._on_bytes(size)
             if why := too_long(content):
@@ -205,7 +191,7 @@ class PromptLog:
             yield Prompt(line, namespace, *self._content(each, body))
 
     def _content(self, content: Any, body: dict[str, Any]) -> tuple[str | TokenArray, bool]:
-        """A prompt's text or token ids, and whether special tokens are in it. Raises UnreadError."""
+        """Return a prompt's text or token ids, and whether special tokens are in it. Raises UnreadError."""
         if isinstance(content, str):
             return _checked(content), False
         if isinstance(content[0], int):
@@ -222,7 +208,7 @@ class PromptLog:
 
 
 def _of_vllm(line: int, text: str) -> Iterator[Prompt]:
-    """The prompt of a line of vLLM's log; other lines of it have none."""
+    """Yield the prompt of a line of vLLM's log; other lines of it have none."""
     if _VLLM_START.search(text) is None:
         return
     found = _VLLM_REQUEST.search(text)
@@ -233,7 +219,11 @@ def _of_vllm(line: int, text: str) -> Iterator[Prompt]:
     elif found["prompt"] == "None":
         raise UnreadError("without a prompt")
     else:
-        yield Prompt(line, "", _checked(_literal(found["prompt"])), is_rendered=True)
+        try:
+            said = str(ast.literal_eval(found["prompt"]))
+        except (ValueError, SyntaxError):
+            raise UnreadError("cut off") from None
+        yield Prompt(line, "", _checked(said), is_rendered=True)
 
 
 def _token_ids(found: list[Any]) -> TokenArray:
@@ -244,15 +234,8 @@ def _token_ids(found: list[Any]) -> TokenArray:
         raise UnreadError("with token ids that are none") from None
 
 
-def _literal(text: str) -> str:
-    try:
-        return str(ast.literal_eval(text))
-    except (ValueError, SyntaxError):
-        raise UnreadError("cut off") from None
-
-
 def _body(found: dict[str, Any]) -> dict[str, Any]:
-    """The request in a line's object. Raises UnreadError."""
+    """Return the request in a line's object. Raises UnreadError."""
     inner: Any = found
     for _ in range(_MAX_ENVELOPES):
         if not isinstance(inner, dict):
@@ -272,7 +255,7 @@ def _parsed(text: str) -> Any:
 
 
 def _several(content: Any) -> list[Any]:
-    """The prompts of one request: texts, lists of token ids, or chats. Raises UnreadError."""
+    """Return the prompts of one request: texts, lists of token ids, or chats. Raises UnreadError."""
     if not isinstance(content, (str, list)):
         raise UnreadError("without a prompt")
     is_one = isinstance(content, str) or not content or isinstance(content[0], (int, dict))
@@ -287,62 +270,51 @@ def _several(content: Any) -> list[Any]:
 
 
 def _message(found: dict[str, Any]) -> dict[str, Any]:
-    """A message of a chat; other APIs' items as such a one, without a role or with parts of their own. Raises
+    """Return a message of a chat, also for other APIs' items, without a role or with parts of their own. Raises
     UnreadError."""
     if isinstance(found.get("role"), str):
         content = found.get("content")
-        if isinstance(content, list):
-            content = [part if _is_text(part) else {"type": "text", "text": _text_of(part)} for part in content]
-            return {**found, "content": content}
-        return found
+        return {**found, "content": list(map(_part, content))} if isinstance(content, list) else found
     if "output" in found:
         return {"role": "tool", "content": _text_of(found["output"])}
     return {"role": "assistant", "content": json.dumps(found)}
 
 
+def _part(found: Any) -> dict[str, Any]:
+    is_text = isinstance(found, dict) and found.get("type") == "text"
+    return found if is_text else {"type": "text", "text": _text_of(found)}
+
+
 def _tool(found: Any) -> Any:
-    """A tool of a chat; other APIs' tools, which are the function itself, as such a one."""
+    """Return a tool of a chat, also for other APIs' tools, which are the function itself."""
     if not isinstance(found, dict) or "function" in found or "name" not in found:
         return found
     function = {"parameters": found.get("input_schema"), **found}
     return {"function": {name: function.get(name) for name in ("name", "description", "parameters")}}
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text"
-
-
 def _text_of(content: Any) -> str:
-    """The text of a message's content, which may have parts. Raises UnreadError for parts that are no text."""
+    """Return the text of a message's content, which may have parts. Raises UnreadError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, dict):
-        content = [content]
-    if not isinstance(content, list):
+    if not isinstance(content, (dict, list)):
         raise UnreadError("without a prompt")
     said = []
-    for part in content:
-        if isinstance(part, str):
-            said.append(part)
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            said.append(part["text"])
-        elif isinstance(part, dict) and part.get("type") == "tool_result":
-            said.append(_text_of(part.get("content")))
-        elif isinstance(part, dict) and part.get("type") == "tool_use":
-            said.append(json.dumps([part.get("name"), part.get("input")]))
+    for part in [content] if isinstance(content, dict) else content:
+        about = {"text": part} if isinstance(part, str) else part if isinstance(part, dict) else {}
+        if isinstance(about.get("text"), str):
+            said.append(about["text"])
+        elif about.get("type") == "tool_result":
+            said.append(_text_of(about.get("content")))
+        elif about.get("type") == "tool_use":
+            said.append(json.dumps([about.get("name"), about.get("input")]))
         else:
             raise UnreadError("with images or other input than text")
     return "".join(said)
 
 
-def _plain(message: dict[str, Any]) -> str:
-    """A message where there is no template."""
-    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-    return f"{message['role']}\n{_text_of(message.get('content'))}{calls}<|end|>"
-
-
 def _checked(text: str) -> str:
-    """The text. Raises UnreadError for an empty one, and for surrogates, which no tokenizer reads."""
+    """Return the text. Raises UnreadError for an empty one, and for surrogates, which no tokenizer reads."""
     if not text.strip():
         raise UnreadError("empty")
     try:

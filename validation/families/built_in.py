@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from validation import documents
 from validation.cases import Expectation, equal_start
 from validation.documents import Document, Question, counted_list
-from validation.families.group import ask, broken_page, turns_of
+from validation.families.group import ask, turns_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from validation.cases import Case
     from validation.families.group import Group
 
-    Lists = Callable[[Group, str, str], tuple[list[Document], list[Document]]]
+    Places = Callable[[Group], Iterator[tuple[str, str]]]
 
 # Question, answer and marks of a turn beside its document.
 _TURN_TOKENS = 30
@@ -50,10 +50,10 @@ def cut_turns(group: Group) -> list[Case]:
     cut = group.stock_lists(int(group.room * _CUT_SHARE), _TURN_TOKENS, places)
     used = sum(group.length(document.text) + _TURN_TOKENS for document in cut)
     kept = group.stock_lists(group.room - used, _TURN_TOKENS, places)
-    cut_turns, kept_turns = turns_of(rng, cut), turns_of(rng, kept)
+    oldest, turns = turns_of(rng, cut), turns_of(rng, kept)
     last, *questions = ask(rng, kept, group.questions + 1)
-    donor = form.render_conversation(system, [*cut_turns, *kept_turns], last.text)
-    asked = [replace(each, text=form.render_conversation(system, kept_turns, each.text)) for each in questions]
+    donor = form.render_conversation(system, [*oldest, *turns], last.text)
+    asked = [replace(each, text=form.render_conversation(system, turns, each.text)) for each in questions]
     return group.cases([donor], asked, Expectation.REUSE)
 
 
@@ -61,13 +61,17 @@ def prose(group: Group) -> list[Case]:
     """Pages of prose in another order, then a page that breaks off; the reference is how it goes on."""
     rng, form = group.rng, group.form
     earlier, opening = group.openings()
-    broken = [broken_page(documents.excerpt(rng, 900).text) for _ in range(group.questions)]
+    broken = []
+    for _ in range(group.questions):
+        page = documents.excerpt(rng, 900).text
+        cut = page.rfind(" ", 0, max(1, len(page) - 160))
+        broken.append((page[:cut], page[cut:]))
     room = group.room - max(group.length(begun) for begun, _ in broken)
-    pages, used = list[str](), 0
+    pages = list[str]()
     while True:
         page = documents.excerpt(rng, rng.randint(*_PAGE_CHARACTERS)).text
-        used += group.length(page)
-        if used > room and pages:
+        room -= group.length(page)
+        if room < 0 and pages:
             break
         pages.append(page)
     again = rng.sample(pages, len(pages))
@@ -94,52 +98,6 @@ def repeat(group: Group) -> list[Case]:
     return group.cases([each.text for each in asked], asked, Expectation.EXACT_PREFIX)
 
 
-# Rows between a far heading and the shared rows.
-_ROWS_BETWEEN = 2
-# A planter takes the most alike of so many names.
-_NAMES_COMPARED = 64
-
-
-def header(group: Group) -> list[Case]:
-    """Two lists of the same items exchange their headers; a row's place stands only in front of the shared rows."""
-    return _exchanged(group, _place_pairs(group), _headed("HEADER"))
-
-
-def far_header(group: Group) -> list[Case]:
-    """As `header`, but the first rows stay with their header, and lie between it and the shared rows."""
-    return _exchanged(group, _place_pairs(group), _headed("HEADER", _ROWS_BETWEEN))
-
-
-def mid_sentence(group: Group) -> list[Case]:
-    """As `header`, but both places share their second word: the shared text begins in the middle of the header."""
-    return _exchanged(group, _qualified(group, group.form.vocabulary.place_kinds), _headed("HEADER"))
-
-
-def alias(group: Group) -> list[Case]:
-    """The shared text calls the place by another name, which is introduced in front of the shared text."""
-    return _exchanged(group, _place_pairs(group), _headed("Stock list of PLACE, here the store.\nCounts of the store."))
-
-
-def pronoun(group: Group) -> list[Case]:
-    """The shared text begins with a pronoun for the place, which is named in front of it only."""
-    return _exchanged(group, _place_pairs(group), _headed("HEADER\nIt holds these items."))
-
-
-def planted(group: Group) -> list[Case]:
-    """As `header`, with places spelt almost alike, whose exchange a check of KV is least likely to notice."""
-    return _exchanged(group, _alike(group), _headed("HEADER"))
-
-
-def unit(group: Group) -> list[Case]:
-    """Two lists of one place, each in another unit, which stands in the heading only."""
-    return _exchanged(group, _qualified(group, group.form.units, group.form.qualified), _headed("HEADER"))
-
-
-def date(group: Group) -> list[Case]:
-    """Two lists of one place, each of another date, which stands in the heading only."""
-    return _exchanged(group, _qualified(group, group.form.dates, group.form.qualified), _headed("HEADER"))
-
-
 def near_duplicates(group: Group) -> list[Case]:
     """The donor's lists in the donor's order; in every second one, one count differs by a digit.
 
@@ -153,7 +111,9 @@ def near_duplicates(group: Group) -> list[Case]:
         list_before = before[index]
         question = rng.choice(list_before.questions)
         item = question.text.removeprefix("How many ").partition(" are in ")[0]
-        number = _other_number(group, question.answer)
+        place = rng.randrange(len(question.answer))
+        digit = rng.choice([each for each in "123456789" if each != question.answer[place]])
+        number = question.answer[:place] + digit + question.answer[place + 1 :]
         text = list_before.text.replace(f"\n{item}: {question.answer}", f"\n{item}: {number}")
         after[index] = Document(text, ())
         changed.append(Question(question.text, number, question.answer))
@@ -198,22 +158,22 @@ def edited_field(group: Group) -> list[Case]:
 
 
 def _lists_without_place(group: Group) -> tuple[list[str], list[str], list[dict[str, int]]]:
-    """Names, places and counts of lists of the same items, in which no item has the same count twice."""
+    """Return names, places and counts of lists of the same items, in which no item has the same count twice."""
     rng, words, items = group.rng, group.form.vocabulary, group.items()
     numbers = [rng.sample(range(words.least, words.most + 1), _LISTS) for _ in items]
     columns = (list(zip(items, column, strict=True)) for column in zip(*numbers, strict=True))
     counts = [dict(rng.sample(column, len(column))) for column in columns]
     names, places = rng.sample(documents.LIST_NAMES, _LISTS), list(itertools.islice(group.places(), _LISTS))
-    lengths = (_length_with_owner(group, *each) for each in zip(names, places, counts, strict=True))
-    used = itertools.accumulate(lengths)
-    count = max(2, sum(each <= group.room for each in used))
+    used, fitting = 0, 0
+    for name, place, own in zip(names, places, counts, strict=True):
+        # Each list has its line in the register.
+        used += sum(
+            group.length(part.text)
+            for part in (documents.named_list(name, place, own), documents.register({name: place}))
+        )
+        fitting += used <= group.room
+    count = max(2, fitting)
     return names[:count], places[:count], counts[:count]
-
-
-def _length_with_owner(group: Group, name: str, place: str, counts: dict[str, int]) -> int:
-    """Tokens of a list with its line in the register."""
-    parts = documents.named_list(name, place, counts), documents.register({name: place})
-    return sum(group.length(part.text) for part in parts)
 
 
 def _rotated(values: Sequence[str]) -> list[str]:
@@ -242,7 +202,7 @@ def state(group: Group) -> list[Case]:
 
 
 def _rounds(group: Group, name: str) -> tuple[Document, Document]:
-    """Two rounds that differ in their first moves only, from the very first on, and so in the floor of every item."""
+    """Return two rounds that differ in their first moves only, from the very first on, and so in every item's floor."""
     rng, moves = group.rng, tuple(documents.MOVES)
     while True:
         shared = [*rng.sample(group.form.vocabulary.items, _LEFT), *rng.choices(moves, k=_MOVES)]
@@ -257,29 +217,10 @@ def _rounds(group: Group, name: str) -> tuple[Document, Document]:
             return donor, own
 
 
-def _exchanged(group: Group, places: Iterator[tuple[str, str]], lists: Lists) -> list[Case]:
-    """As many pairs of lists as fit, in another order in the donor.
-
-    `lists` writes a pair for two places, the donor's and the prompt's, with questions on the exchanged rows only.
-    """
-    rng = group.rng
-    room, before, after = group.room, list[Document](), list[Document]()
-    for first, second in places:
-        donor, own = lists(group, first, second)
-        room -= max(sum(group.length(each.text) for each in side) for side in (donor, own))
-        if room < 0 and after:
-            break
-        before.extend(donor)
-        after.extend(own)
-    rng.shuffle(before)
-    rng.shuffle(after)
-    return _asked_of_both(group, before, after)
-
-
 def _asked_of_both(
     group: Group, before: list[Document], after: list[Document], fronts: Sequence[Document] = ()
 ) -> list[Case]:
-    """Questions on documents that say something else `before`, in the donor; `fronts`: what stands in front of the
+    """Return questions on documents that say something else `before`, in the donor; `fronts`: what comes before the
     documents in the donor and in the prompt."""
     rng = group.rng
     earlier, opening = group.openings()
@@ -289,23 +230,39 @@ def _asked_of_both(
     return group.look_ups((earlier, [*fronts[:1], *before], last), (opening, [*fronts[1:], *after]), questions)
 
 
-def _headed(heading: str, rows_between: int = 0) -> Lists:
-    """Lists of the same items under `heading`; the first rows of a list, `rows_between` of them, are not exchanged."""
+def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -> Callable[[Group], list[Case]]:
+    """Return the family whose lists, of the same items under `heading`, are exchanged for the pairs of `places`.
 
-    def lists(group: Group, first: str, second: str) -> tuple[list[Document], list[Document]]:
+    The first `rows_between` rows of a list stay. As many pairs as fit, in another order in the donor.
+    """
+
+    def lists(group: Group, pair: tuple[str, str]) -> tuple[list[Document], list[Document]]:
         items = group.items(rows_between)
         shared = items[2 * rows_between :]
-        kept = {
-            first: group.counts(items[:rows_between]),
-            second: group.counts(items[rows_between : 2 * rows_between]),
-        }
+        parts = items[:rows_between], items[rows_between : 2 * rows_between]
+        kept = [group.counts(part) for part in parts]
         one = group.counts(shared)
         other = group.counts(group.rng.sample(shared, len(shared)), unlike=one)
-        donor = [_listed(heading, first, kept[first], other), _listed(heading, second, kept[second], one)]
-        own = [_listed(heading, first, kept[first], one), _listed(heading, second, kept[second], other)]
+        donor, own = (
+            [_listed(heading, *each) for each in zip(pair, kept, rows, strict=True)]
+            for rows in ((other, one), (one, other))
+        )
         return donor, own
 
-    return lists
+    def write(group: Group) -> list[Case]:
+        room, before, after = group.room, list[Document](), list[Document]()
+        for pair in places(group):
+            donor, own = lists(group, pair)
+            room -= max(sum(group.length(each.text) for each in side) for side in (donor, own))
+            if room < 0 and after:
+                break
+            before += donor
+            after += own
+        group.rng.shuffle(before)
+        group.rng.shuffle(after)
+        return _asked_of_both(group, before, after)
+
+    return write
 
 
 def _listed(heading: str, place: str, kept: Mapping[str, int], exchanged: Mapping[str, int]) -> Document:
@@ -320,9 +277,10 @@ def _place_pairs(group: Group) -> Iterator[tuple[str, str]]:
 
 
 def _alike(group: Group) -> Iterator[tuple[str, str]]:
-    """Two places of one kind whose names share as many first letters as can be, the most alike first."""
+    """Yield two places of one kind whose names share as many first letters as can be, the most alike first."""
     words, rng = group.form.vocabulary, group.rng
-    names = sorted(rng.sample(words.place_names, min(_NAMES_COMPARED, len(words.place_names))))
+    # A planter takes the most alike of 64 names.
+    names = sorted(rng.sample(words.place_names, min(64, len(words.place_names))))
     pairs = sorted(itertools.pairwise(names), key=lambda pair: -equal_start(*pair))
     taken = set[str]()
     for pair in pairs:
@@ -333,15 +291,25 @@ def _alike(group: Group) -> Iterator[tuple[str, str]]:
             yield f"{kind} {first}", f"{kind} {second}"
 
 
-def _qualified(group: Group, words: tuple[str, ...], pattern: str = "{word} {name}") -> Iterator[tuple[str, str]]:
-    """Two places that share their name, which differs from pair to pair."""
+def _qualified(group: Group, words: Sequence[str], pattern: str = "{word} {name}") -> Iterator[tuple[str, str]]:
+    """Yield two places that share their name, which differs from pair to pair."""
     for name in group.rng.sample(group.form.vocabulary.place_names, len(group.form.vocabulary.place_names)):
         first, second = (pattern.format(word=word, name=name) for word in group.rng.sample(words, 2))
         yield first, second
 
 
-def _other_number(group: Group, number: str) -> str:
-    """A number with as many digits of which one differs."""
-    place = group.rng.randrange(len(number))
-    digit = group.rng.choice([each for each in "123456789" if each != number[place]])
-    return number[:place] + digit + number[place + 1 :]
+# Two lists of the same items exchange their headers; a row's place is named only before the shared rows.
+header = _exchanged(_place_pairs)
+# The first rows stay with their header, and lie between it and the shared rows.
+far_header = _exchanged(_place_pairs, rows_between=2)
+# Both places share their second word: the shared text begins in the middle of the header.
+mid_sentence = _exchanged(lambda group: _qualified(group, group.form.vocabulary.place_kinds))
+# The shared text calls the place by another name, which is introduced before the shared text.
+alias = _exchanged(_place_pairs, "Stock list of PLACE, here the store.\nCounts of the store.")
+# The shared text begins with a pronoun for the place, which is named only before it.
+pronoun = _exchanged(_place_pairs, "HEADER\nIt holds these items.")
+# Places are spelt almost alike: a check of KV is least likely to notice their exchange.
+planted = _exchanged(_alike)
+# Two lists of one place, each in another unit, or of another date, which only the heading says.
+unit = _exchanged(lambda group: _qualified(group, group.form.units, group.form.qualified))
+date = _exchanged(lambda group: _qualified(group, group.form.dates, group.form.qualified))

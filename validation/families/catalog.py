@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Kind(str, Enum):
-    """What a correct system does with a family: reuse; check, since meaning hangs on other text; nothing; keep the
+    """What a correct system does with a family: reuse; check, since other text changes the meaning; nothing; keep the
     exact prefix."""
 
     HARMLESS = "harmless"
@@ -67,14 +67,14 @@ FAMILIES = (
     Family("edited_field", Kind.TRAP, built_in.edited_field),
     Family("unrelated", Kind.NONE, built_in.unrelated),
     Family("repeat", Kind.EXACT, built_in.repeat),
-    Family("squad", Kind.HARMLESS, datasets.squad, needs_eval_data=True),
-    Family("qmsum", Kind.HARMLESS, datasets.qmsum, is_text=True, needs_eval_data=True),
-    Family("squality", Kind.HARMLESS, datasets.squality, is_text=True, needs_eval_data=True),
+    Family("squad", Kind.HARMLESS, partial(datasets.passages, datasets.squad_texts, True), False, True),
+    Family("qmsum", Kind.HARMLESS, partial(datasets.passages, datasets.qmsum_texts, False), True, True),
+    Family("squality", Kind.HARMLESS, partial(datasets.passages, datasets.squality_texts, False), True, True),
 )
 
 
 def family(name: str) -> Family:
-    """Raises ConfigurationError for an unknown name."""
+    """Return the family of this name. Raises ConfigurationError for an unknown one."""
     for each in FAMILIES:
         if each.name == name:
             return each
@@ -92,7 +92,7 @@ def write_family(
     eval_data: Path | None = None,
     first: int = 0,
 ) -> list[Case]:
-    """`groups` x `questions` cases of at most `tokens` tokens each; the cases of a group share their donors.
+    """Return `groups` x `questions` cases of at most `tokens` tokens each; those of a group share their donors.
 
     Equal arguments write equal cases, and a group is the same whichever is the `first` that is written. `eval_data`:
     the folder of evaluation sets. Raises ConfigurationError for an unknown family, too few tokens, or evaluation data
@@ -109,16 +109,12 @@ def write_family(
     return cases
 
 
-# Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
-_UNRELATED_GROUPS = 2.5
-
-
 @dataclass(frozen=True, slots=True)
 class FamilyRequest:
     """`groups` groups of `questions` prompts of at most `tokens` tokens for each family, from group `first` on.
 
-    `names` empty stands for all families whose data is there; `form` None for the one that the tokenizer knows. With
-    `generations` the donors are built on each other so often.
+    Empty `names` mean all families whose data is there; `form` None the one that the tokenizer knows. With
+    `generations` the donors are built on each other that often.
     """
 
     names: tuple[str, ...] = ()
@@ -132,73 +128,68 @@ class FamilyRequest:
     generations: int = 0
 
     def family_names(self) -> tuple[str, ...]:
-        """The families by name. Raises ConfigurationError for an unknown one."""
+        """Return the families by name. Raises ConfigurationError for an unknown one."""
         if self.names:
             return tuple(family(name).name for name in dict.fromkeys(self.names))
         return tuple(each.name for each in FAMILIES if self.eval_data is not None or not each.needs_eval_data)
 
 
 def write_cases(model: ServedModel, asked: FamilyRequest) -> list[Case]:
-    """All cases, family by family. Raises ConfigurationError for what cannot be written."""
+    """Return all cases, family by family. Raises ConfigurationError for what cannot be written."""
     # Every group measures the same openings.
-    form, count = form_for(model.tokenizer, asked.form), cache(partial(count_tokens, model))
+    form, count = form_for(model.tokenizer, asked.form), cache(partial(_count_tokens, model))
     if asked.tokens > model.facts.max_positions:
         raise ConfigurationError(
             f"--tokens is {asked.tokens}, but the model's context holds {model.facts.max_positions}; ask for less."
         )
     cases: list[Case] = []
     for name in asked.family_names():
-        is_control = family(name).kind is Kind.NONE
-        groups = math.ceil(_UNRELATED_GROUPS * asked.groups) if is_control else asked.groups
+        # Reuse between unrelated prompts is rare, and they are cheap: so they have more groups.
+        groups = math.ceil(2.5 * asked.groups) if family(name).kind is Kind.NONE else asked.groups
         cases += write_family(
             name, form, count, asked.seed, groups, asked.questions, asked.tokens, asked.eval_data, asked.first
         )
     return [grown(case, form, asked.generations) for case in cases] if asked.generations else cases
 
 
-# What a full timed run serves unless its user brings cases: harmless prompts, a trap, and controls.
+# What a timed run serves unless its user brings cases: families, groups of a full run and of a first look, questions,
+# tokens. Harmless prompts, a trap, and controls; a first look has of every kind enough for all gates, within a minute
+# on two cores.
 TIMED = (
-    FamilyRequest(("reordered",), groups=4, questions=6, tokens=2_048),
-    FamilyRequest(("reordered",), groups=2, questions=6, tokens=4_096),
-    FamilyRequest(("system_prompt", "cut_turns"), groups=2, questions=6, tokens=2_048),
-    FamilyRequest(("system_prompt", "cut_turns"), groups=1, questions=6, tokens=4_096),
-    FamilyRequest(("prose",), groups=2, questions=1, tokens=2_048),
-    FamilyRequest(("header_trap",), groups=3, questions=6, tokens=2_048),
-    FamilyRequest(("unrelated",), groups=3, questions=1, tokens=1_024),
-    FamilyRequest(("unrelated", "repeat"), groups=2, questions=1, tokens=2_048),
-)
-# Those of them that a first look serves: of every kind enough for all gates, within a minute on two cores.
-FIRST_LOOK = (
-    FamilyRequest(("reordered",), groups=4, questions=6, tokens=2_048),
-    FamilyRequest(("reordered",), groups=1, questions=6, tokens=4_096),
-    FamilyRequest(("system_prompt", "cut_turns"), groups=1, questions=6, tokens=2_048),
-    FamilyRequest(("prose",), groups=1, questions=1, tokens=2_048),
-    FamilyRequest(("header_trap",), groups=2, questions=6, tokens=2_048),
-    FamilyRequest(("unrelated",), groups=1, questions=1, tokens=1_024),
-    FamilyRequest(("repeat",), groups=1, questions=1, tokens=2_048),
+    (("reordered",), 4, 4, 6, 2_048),
+    (("reordered",), 2, 1, 6, 4_096),
+    (("system_prompt", "cut_turns"), 2, 1, 6, 2_048),
+    (("system_prompt", "cut_turns"), 1, 0, 6, 4_096),
+    (("prose",), 2, 1, 1, 2_048),
+    (("header_trap",), 3, 2, 6, 2_048),
+    (("unrelated",), 3, 1, 1, 1_024),
+    (("unrelated",), 2, 0, 1, 2_048),
+    (("repeat",), 2, 1, 1, 2_048),
 )
 
 
 def write_timed(model: ServedModel, seed: int, context: int, full: bool) -> list[Case]:
-    """The cases of TIMED, or of FIRST_LOOK, whose prompts fit into `context` tokens.
+    """Return the cases of TIMED, of a full run or of a first look, whose prompts fit into `context` tokens.
 
     Raises ConfigurationError when none do.
     """
-    requests = TIMED if full else FIRST_LOOK
-    fitting = [asked for asked in requests if asked.tokens <= context]
+    fitting = [row for row in TIMED if row[-1] <= context]
     if not fitting:
         raise ConfigurationError(
-            f"The built-in prompts have {min(asked.tokens for asked in requests)} tokens, but the model's context "
+            f"The built-in prompts have {min(row[-1] for row in TIMED)} tokens, but the model's context "
             f"leaves {context} for a prompt; bring shorter cases with --prompts."
         )
-    return [case for asked in fitting for case in write_cases(model, replace(asked, seed=seed))]
+    cases: list[Case] = []
+    for names, all_groups, few_groups, questions, tokens in fitting:
+        if groups := all_groups if full else few_groups:
+            cases += write_cases(model, FamilyRequest(names, groups, questions, tokens, seed))
+    return cases
 
 
 def shortest_prompts(model: ServedModel, form: str | None) -> int:
-    """Tokens of the shortest prompts of a family in the model's form, or in the one named."""
-    return least_tokens(form_for(model.tokenizer, form), partial(count_tokens, model))
+    """Return the tokens of the shortest prompts of a family in the model's form, or in the one named."""
+    return least_tokens(form_for(model.tokenizer, form), partial(_count_tokens, model))
 
 
-def count_tokens(model: ServedModel, text: str) -> int:
-    """Tokens of a part of a prompt."""
+def _count_tokens(model: ServedModel, text: str) -> int:
     return len(model.tokenizer.encode(text, add_special_tokens=False))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
 from semblend_trt.errors import ConfigurationError
 from validation.cases import Expectation, Form, content_of, parsed
@@ -35,26 +37,32 @@ class Reading:
     general: tuple[Question, ...] = ()
 
 
-class _SquadAnswer(BaseModel):
-    text: _Text
+class _Asked(BaseModel):
+    """A question with its first answer, by the names of every set."""
+
+    text: _Text = Field(validation_alias=AliasChoices("question", "query", "question_text"))
+    answer: _Text = Field(
+        validation_alias=AliasChoices(
+            AliasPath("answers", 0, "text"), "answer", AliasPath("responses", 0, "response_text")
+        )
+    )
+    relevant_text_span: list[tuple[int, int]] = []
+
+    def stripped(self) -> Question:
+        return Question(self.text.strip(), self.answer.strip())
 
 
-class _SquadQuestion(BaseModel):
-    question: _Text
-    answers: Annotated[list[_SquadAnswer], Field(min_length=1)]
-
-
-class _SquadParagraph(BaseModel):
+class _Paragraph(BaseModel):
     context: _Text
-    qas: list[_SquadQuestion]
+    qas: list[_Asked]
 
 
-class _SquadArticle(BaseModel):
-    paragraphs: list[_SquadParagraph]
+class _Article(BaseModel):
+    paragraphs: list[_Paragraph]
 
 
 class _Squad(BaseModel):
-    data: list[_SquadArticle]
+    data: list[_Article]
 
 
 class _Turn(BaseModel):
@@ -62,73 +70,64 @@ class _Turn(BaseModel):
     content: str
 
 
-class _Query(BaseModel):
-    query: _Text
-    answer: _Text
-    relevant_text_span: list[tuple[int, int]] = []
-
-
 class _Meeting(BaseModel):
     meeting_transcripts: list[_Turn]
-    specific_query_list: list[_Query]
-    general_query_list: list[_Query] = []
-
-
-class _Response(BaseModel):
-    response_text: _Text
-
-
-class _StoryQuestion(BaseModel):
-    question_text: _Text
-    responses: Annotated[list[_Response], Field(min_length=1)]
+    specific_query_list: list[_Asked]
+    general_query_list: list[_Asked] = []
 
 
 class _Story(BaseModel):
     document: _Text
-    questions: list[_StoryQuestion]
+    questions: list[_Asked]
 
 
 @functools.cache
 def squad_texts(folder: Path) -> tuple[Reading, ...]:
-    """SQuAD v1.1, one reading an article, one passage a paragraph; the first answer of a question is its reference.
+    """Return SQuAD v1.1 (`squad-dev-v1.1.json`), one reading an article, one passage a paragraph.
 
-    Raises ConfigurationError when the file cannot be read or is not of that form, as the others here do.
+    The first answer of a question is its reference. Raises ConfigurationError when the file cannot be read or is not of
+    that form, as the others here do.
     """
-    articles = _read(_Squad, folder / "squad-dev-v1.1.json").data
-    return tuple(
-        Reading(
-            tuple(paragraph.context.strip() for paragraph in article.paragraphs),
-            tuple(
-                tuple(Question(each.question.strip(), each.answers[0].text) for each in paragraph.qas)
-                for paragraph in article.paragraphs
-            ),
-        )
-        for article in articles
-    )
+    readings = []
+    for article in _read(_Squad, folder / "squad-dev-v1.1.json").data:
+        passages = tuple(each.context.strip() for each in article.paragraphs)
+        questions = (tuple(Question(one.text.strip(), one.answer) for one in each.qas) for each in article.paragraphs)
+        readings.append(Reading(passages, tuple(questions)))
+    return tuple(readings)
 
 
 @functools.cache
 def qmsum_texts(folder: Path) -> tuple[Reading, ...]:
-    """QMSum, one reading a meeting; a query belongs to the passage in which the text that answers it begins."""
+    """Return QMSum (`qmsum/*.json`), one reading a meeting; a query belongs to the passage in which the text that
+    answers it begins."""
     paths = sorted((folder / "qmsum").glob("*.json"))
     if not paths:
         raise ConfigurationError(
             f"{folder / 'qmsum'} holds no meeting; put QMSum's test meetings there, one JSON each."
         )
-    return tuple(_meeting(_read(_Meeting, path)) for path in paths)
+    readings = []
+    for meeting in (_read(_Meeting, path) for path in paths):
+        turns = [f"{turn.speaker}: {' '.join(turn.content.split())}" for turn in meeting.meeting_transcripts]
+        gathered = list(_gathered(turns))
+        starts = list(itertools.accumulate(map(len, gathered), initial=0))[:-1]
+        questions: list[list[Question]] = [[] for _ in gathered]
+        for each in meeting.specific_query_list:
+            first = max(0, min((begin for begin, _ in each.relevant_text_span), default=0))
+            questions[bisect_right(starts, first) - 1].append(each.stripped())
+        general = tuple(each.stripped() for each in meeting.general_query_list)
+        readings.append(Reading(tuple(map("\n".join, gathered)), tuple(map(tuple, questions)), general))
+    return tuple(readings)
 
 
 @functools.cache
 def squality_texts(folder: Path) -> tuple[Reading, ...]:
-    """SQuALITY, one reading a story; every question is on the whole of it, its first response is the reference."""
-    path = folder / "squality-dev.jsonl"
-    lines = [line for line in content_of(path).splitlines() if line.strip()]
-    stories = [parsed(_Story, line, _WRONG.format(path)) for line in lines]
-    readings = []
-    for story in stories:
-        sentences = _SENTENCE.split(" ".join(story.document.split()))
-        general = tuple(Question(each.question_text, each.responses[0].response_text) for each in story.questions)
-        passages = tuple(" ".join(each) for each in _gathered(sentences))
+    """Return SQuALITY (`squality-dev.jsonl`), one reading a story; every question is on the whole of it, its first
+    response is the reference."""
+    path, readings = folder / "squality-dev.jsonl", []
+    for line in filter(bytes.strip, content_of(path).splitlines()):
+        story = parsed(_Story, line, _WRONG.format(path))
+        general = tuple(Question(each.text, each.answer) for each in story.questions)
+        passages = tuple(map(" ".join, _gathered(_SENTENCE.split(" ".join(story.document.split())))))
         readings.append(Reading(passages, ((),) * len(passages), general))
     return tuple(readings)
 
@@ -137,21 +136,8 @@ def _read(form: type[Form], path: Path) -> Form:
     return parsed(form, content_of(path), _WRONG.format(path))
 
 
-def _meeting(meeting: _Meeting) -> Reading:
-    turns = [f"{turn.speaker}: {' '.join(turn.content.split())}" for turn in meeting.meeting_transcripts]
-    gathered = list(_gathered(turns))
-    starts = [sum(map(len, gathered[:index])) for index in range(len(gathered))]
-    questions: list[list[Question]] = [[] for _ in gathered]
-    for each in meeting.specific_query_list:
-        first = min((begin for begin, _ in each.relevant_text_span), default=0)
-        owner = max(index for index, start in enumerate(starts) if start <= max(first, 0))
-        questions[owner].append(Question(each.query.strip(), each.answer.strip()))
-    general = tuple(Question(each.query.strip(), each.answer.strip()) for each in meeting.general_query_list)
-    return Reading(tuple("\n".join(each) for each in gathered), tuple(map(tuple, questions)), general)
-
-
 def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
-    """Neighbouring parts together, about _PASSAGE_CHARACTERS long."""
+    """Yield neighbouring parts together, about _PASSAGE_CHARACTERS long."""
     held: list[str] = []
     for part in parts:
         if held and sum(map(len, held)) + len(part) > _PASSAGE_CHARACTERS:
@@ -162,23 +148,8 @@ def _gathered(parts: Iterable[str]) -> Iterable[list[str]]:
         yield held
 
 
-def squad(group: Group) -> list[Case]:
-    """SQuAD v1.1 (`squad-dev-v1.1.json`); the first answer is the reference."""
-    return _passages(group, squad_texts, known=True)
-
-
-def qmsum(group: Group) -> list[Case]:
-    """QMSum (`qmsum/*.json`): part of a meeting; the answer to a query on the meeting is the reference."""
-    return _passages(group, qmsum_texts, known=False)
-
-
-def squality(group: Group) -> list[Case]:
-    """SQuALITY (`squality-dev.jsonl`): part of a story; the first response to a question is the reference."""
-    return _passages(group, squality_texts, known=False)
-
-
-def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: bool) -> list[Case]:
-    """Where answers are not `known`, questions may be on other parts of the text too.
+def passages(read: Callable[[Path], tuple[Reading, ...]], known: bool, group: Group) -> list[Case]:
+    """Return questions on a part of a text. Where answers are not `known`, questions may be on its other parts too.
 
     Raises ConfigurationError when no text has enough questions.
     """
@@ -187,13 +158,16 @@ def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: 
     for text in rng.sample(texts, len(texts)):
         shown, own = _part(group, text)
         own = rng.sample(own, len(own))
-        others = [] if known else [*text.general, *(each for source in text.questions for each in source)]
+        others = [] if known else [*text.general, *itertools.chain(*text.questions)]
         rng.shuffle(others)
-        questions = _different((*own, *others))[: group.questions]
+        different = {question.text: question for question in (*own, *others)}
+        questions = list(different.values())[: group.questions]
         if shown and len(questions) == group.questions:
             asked = [replace(each, text=form.render(opening, shown, each.text)) for each in questions]
-            donors = [form.render_pages(earlier, _reordered(group, shown))]
-            return group.cases(donors, asked, Expectation.REUSE, known)
+            # There are at least two passages, which the donor holds in another order.
+            mixed = rng.sample(shown, len(shown))
+            before = mixed if mixed != shown else [*mixed[1:], mixed[0]]
+            return group.cases([form.render_pages(earlier, before)], asked, Expectation.REUSE, known)
     raise ConfigurationError(
         f"No text of {group.family} answers {group.questions} questions in {group.tokens} tokens; "
         "ask fewer questions a group or for longer prompts."
@@ -201,10 +175,10 @@ def _passages(group: Group, read: Callable[[Path], tuple[Reading, ...]], known: 
 
 
 def _part(group: Group, text: Reading) -> tuple[list[str], list[Question]]:
-    """Neighbouring passages around a random one that fill the group's room, and the questions on them."""
-    sources = [*text.questions, text.general]
+    """Return neighbouring passages around a random one that fill the group's room, and the questions on them."""
     # A question on a whole text is longer than those on our own lists.
-    room = group.room - max((group.count(each.text) for source in sources for each in source), default=0)
+    asked = itertools.chain(*text.questions, text.general)
+    room = group.room - max((group.count(each.text) for each in asked), default=0)
     lengths = [group.length(passage) for passage in text.passages]
     first = last = group.rng.randrange(len(lengths))
     room -= lengths[first]
@@ -216,16 +190,4 @@ def _part(group: Group, text: Reading) -> tuple[list[str], list[Question]]:
         room -= lengths[first]
     if room < 0 or first == last:
         return [], []
-    return list(text.passages[first : last + 1]), [
-        each for source in text.questions[first : last + 1] for each in source
-    ]
-
-
-def _reordered(group: Group, passages: list[str]) -> list[str]:
-    """The passages, of which there are at least two, in another order."""
-    mixed = group.rng.sample(passages, len(passages))
-    return mixed if mixed != passages else [*mixed[1:], mixed[0]]
-
-
-def _different(questions: Iterable[Question]) -> list[Question]:
-    return list({question.text: question for question in questions}.values())
+    return list(text.passages[first : last + 1]), list(itertools.chain(*text.questions[first : last + 1]))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # Room for the longest question beside opening and documents.
 _QUESTION_TOKENS = 40
 _SMALLEST_ROOM = 160
-_REFERENCE_CHARACTERS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +51,18 @@ class Group:
         return room
 
     def length(self, document: str) -> int:
-        """Tokens of a document with the mark in front of it."""
+        """Return the tokens of a document with the mark before it."""
         return self.count(self.form.render_pages("", [document])) - self.count(self.form.render_pages("", []))
 
     def openings(self, source: tuple[str, ...] | None = None) -> tuple[str, str]:
-        """The donor's and the prompt's opening, of different length, so that what follows them is shifted."""
+        """Return the donor's and the prompt's opening, of different length, so that what follows them is shifted."""
         while True:
             earlier, opening = self.rng.sample(source or self.form.instructions, 2)
             if self.count(earlier) != self.count(opening):
                 return earlier, opening
 
     def places(self) -> Iterator[str]:
-        """Different places. Raises ConfigurationError when the form has no more."""
+        """Yield different places. Raises ConfigurationError when the form has no more."""
         words, taken = self.form.vocabulary, set[str]()
         limit = len(words.place_kinds) * len(words.place_names)
         while len(taken) < limit:
@@ -74,12 +73,12 @@ class Group:
         raise ConfigurationError(f"The prompt form {self.form.name} has {limit} places, too few for one prompt.")
 
     def items(self, rows_between: int = 0) -> list[str]:
-        """Items of one list, as many as the form has rows, and `rows_between` more for each of two lists."""
+        """Return items of one list with as many rows as the form has, and `rows_between` more for each of two lists."""
         rows = self.rng.randint(*self.form.rows)
         return self.rng.sample(self.form.vocabulary.items, rows + 2 * rows_between)
 
     def counts(self, items: Sequence[str], unlike: Mapping[str, int] | None = None) -> dict[str, int]:
-        """A random count for each item, different from its count in `unlike`."""
+        """Return a random count for each item, different from its count in `unlike`."""
         words, counts = self.form.vocabulary, dict[str, int]()
         for item in items:
             while item not in counts or (unlike is not None and counts[item] == unlike.get(item)):
@@ -87,7 +86,8 @@ class Group:
         return counts
 
     def stock_lists(self, room: int, extra: int = 0, places: Iterator[str] | None = None) -> list[Document]:
-        """Stock lists of different places that fill `room` tokens, with `extra` tokens around each; at least two."""
+        """Return stock lists of different places that fill `room` tokens, with `extra` tokens around each; at least
+        two."""
         places, shown, used = places or self.places(), list[Document](), 0
         while True:
             document = counted_list(next(places), self.counts(self.items()))
@@ -103,17 +103,16 @@ class Group:
         questions: Sequence[Question],
         expects: Expectation = Expectation.REUSE,
     ) -> list[Case]:
-        """Cases that ask `questions` on the documents of `target` under its opening, behind one donor."""
+        """Return cases that ask `questions` on the documents of `target` under its opening, after one donor."""
         earlier, before, last = donor
-        opening, after = target
-        texts = [document.text for document in after]
+        opening, texts = target[0], [document.text for document in target[1]]
         asked = [replace(each, text=self.form.render(opening, texts, each.text)) for each in questions]
         return self.cases([self.form.render(earlier, [each.text for each in before], last.text)], asked, expects)
 
     def cases(
         self, donors: Sequence[str], asked: Sequence[Question], expects: Expectation, known: bool = True
     ) -> list[Case]:
-        """The cases of this group, of prompts with their answers; the first of them is the timed one."""
+        """Return the cases of this group, of prompts with their answers; the first of them is the timed one."""
         return [
             Case(
                 id=self.name if index == 0 else f"{self.name}-question-{index}",
@@ -132,7 +131,7 @@ class Group:
 
 
 def grown(case: Case, form: PromptForm, generations: int) -> Case:
-    """The case with donors of up to so many `generations`, as far as it has documents: in front of its own donor come
+    """Return the case with donors that reach `generations`, as far as it has documents: before its own donor come
     others, each with the first documents of the next one, at least half of them, under another instruction."""
     *others, last = case.donors
     beginnings = [form.render_pages(each, []) for each in form.instructions]
@@ -146,13 +145,13 @@ def grown(case: Case, form: PromptForm, generations: int) -> Case:
 
 
 def least_tokens(form: PromptForm, count: Callable[[str], int]) -> int:
-    """Tokens of the shortest prompts that a family can be written in."""
+    """Return the tokens of the shortest prompts that a family can be written in."""
     openings = {*form.instructions, *form.system_prompts}
     return max(count(form.render(each, [], "")) for each in openings) + _QUESTION_TOKENS + _SMALLEST_ROOM
 
 
 def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Question]:
-    """`count` different questions, from different documents as far as there are enough.
+    """Return `count` different questions, from different documents as far as there are enough.
 
     Raises ConfigurationError when the documents have fewer questions.
     """
@@ -172,12 +171,6 @@ def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Quest
 
 
 def turns_of(rng: random.Random, shown: Sequence[Document]) -> list[Turn]:
-    """A turn of a conversation for each document: the document, a question on it, and the answer."""
+    """Return a turn of a conversation for each document: the document, a question on it, and the answer."""
     asked = [rng.choice(document.questions) for document in shown]
     return [Turn(each.text, each.answer, (document.text,)) for document, each in zip(shown, asked, strict=True)]
-
-
-def broken_page(page: str) -> tuple[str, str]:
-    """A page that breaks off between two words, and how it goes on."""
-    cut = page.rfind(" ", 0, max(1, len(page) - _REFERENCE_CHARACTERS))
-    return page[:cut], page[cut:]

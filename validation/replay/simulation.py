@@ -1,16 +1,24 @@
-"""A trace served by a cache of blocks under an eviction policy."""
+"""A trace served by a cache of blocks under an eviction policy.
+
+The policies are those that evict donors, and three that only a replay plays. Those by kind are the SemanticKV system's:
+one with fixed weights, and one with weights that follow use.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semblend_trt.donors.eviction import EvictionPolicy
-from validation.replay.policies import BlockHistory, ReplayPolicy, replay_policy
+from semblend_trt.config import Eviction
+from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
+from semblend_trt.fleet.block_kind import BlockKind
 from validation.replay.trace import NONE
 
 if TYPE_CHECKING:
@@ -19,6 +27,184 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from validation.replay.trace import Blocks, Trace
+
+
+@dataclass(slots=True)
+class BlockHistory(DonorHistory):
+    """The past of a held block, which is a donor to a policy.
+
+    `block` is its number and `added` the tick at which it came. `last_seconds` is the trace's time of its last use.
+    """
+
+    block: int = 0
+    kind: BlockKind = BlockKind.OTHER
+    added: int = 0
+    last_seconds: float = 0.0
+
+
+# The SemanticKV system's default weights. It has none for legal evidence, which is retrieved text as well.
+DEFAULT_WEIGHTS = {
+    BlockKind.SYSTEM_PROMPT: 2.4,
+    BlockKind.TEMPLATE: 2.0,
+    BlockKind.CODE: 1.6,
+    BlockKind.RETRIEVED_CONTEXT: 1.4,
+    BlockKind.LEGAL_EVIDENCE: 1.4,
+    BlockKind.TOOL_OUTPUT: 1.1,
+    BlockKind.ASSISTANT_HISTORY: 1.0,
+    BlockKind.OTHER: 0.8,
+    BlockKind.USER_QUERY: 0.7,
+}
+# The time before any gap was seen, which the SemanticKV system fixes. It weighs as much as some gaps, so that no early
+# gap decides.
+FIRST_SECONDS, _FIRST_GAPS = 60.0, 8
+# The weight that an older gap keeps when another comes: about the last thousand count.
+MEMORY = 0.999
+_LEAST_GAP_SECONDS = 1e-3
+# An evicted block that was never used lowers its kind by the SemanticKV system's factor. That system also raises a kind
+# on a hit and on a regret, without saying by how much; here a hit outweighs two unused blocks, a regret ten.
+UNUSED_FACTOR = 0.995
+HIT_FACTOR = 1.01
+REGRET_FACTOR = 1.05
+# Bounds of a factor, so that neither a flood of one kind nor its absence decides alone.
+LEAST, MOST = 0.25, 4.0
+MAX_REMEMBERED = 4096
+
+
+class KindUse:
+    """What uses teach of each kind: a factor on its weight, and how long its blocks wait for their next use.
+
+    A regret is a block that comes back after it was evicted. The last MAX_REMEMBERED evicted blocks are known.
+    """
+
+    def __init__(self) -> None:
+        self.factors = dict.fromkeys(BlockKind, 1.0)
+        self._sums = dict.fromkeys(BlockKind, (_FIRST_GAPS * FIRST_SECONDS, _FIRST_GAPS * 2.0 * FIRST_SECONDS**2))
+        self._gone: OrderedDict[int, float] = OrderedDict()
+
+    def seconds(self, kind: BlockKind) -> float:
+        """Return the mean time, above 0, from any moment to the next use of blocks of `kind` that are used again.
+
+        For gaps g between two uses it is sum(g^2) / (2 sum(g)), the mean residual life of renewal theory: a moment
+        falls into a long gap more often than into a short one.
+        """
+        gaps, squares = self._sums[kind]
+        return squares / (2.0 * gaps)
+
+    def came_back(self, kind: BlockKind, gap_seconds: float, factor: float = HIT_FACTOR) -> None:
+        """Learns that a block of `kind` was used, this long after its last use."""
+        self._scale(kind, factor)
+        gap = max(gap_seconds, _LEAST_GAP_SECONDS)
+        gaps, squares = self._sums[kind]
+        self._sums[kind] = MEMORY * gaps + gap, MEMORY * squares + gap * gap
+
+    def evicted(self, history: BlockHistory) -> None:
+        """Learns that a block had to make room."""
+        if not history.uses:
+            self._scale(history.kind, UNUSED_FACTOR)
+        self._gone[history.block] = history.last_seconds
+        if len(self._gone) > MAX_REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def came(self, history: BlockHistory) -> None:
+        """Learns that a block is held now. It is a regret if it was evicted before."""
+        last_seconds = self._gone.pop(history.block, None)
+        if last_seconds is not None:
+            self.came_back(history.kind, history.last_seconds - last_seconds, REGRET_FACTOR)
+
+    def _scale(self, kind: BlockKind, factor: float) -> None:
+        self.factors[kind] = min(MOST, max(LEAST, self.factors[kind] * factor))
+
+
+# A kind's blocks are ranked again when its time has become this much longer or shorter.
+_MOVED = math.log(1.1)
+
+
+class AdaptiveSemanticEviction(EvictionPolicy[BlockHistory]):
+    """Lowest score first: weight x (1 + ln(1 + n) + 0.25 n) x e^(-age / t) / t with n uses.
+
+    Weights and the sum over n are the SemanticKV system's. Its fixed time of 60 s is not: t is the time that blocks of
+    the kind were seen to wait for their next use. So no count and no weight keeps an overdue block for long, and the
+    order is the same at any pace of requests. Size does not count: what a block saves and the room that it takes both
+    grow with its tokens.
+
+    Age lowers all blocks of a kind alike, and the kind's factor is common to them. So each kind has a ranking that only
+    uses change, `candidates` merges the rankings, and blocks are ranked again only when t has moved.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` gives the seconds in which `BlockHistory.last_seconds` counts."""
+        super().__init__(self._logarithm)
+        self._use, self._clock = KindUse(), clock
+        self._last_seconds: dict[str, float] = {}
+        self._rankings = {kind: Ranking() for kind in BlockKind}
+        self._seconds = dict.fromkeys(BlockKind, FIRST_SECONDS)
+
+    def added(self, donor_id: str, history: BlockHistory) -> None:
+        self._use.came(history)
+        super().added(donor_id, history)
+
+    def used(self, donor_id: str) -> None:
+        history = self._histories[donor_id]
+        self._use.came_back(history.kind, history.last_seconds - self._last_seconds[donor_id])
+        super().used(donor_id)
+
+    def removed(self, donor_id: str, *, evicted: bool = False) -> None:
+        history = self._histories.pop(donor_id)
+        self._rankings[history.kind].discard(donor_id)
+        del self._last_seconds[donor_id]
+        if evicted:
+            self._use.evicted(history)
+
+    def candidates(self) -> Iterator[str]:
+        now, orders = self._clock(), []
+        for kind, ranking in self._rankings.items():
+            seconds = self._use.seconds(kind)
+            if abs(math.log(seconds / self._seconds[kind])) > _MOVED:
+                self._seconds[kind] = seconds
+                for _, donor_id in list(ranking.items()):
+                    self._put(donor_id)
+            # Less now / t, a rank is the logarithm of the score without the kind's factor.
+            seconds = self._seconds[kind]
+            orders.append(_shifted(ranking, math.log(self._use.factors[kind] / seconds) - now / seconds))
+        return (donor_id for _, _, donor_id in heapq.merge(*orders))
+
+    def _put(self, donor_id: str) -> None:
+        history = self._histories[donor_id]
+        self._last_seconds[donor_id] = history.last_seconds
+        self._rankings[history.kind].put(donor_id, self._rank(history))
+
+    def _logarithm(self, history: BlockHistory) -> tuple[float, float]:
+        """Return the logarithm of the block's score, without what is common to its kind, and its last use."""
+        uses = 1.0 + math.log1p(history.uses) + 0.25 * history.uses
+        score = math.log(DEFAULT_WEIGHTS[history.kind] * uses) + history.last_seconds / self._seconds[history.kind]
+        return score, history.last_use
+
+
+def _shifted(ranking: Ranking, by: float) -> Iterator[tuple[float, float, str]]:
+    for (rank, last_use), donor_id in ranking.items():
+        yield rank + by, last_use, donor_id
+
+
+class ReplayPolicy(str, Enum):
+    """Names of the policies that a replay plays."""
+
+    FIFO = "fifo"
+    LRU = "lru"
+    LFU = "lfu"
+    SIZE_AWARE = "size_aware"
+    STATIC_SEMANTIC = "static_semantic"
+    ADAPTIVE_SEMANTIC = "adaptive_semantic"
+
+
+def replay_policy(name: ReplayPolicy, clock: Callable[[], float]) -> EvictionPolicy[BlockHistory]:
+    """Makes the policy of one cache; `clock` gives the trace's time in seconds."""
+    if name is ReplayPolicy.ADAPTIVE_SEMANTIC:
+        return AdaptiveSemanticEviction(clock)
+    if name is ReplayPolicy.FIFO:
+        return EvictionPolicy(lambda history: (history.added,))
+    if name is ReplayPolicy.STATIC_SEMANTIC:
+        return EvictionPolicy(lambda history: (DEFAULT_WEIGHTS[history.kind], history.last_use))
+    return policy_of(Eviction(name.value))
 
 
 class BlockCache:
@@ -35,16 +221,13 @@ class BlockCache:
         self._blocks, self._policy, self._capacity = blocks, policy, capacity
         self._looks_ahead = looks_ahead
         self.before: dict[int, int] = {}
-        self._donor_of: dict[int, str] = {}
-        self._block_of: dict[str, int] = {}
-        self._histories: dict[int, BlockHistory] = {}
+        self._held: dict[int, BlockHistory] = {}
         self._children: dict[int, int] = {}  # held ones of each held block
         self._gone: set[int] = set()
-        self._tick = self._added = 0
-        self.used_tokens = self.evictions = self.regrets = 0
+        self._tick = self.used_tokens = self.evictions = self.regrets = 0
 
     def __contains__(self, block: object) -> bool:
-        return block in self._donor_of
+        return block in self._held
 
     def serve(self, wanted: Sequence[int], seconds: float) -> frozenset[int]:
         """Serves a request of these blocks at a time in seconds; returns those that were held before.
@@ -55,67 +238,65 @@ class BlockCache:
         before: dict[int, int] = {}
         for last, block in pairwise((NONE, *wanted)):
             before.setdefault(block, last)
-        request = [block for block in dict.fromkeys(wanted) if self._may_be_held(block)]
-        hits = frozenset(block for block in request if block in self._donor_of)
+        tokens = self._blocks.tokens
+        request = [each for each in dict.fromkeys(wanted) if each != NONE and tokens[each] <= self._capacity]
+        hits = frozenset(self._held.keys() & set(request))
         self.regrets += sum(block in self._gone for block in request)
         ticks = {block: self._tick + len(request) - place for place, block in enumerate(request)}
         self._tick += len(request)
         for block in hits:
-            history = self._histories[block]
+            history = self._held[block]
             history.last_use, history.last_seconds, history.uses = ticks[block], seconds, history.uses + 1
-            self._policy.used(self._donor_of[block])
+            self._policy.used(str(block))
         missing = self._missing(request, hits)
         if not self._looks_ahead:
-            self._make_room(sum(self._blocks.tokens[block] for block in missing), hits)
+            self._make_room(sum(tokens[block] for block in missing), hits)
         for block in missing:
             self.before[block] = before[block]
             self._hold(block, ticks[block], seconds)
         self._make_room(0)
         return hits
 
-    def _may_be_held(self, block: int) -> bool:
-        return block != NONE and self._blocks.tokens[block] <= self._capacity
-
     def _missing(self, request: list[int], hits: frozenset[int]) -> list[int]:
-        """The blocks to hold, parents first: those that fit beside the request's others, and whose parents do."""
+        """Return the blocks to hold, parents first: those that fit beside the request's others, as their parents do."""
         room = self._capacity - sum(self._blocks.tokens[block] for block in hits)
         chosen: dict[int, None] = {}
         for block in request:
             tokens, parent = self._blocks.tokens[block], self._blocks.parents[block]
-            if block in hits or not (parent in hits or parent in chosen or parent == NONE):
-                continue
-            if self._looks_ahead or tokens <= room:
+            has_parent = parent in hits or parent in chosen or parent == NONE
+            if block not in hits and has_parent and (self._looks_ahead or tokens <= room):
                 chosen[block] = None
                 room -= tokens
         return list(chosen)
 
     def _hold(self, block: int, tick: int, seconds: float) -> None:
-        tokens, parent = self._blocks.tokens[block], self._blocks.parents[block]
-        # A new id each time: a block that comes back is another donor of the same text.
-        self._added += 1
-        donor_id = self._donor_of[block] = str(self._added)
-        self._block_of[donor_id] = block
-        history = self._histories[block] = BlockHistory(
-            tokens, tick, block=block, kind=self._blocks.kind(block), added=tick, last_seconds=seconds
-        )
+        tokens, parent, kind = self._blocks.tokens[block], self._blocks.parents[block], self._blocks.kinds[block]
+        history = BlockHistory(tokens, tick, block=block, kind=kind, added=tick, last_seconds=seconds)
+        self._held[block] = history
         self._children[parent] = self._children.get(parent, 0) + 1
         self._gone.discard(block)
         self.used_tokens += tokens
-        self._policy.added(donor_id, history)
+        self._policy.added(str(block), history)
 
     def _make_room(self, tokens: int, pinned: frozenset[int] = frozenset()) -> None:
         """Evicts blocks that are not `pinned` until `tokens` more fit."""
         for block in self._victims(self.used_tokens + tokens - self._capacity, pinned):
-            self._evict(block)
+            del self._held[block]
+            self._children.pop(block, None)
+            self._children[self._blocks.parents[block]] -= 1
+            self._gone.add(block)
+            self.used_tokens -= self._blocks.tokens[block]
+            self.evictions += 1
+            self._policy.removed(str(block), evicted=True)
 
     def _victims(self, tokens: int, pinned: frozenset[int]) -> list[int]:
-        """Blocks of `tokens` or more in the policy's order; a parent goes after its last child."""
+        """Return blocks of `tokens` or more in the policy's order; a parent goes after its last child."""
         victims: list[int] = []
         waiting: set[int] = set()
         children: dict[int, int] = {}
         candidates = self._policy.candidates()
         while tokens > 0:
-            block = self._block_of[next(candidates)]
+            block = int(next(candidates))
             if block not in pinned:
                 waiting.add(block)
             while tokens > 0 and block in waiting and not children.setdefault(block, self._children.get(block, 0)):
@@ -124,16 +305,6 @@ class BlockCache:
                 block = self._blocks.parents[block]
                 children[block] = children.get(block, self._children[block]) - 1
         return victims
-
-    def _evict(self, block: int) -> None:
-        donor_id = self._donor_of.pop(block)
-        del self._block_of[donor_id], self._histories[block]
-        self._children.pop(block, None)
-        self._children[self._blocks.parents[block]] -= 1
-        self._gone.add(block)
-        self.used_tokens -= self._blocks.tokens[block]
-        self.evictions += 1
-        self._policy.removed(donor_id, evicted=True)
 
 
 class Optimum(EvictionPolicy[BlockHistory]):
@@ -147,7 +318,7 @@ class Optimum(EvictionPolicy[BlockHistory]):
         super().__init__(self._next_use)
         self._uses: dict[int, list[int]] = {}
         for index, blocks in enumerate(requests):
-            for block in dict.fromkeys(blocks):
+            for block in set(blocks):
                 self._uses.setdefault(block, []).append(index)
         for uses in self._uses.values():
             uses.reverse()
@@ -178,21 +349,17 @@ class ReuseRule:
     recompute_tokens: int = 0
 
     def blocks(self, trace: Trace) -> Blocks:
-        """The trace's blocks under this rule."""
+        """Return the trace's blocks under this rule."""
         return trace.prefixes if self.as_prefixes else trace.spans
 
     def sentence(self) -> str:
-        """For a report: what counts."""
+        """Return what counts, for a report."""
         if self.as_prefixes:
             return "What counts is the leading run of held blocks, at no cost but that of a reused token."
         return (
             f"What counts is every run of held blocks, wherever it stands, of at least {self.min_tokens:,} tokens that "
             f"stood in this order when they came; its first {self.recompute_tokens:,} tokens are computed again."
         )
-
-    def reused(self, spans: Iterable[int]) -> int:
-        """Tokens that are reused of runs of held blocks, given each run's tokens."""
-        return sum(max(0, span - self.recompute_tokens) for span in spans if span >= self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,9 +369,6 @@ class Outcome:
     `evictions` counts blocks, `regrets` those that were asked for again after they had been evicted.
     """
 
-    rule: str
-    policy: str
-    capacity_tokens: int
     reused: npt.NDArray[np.int64]
     evictions: int
     regrets: int
@@ -225,13 +389,14 @@ def simulate(trace: Trace, rule: ReuseRule, policy: str, capacity_tokens: int) -
     prompt_tokens = trace.prompt_tokens()
     reused = np.zeros(len(prompt_tokens), dtype=np.int64)
     for index, (seconds, request) in enumerate(trace.requests(as_prefixes=rule.as_prefixes)):
-        hits = cache.serve(request, seconds)
-        reused[index] = min(rule.reused(_spans(request, hits, blocks, cache)), prompt_tokens[index] - 1)
-    return Outcome(rule.name, policy, capacity_tokens, reused, cache.evictions, cache.regrets)
+        spans = _spans(request, cache.serve(request, seconds), blocks, cache)
+        kept = sum(max(0, span - rule.recompute_tokens) for span in spans if span >= rule.min_tokens)
+        reused[index] = min(kept, prompt_tokens[index] - 1)
+    return Outcome(reused, cache.evictions, cache.regrets)
 
 
 def _spans(request: Sequence[int], hits: frozenset[int], blocks: Blocks, cache: BlockCache) -> Iterator[int]:
-    """Tokens of each run of held blocks in the order in which they came."""
+    """Yield the tokens of each run of held blocks in the order in which they came."""
     span, last = 0, NONE
     for block in request:
         if block not in hits or cache.before[block] != last:

@@ -7,51 +7,48 @@ from array import array
 from collections import Counter
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from pydantic_core import from_json
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import bounded_lines, open_input, too_long
-from semblend_trt.fleet.block_kind import BlockKind
 from semblend_trt.fleet.telemetry import MAX_BLOCKS, Milliseconds, Tokens, TraceBlock, TraceLine
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
     from pathlib import Path
 
+    from semblend_trt.fleet.block_kind import BlockKind
 
-_KINDS = tuple(BlockKind)
+
 NONE = -1
 
 
 class Blocks:
-    """`tokens` and `parents` of each block by number; NONE is the parent of a block without one."""
+    """`tokens`, `parents` and `kinds` of each block by number; NONE is the parent of a block without one."""
 
     def __init__(self) -> None:
         self.tokens, self.parents = array("q"), array("q")
-        self._kinds = array("b")
+        self.kinds: list[BlockKind] = []
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, name: Hashable, tokens: int, kind: BlockKind, parent: int = NONE) -> int:
-        """The number of the block of this name, which keeps the kind of its first use."""
+        """Return the number of the block of this name, which keeps the kind of its first use."""
         found = self._numbers.setdefault(name, len(self.tokens))
         if found == len(self.tokens):
             self.tokens.append(tokens)
             self.parents.append(parent)
-            self._kinds.append(_KINDS.index(kind))
+            self.kinds.append(kind)
         return found
-
-    def kind(self, block: int) -> BlockKind:
-        return _KINDS[self._kinds[block]]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 class Skipped:
-    """Lines that were passed over: how many for each reason, and the first of them."""
+    """Lines that were passed over: their count for each reason, and the first of them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -62,7 +59,7 @@ class Skipped:
         self.first.setdefault(reason, line)
 
     def sentence(self) -> str:
-        """Empty where nothing was passed over."""
+        """Return what was passed over; empty where nothing was."""
         told = ", ".join(f"{n:,} {why} (first in line {self.first[why]:,})" for why, n in self.counts.most_common())
         return f"Passed over: {told}." if told else ""
 
@@ -74,6 +71,8 @@ class TraceFormat(str, Enum):
     MOONCAKE = "mooncake"
 
 
+# The key by which a line's format is recognised.
+_KEYS = {"blocks": TraceFormat.ROUTER, "hash_ids": TraceFormat.MOONCAKE}
 MAX_REQUESTS = 1_000_000
 MAX_BLOCK_USES = 4_000_000
 
@@ -91,9 +90,7 @@ class Trace:
         self.spans, self.prefixes = Blocks(), Blocks()
         self.empty, self.skipped = 0, Skipped()
         self._span_uses, self._prefix_uses = array("q"), array("q")
-        self._starts, self._ends = array("q"), array("q")
-        self._seconds = array("d")
-        self._prompt_tokens = array("q")
+        self._starts, self._prompt_tokens, self._seconds = array("q", [0]), array("q"), array("d")
 
     def add(self, line: TraceLine) -> None:
         """Adds a request, without its empty blocks. Raises ConfigurationError when there are too many."""
@@ -106,10 +103,11 @@ class Trace:
                 f"the trace holds more than {MAX_REQUESTS} requests or {MAX_BLOCK_USES} blocks; replay the first ones "
                 "with --requests."
             )
-        self._starts.append(len(self._span_uses))
         parent, chain_holds = NONE, True
         for block in blocks:
-            content = _content(block)
+            content = block.content_hash
+            if content is None and block.text is not None:
+                content = _digest(block.text).hex()
             span, chain_holds = NONE, chain_holds and content is not None
             if content is not None:
                 name = (line.tenant_id, line.model_name, content, block.token_count)
@@ -118,18 +116,18 @@ class Trace:
                 parent = self.prefixes.number((parent, span), block.token_count, block.kind, parent)
             self._span_uses.append(span)
             self._prefix_uses.append(parent if chain_holds else NONE)
-        self._ends.append(len(self._span_uses))
+        self._starts.append(len(self._span_uses))
         self._seconds.append(line.timestamp_ms / 1000.0)
         self._prompt_tokens.append(sum(block.token_count for block in blocks))
 
     def requests(self, *, as_prefixes: bool) -> Iterator[tuple[float, list[int]]]:
-        """Seconds since 1970 and the blocks, or NONE, of each request."""
+        """Yield the seconds since 1970 and the blocks, or NONE, of each request."""
         uses = self._prefix_uses if as_prefixes else self._span_uses
         for index in self._order():
-            yield self._seconds[index], uses[self._starts[index] : self._ends[index]].tolist()
+            yield self._seconds[index], uses[self._starts[index] : self._starts[index + 1]].tolist()
 
     def prompt_tokens(self) -> list[int]:
-        """Tokens of each request's prompt."""
+        """Return the tokens of each request's prompt."""
         return [self._prompt_tokens[index] for index in self._order()]
 
     @property
@@ -154,7 +152,7 @@ class Trace:
 
 
 def trace_of(lines: Iterable[TraceLine], trace: Trace | None = None) -> Trace:
-    """The trace of all lines. Raises ConfigurationError when none of them has a token."""
+    """Return the trace of all lines. Raises ConfigurationError when none of them has a token."""
     trace = Trace() if trace is None else trace
     for line in lines:
         trace.add(line)
@@ -186,7 +184,7 @@ class _UnreadError(Exception):
 
 
 def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
-    """The requests of all lines that have the format of the first; sets the trace's format."""
+    """Yield the requests of all lines that have the format of the first; sets the trace's format."""
     form: TraceFormat | None = None
     for number, line in enumerate(lines, 1):
         try:
@@ -194,10 +192,7 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
                 raise _UnreadError(why)
             if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
                 continue
-            found, values = _recognised(text)
-            if form not in (None, found):
-                raise _UnreadError(f"of another format, {found.value}")
-            request = TraceLine.model_validate(values) if found is TraceFormat.ROUTER else _of_mooncake(values)
+            request, found = _read(text, form)
         except _UnreadError as error:
             trace.skipped.add(number, str(error))
         except ValidationError as error:
@@ -207,22 +202,6 @@ def _requests(lines: Iterable[bytes], trace: Trace) -> Iterator[TraceLine]:
         else:
             form = trace.form = found
             yield request
-
-
-# The key by which a line's format is recognised.
-_KEYS = {"blocks": TraceFormat.ROUTER, "hash_ids": TraceFormat.MOONCAKE}
-
-
-def _recognised(text: bytes) -> tuple[TraceFormat, dict[str, Any]]:
-    """A line's format and values. Raises _UnreadError."""
-    try:
-        values = from_json(text)
-    except ValueError:
-        raise _UnreadError("not JSON") from None
-    found = next((each for key, each in _KEYS.items() if key in values), None) if isinstance(values, dict) else None
-    if found is None:
-        raise _UnreadError(f"without any of {', '.join(_KEYS)}")
-    return found, values
 
 
 _MOONCAKE_BLOCK = 512
@@ -236,8 +215,23 @@ class _MooncakeRequest(BaseModel):
     hash_ids: Annotated[list[StrictInt], Field(max_length=MAX_BLOCKS)]
 
 
-def _of_mooncake(values: dict[str, Any]) -> TraceLine:
-    """The request; its last block may have fewer tokens, with an id or without. Raises _UnreadError."""
+def _read(text: bytes, form: TraceFormat | None) -> tuple[TraceLine, TraceFormat]:
+    """Return the request and its format, which is `form` unless that is None.
+
+    The last block of a request of Mooncake's may have fewer tokens, with an id or without. Raises _UnreadError and
+    ValidationError.
+    """
+    try:
+        values = from_json(text)
+    except ValueError:
+        raise _UnreadError("not JSON") from None
+    found = next((each for key, each in _KEYS.items() if key in values), None) if isinstance(values, dict) else None
+    if found is None:
+        raise _UnreadError(f"without any of {', '.join(_KEYS)}")
+    if form not in (None, found):
+        raise _UnreadError(f"of another format, {found.value}")
+    if found is TraceFormat.ROUTER:
+        return TraceLine.model_validate(values), found
     seen = _MooncakeRequest.model_validate(values)
     ids, tokens, size = seen.hash_ids, seen.input_length, _MOONCAKE_BLOCK
     if not (len(ids) - 1) * size < tokens < (len(ids) + 1) * size:
@@ -246,13 +240,7 @@ def _of_mooncake(values: dict[str, Any]) -> TraceLine:
         TraceBlock(content_hash=str(ids[at]) if at < len(ids) else None, token_count=min(size, tokens - at * size))
         for at in range(-(-tokens // size))
     ]
-    return TraceLine(request_id="mooncake", timestamp_ms=seen.timestamp, blocks=blocks)
-
-
-def _content(block: TraceBlock) -> str | None:
-    if block.content_hash is not None or block.text is None:
-        return block.content_hash
-    return _digest(block.text).hex()
+    return TraceLine(request_id="mooncake", timestamp_ms=seen.timestamp, blocks=blocks), found
 
 
 def _digest(text: str) -> bytes:

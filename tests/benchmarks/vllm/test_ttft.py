@@ -20,7 +20,7 @@ from benchmarks.vllm.arm import (
     Served,
     Sizes,
 )
-from validation.estimate.latency import recorded_observations
+from validation.estimate.figures import recorded_observations
 from validation.scoreboard import read_rows
 
 TOLD = {

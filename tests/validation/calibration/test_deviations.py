@@ -51,13 +51,23 @@ def test_another_header_deviates_far_more_than_another_place(shipped):
     assert np.median(traps) > 5 * np.median(harmless)
 
 
-@pytest.mark.parametrize(("family", "seen"), [("gpt_oss", WINDOW), ("gemma3_text", WINDOW), ("llama4_text", CHUNK)])
-def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, family, seen):
+def model_of(family, folder):
+    """A random model, and its facts."""
     model = random_model(family)
     model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    tokens = torch.randint(0, 256, (seen * 3,), generator=torch.Generator().manual_seed(2))
-    found = DeviationCollector(model, model_facts(tmp_path), min_span=64)._computed([tokens.tolist()])[0]
+    model.config.save_pretrained(folder)
+    return model, model_facts(folder)
+
+
+def tokens_of(count):
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(("family", "seen"), [("gpt_oss", WINDOW), ("gemma3_text", WINDOW), ("llama4_text", CHUNK)])
+def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, family, seen):
+    model, facts = model_of(family, tmp_path)
+    tokens = tokens_of(seen * 3)
+    found = DeviationCollector(model, facts, min_span=64)._computed([tokens.tolist()])[0]
     # [layers, kv_factor, kv_heads, tokens, head_dim]
     kv = found.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     own = model(tokens[None], use_cache=True).past_key_values.layers
@@ -68,25 +78,16 @@ def test_layers_with_a_window_or_chunks_keep_the_kv_of_all_tokens(tmp_path, fami
         torch.testing.assert_close(kv[layer, 1, :, -kept:], cache.values[0], rtol=0, atol=1e-5)
 
 
-def latent_model(folder):
-    """A random model with latent attention (MLA), and its facts."""
-    model = random_model("deepseek_v3")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    return model, model_facts(folder)
-
-
 def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tmp_path):
     """In the lowest layer: channels free of position are the same bytes, and those that turn are rounded thrice."""
-    model, facts = latent_model(tmp_path)
-    tokens = torch.randint(0, 256, (190,), generator=torch.Generator().manual_seed(4)).tolist()
+    model, facts = model_of("deepseek_v3", tmp_path)
+    tokens = tokens_of(190).tolist()
     document, head, other = tokens[:130], tokens[130:140], tokens[140:]
     case = TokenisedCase(([*head, *document],), [*other, *document], None)
     own, rounded = DeviationCollector(model, facts, 64), DeviationCollector(model, facts, 64, FP8)
     found = []
     for collector in (own, rounded):
         plan = collector._plan(case)
-        assert plan is not None
         donor, fresh = collector._prefill(case.texts)
         assert fresh.pool.dtype == (FP8 if collector is rounded else torch.float32)
         found.append(collector._compared("one", plan, [donor], fresh).values)
@@ -97,8 +98,8 @@ def test_latent_rows_in_fp8_deviate_by_their_rounding_where_they_are_the_same(tm
 
 def test_latent_rows_are_those_that_an_engine_moves(tmp_path):
     """In the lowest layer, where they depend on token and position alone, a moved row is that of the new place."""
-    model, facts = latent_model(tmp_path)
-    tokens = torch.randint(0, 256, (140,), generator=torch.Generator().manual_seed(4)).tolist()
+    model, facts = model_of("deepseek_v3", tmp_path)
+    tokens = tokens_of(140).tolist()
     document, head, other = tokens[:90], tokens[90:99], tokens[99:]
     found = DeviationCollector(model, facts, min_span=64)._computed([[*head, *document], [*other, *document]])
     # [texts, layers, tokens, channels]

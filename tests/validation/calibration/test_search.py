@@ -1,11 +1,7 @@
 """Thresholds lie between harmless and trap deviations, and candidates come by what they compute."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,25 +48,21 @@ def prompts(means, seed, layers=LAYERS):
 HARMLESS, TRAPS = prompts((0.04, 0.05), 1), prompts((0.05, 0.26), 2)
 
 
-def test_one_threshold_lies_in_the_gap_between_the_spans():
-    found = thresholds(HARMLESS, TRAPS, layer=1)
-    assert found == sorted(found)
-    gap = found[-1]
-    assert 0.06 < gap < 0.24
-    assert all(0.03 < value < 0.08 for value in found[:-1])
-
-
-def test_other_prompts_of_the_same_families_nominate_the_same_thresholds_or_their_neighbours():
-    steps = [
-        [math.log(value, 1.2) for value in thresholds(prompts((0.04, 0.05), seed), prompts((0.05, 0.26), seed + 50), 1)]
-        for seed in range(3, 8)
-    ]
-    assert all(step == pytest.approx(round(step)) for found in steps for step in found)
-    assert max(found[-1] for found in steps) - min(found[-1] for found in steps) <= 1.01
+def test_thresholds_are_powers_of_which_one_lies_in_the_gap_between_the_spans():
+    """Other prompts of the same families nominate the same ones or their neighbours."""
+    gaps = []
+    for seed in range(1, 6):
+        found = thresholds(prompts((0.04, 0.05), seed), prompts((0.05, 0.26), seed + 50), layer=1)
+        steps = [math.log(value, 1.2) for value in found]
+        assert steps == sorted(steps) == pytest.approx([round(step) for step in steps])
+        assert 0.06 < found[-1] < 0.24
+        assert all(0.03 < value < 0.08 for value in found[:-1])
+        gaps.append(steps[-1])
+    assert max(gaps) - min(gaps) <= 1.01
 
 
 def test_without_traps_and_without_prompts_nothing_is_made_up_and_a_profile_can_hold_it():
-    assert thresholds([], TRAPS, 1) == []
+    assert thresholds([], TRAPS, 1) == window_thresholds([], 1) == []
     assert all(0.03 < value < 0.08 for value in thresholds(HARMLESS, [], 1))
     far = prompts((2.0, 3.0), 3)
     assert thresholds(far, far, 1) == []
@@ -149,7 +141,6 @@ def test_thresholds_of_windows_lie_above_most_harmless_windows_and_below_that_of
     found = window_thresholds(HARMLESS, 1)
     assert found == sorted(found)
     assert all(0.03 < value < 0.06 for value in found)
-    assert window_thresholds([], 1) == []
     checks = [each.check for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check is not None]
     assert {check.window_threshold for check in checks if check.layer == 1} == {None, *found}
     assert all(check.window_threshold is None or check.window_threshold < check.threshold for check in checks)
@@ -162,18 +153,14 @@ def test_candidates_come_by_computed_share_and_each_can_be_a_profile():
     assert shares == sorted(shares)
     assert shares[-1] < 1.0
     assert {each.boundary for each in found if each.policy == "boundary"} == {1, 2, 3}
-    assert {(each.check.layer, each.head_tokens) for each in found if each.check is not None} == {
-        (layer, head) for layer in (1, 2, 3) for head in (0, 8)
-    }
+    heads = {(each.check.layer, each.head_tokens) for each in found if each.check is not None}
+    assert heads == {(layer, head) for layer in (1, 2, 3) for head in (0, 8)}
     assert [each.full_layers for each in found if each.name == "boundary 2"] == [2]
 
 
 def test_no_check_is_tried_that_sees_no_further_than_a_window():
     found = candidates(HARMLESS, TRAPS, LAYERS, lowest_check=2)
-    assert {each.check.layer for each in found if each.check is not None} == {2, 3}
-    assert [each for each in found if each.check is None] == [
-        each for each in candidates(HARMLESS, TRAPS, LAYERS) if each.check is None
-    ]
+    assert found == [each for each in candidates(HARMLESS, TRAPS, LAYERS) if not each.check or each.check.layer > 1]
 
 
 def test_means_are_of_each_span_and_of_its_windows():
@@ -187,11 +174,21 @@ DEEP_LAYERS = 12
 DEEP, DEEP_TRAPS = prompts((0.04, 0.05), 1, DEEP_LAYERS), prompts((0.05, 0.26), 2, DEEP_LAYERS)
 
 
-class Answers:
-    """In place of trials: the candidates in `holding` lose nothing, all others fail; what was compared is `told`."""
+def share_of(candidate):
+    return candidate.computed_share
 
-    def __init__(self, holding, asked, told=()):
-        self.holding, self.asked, self.told = holding, asked, told
+
+def checks_of(layer):
+    return [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == layer]
+
+
+class Answers:
+    """In place of trials. What `judged` returns for a candidate and a title is a verdict: by default the candidates in
+    `holding` lose nothing, all others fail; what was compared is `told`."""
+
+    def __init__(self, holding=(), told=(), judged=None):
+        self.asked, self.told = [], told
+        self.judged = judged or (lambda each, _: Verdict(told, inferior=None if each in holding else "trap"))
 
     def known(self, families, count, tell):
         return list(families)
@@ -200,110 +197,85 @@ class Answers:
         return [replace(prompt, family=family) for prompt in (DEEP_TRAPS if family == "trap" else DEEP)]
 
     def judge(self, path, families, rule, title):
-        return Verdict(self.told, inferior=None if self.asked[-1] in self.holding else "trap")
+        self.last = families, rule
+        return self.judged(self.asked[-1], title)
+
+    def search(self, generations=(), sample_tries=2, **options):
+        rule = Rule((1,), 0.1, 0.95, proof=False)
+        kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
+        given = (DEEP_LAYERS, kinds, self, rule, lambda *_: (self, rule), self.asked.append, 99, sample_tries)
+        return Search(*given, generations, lambda _: None, **options)
 
 
-def searched(holding, generations=(), told=()):
-    asked: list[Candidate] = []
-    return search_of(Answers(holding, asked, told), asked, generations).run()
-
-
-def search_of(trials, asked, generations=(), sample_tries=2, **options):
-    """A search whose candidates come to `asked` one after the other."""
-    rule = Rule((1,), 0.1, 0.95, proof=False)
-    kinds = {"harmless": Kind.HARMLESS.value, "trap": Kind.TRAP.value}
-    written: Any = asked.append
-    fresh: Any = lambda *_: (trials, rule)  # noqa: E731
-    return Search(
-        DEEP_LAYERS, kinds, trials, rule, fresh, written, 99, sample_tries, generations, lambda _: None, **options
-    )
+def confirmed_in_order(found):
+    return [each.candidate for each in found.tried if each.stage == "confirm"]
 
 
 def test_the_deepest_of_checks_that_compute_about_the_same_wins_and_then_the_cheapest_sample_of_it():
-    ordered = candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS)
-    deeper = next(each for each in ordered if each.check is not None and each.check.layer == 2)
-    near = [each for each in ordered if each.check is not None and each.check.layer == 1 and each != deeper]
-    about = [each for each in near if each.computed_share < deeper.computed_share < 1.1 * each.computed_share]
-    far = [each for each in near if 1.1 * each.computed_share < deeper.computed_share]
-    strictest = [max((e for e in ordered if e.check and e.check.layer == layer), key=share_of) for layer in (1, 2)]
-    assert searched([*strictest, about[-1], deeper]).winner == deeper
-    assert searched([*strictest, about[-1]]).winner == about[-1]
-    assert searched([*strictest, far[-1], deeper]).winner == far[-1]
+    deeper, strictest = checks_of(2)[0], [max(checks_of(layer), key=share_of) for layer in (1, 2)]
+    about = [each for each in checks_of(1) if each.computed_share < deeper.computed_share < 1.1 * each.computed_share]
+    far = [each for each in checks_of(1) if 1.1 * each.computed_share < deeper.computed_share]
+    assert Answers([*strictest, about[-1], deeper]).search().run().winner == deeper
+    assert Answers([*strictest, about[-1]]).search().run().winner == about[-1]
+    assert Answers([*strictest, far[-1], deeper]).search().run().winner == far[-1]
     samples = [
         replace(deeper, check=check, computed_share=computed_share(check, deeper.head_tokens, DEEP, DEEP_LAYERS))
         for check in sampled_checks(deeper.check, DEEP)
     ]
-    found = searched([*strictest, about[-1], deeper, *samples])
+    found = Answers([*strictest, about[-1], deeper, *samples]).search().run()
     assert found.winner == min(samples, key=share_of)
     assert confirmed_in_order(found) == [deeper, found.winner]
 
 
 @pytest.mark.parametrize("evidence", [(), ("harmless", "trap"), ("harmless", "another")])
 def test_what_leaves_text_unchecked_is_tried_where_the_families_can_justify_it(evidence):
-    asked: list[Candidate] = []
-
-    class AllHold(Answers):
-        def judge(self, path, families, rule, title):
-            return Verdict(self.told)
-
-    search = search_of(AllHold((), asked), asked, evidence=evidence)
+    answers = Answers(judged=lambda *_: Verdict(()))
+    search = answers.search(evidence=evidence)
     winner = search.run().winner
-    assert winner is not None
     is_justified = "another" not in evidence
-    assert any(leaves_unchecked(each.policy, each.check) for each in asked) == is_justified
+    assert any(leaves_unchecked(each.policy, each.check) for each in answers.asked) == is_justified
     assert leaves_unchecked(winner.policy, winner.check) == is_justified
-    wide = replace(search, screen=replace(search.screen, margin=0.2))
-    asked.clear()
-    wide.run()
-    assert any(leaves_unchecked(each.policy, each.check) for each in asked) == (not evidence)
+    answers.asked.clear()
+    replace(search, screen=replace(search.screen, margin=0.2)).run()
+    assert any(leaves_unchecked(each.policy, each.check) for each in answers.asked) == (not evidence)
 
 
 @pytest.mark.parametrize("tries", [0, 1, 2])
 def test_a_check_stays_confirmed_where_samples_of_it_are_not_and_few_of_these_are_tried(tries):
-    asked: list[Candidate] = []
-    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
-    dense = max(checks, key=share_of)
+    dense = max(checks_of(1), key=share_of)
 
-    class Screened(Answers):
-        def judge(self, path, families, rule, title):
-            check = asked[-1].check
-            is_sample = check is not None and check.sample_every > 0
-            holds = asked[-1] in self.holding or (is_sample and title.startswith("screen"))
-            return Verdict((), inferior=None if holds else "trap")
+    def judged(each, title):
+        is_sample = each.check is not None and each.check.sample_every > 0
+        return Verdict((), inferior=None if each == dense or (is_sample and title.startswith("screen")) else "trap")
 
-    found = search_of(Screened([dense], asked), asked, sample_tries=tries).run()
+    found = Answers(judged=judged).search(sample_tries=tries).run()
     assert found.winner == dense
     tried = confirmed_in_order(found)
     assert tried[0] == dense
-    assert [each.computed_share for each in tried[1:]] == sorted(each.computed_share for each in tried[1:])
+    assert tried[1:] == sorted(tried[1:], key=share_of)
     assert len(tried) == 1 + tries
 
 
 def test_where_one_was_not_confirmed_the_strictest_of_its_layer_is_asked_before_the_others():
     """The prompts of a failed confirmation choose among what is left, so that a layer takes one of them at most."""
-    asked: list[Candidate] = []
-    again: list[tuple[Candidate, Sequence[str]]] = []
-    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check is not None]
-    by_layer = {layer: [each for each in checks if each.full_layers == layer] for layer in (1, 2, 3)}
-    dearest = by_layer[3][-1]
+    again, dearest = [], checks_of(3)[-1]
 
-    class Refuting(Answers):
-        def judge(self, path, families, rule, title):
-            if title.startswith("screen again"):
-                assert rule.confidence == 0.95
-                again.append((asked[-1], families))
-            elif title.startswith("screen"):
-                return Verdict((), inferior=None if asked[-1].full_layers in by_layer and asked[-1].check else "trap")
-            return Verdict((), undecided=() if asked[-1] in self.holding else ("trap",))
+    def judged(each, title):
+        if title.startswith("screen again"):
+            families, rule = answers.last
+            assert (families, rule.confidence) == (("trap",), 0.95)
+            again.append(each)
+        elif title.startswith("screen"):
+            return Verdict((), inferior=None if each.full_layers in (1, 2, 3) and each.check else "trap")
+        return Verdict((), undecided=() if each == dearest else ("trap",))
 
-    found = search_of(Refuting([dearest], asked), asked, sample_tries=0).run()
+    answers = Answers(judged=judged)
+    found = answers.search(sample_tries=0).run()
     assert found.winner == dearest
     told = confirmed_in_order(found)
     refuted = [each.full_layers for each in told[: told.index(dearest)]]
     assert len(refuted) == len(set(refuted)) > 0
-    assert all(families == ("trap",) for _, families in again)
-    assert len(again) == len({(each.name, index) for index, (each, _) in enumerate(again)})
-    assert {max(by_layer[layer], key=share_of) for layer in (1, 2)} <= {each for each, _ in again}
+    assert {max(checks_of(layer), key=share_of) for layer in (1, 2)} <= set(again)
     assert [each.stage for each in found.tried].count("screen again") == len(again)
 
 
@@ -314,7 +286,6 @@ def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_t
 
     def lost(family, share):
         found = evidence([-share] * 4, range(4))
-        assert found is not None
         return Comparison(line_of(family, "verified", [sample], {sample.case_id: sample}), found, None, found)
 
     low, high, own = (Candidate("boundary", layers / DEEP_LAYERS, boundary=layers) for layers in (1, 3, 4))
@@ -327,10 +298,6 @@ def test_a_confirmation_begins_where_others_were_stopped_that_compute_most_and_t
     assert _most_doubtful_first(Found(tried=stopped), own, families) == ["deep", "shallow", "large", "small", "none"]
 
 
-def confirmed_in_order(found):
-    return [each.candidate for each in found.tried if each.stage == "confirm"]
-
-
 @pytest.mark.parametrize(
     ("holding", "reached", "allowed"), [((1, 3), 3, 3), ((1,), 3, 1), ((3,), 3, 0), ((1, 3), 1, 1), ((1, 3), 0, 0)]
 )
@@ -340,14 +307,10 @@ def test_a_profile_allows_the_generations_that_hold_and_that_prompts_were_served
     sample = make_sample(generation=reached)
     same = evidence([0.0, 0.0], [0, 1], 0.1, 0.95)
     told = Comparison(line_of("harmless", "verified", [sample], {sample.case_id: sample}), same, None, same)
-    checks = [each for each in candidates(DEEP, DEEP_TRAPS, DEEP_LAYERS) if each.check and each.check.layer == 1]
-    first = max(checks, key=share_of)
-    found = searched([first, *(replace(first, generations=each) for each in holding)], (1, 3), (told,))
+    first = max(checks_of(1), key=share_of)
+    answers = Answers([first, *(replace(first, generations=each) for each in holding)], (told,))
+    found = answers.search((1, 3)).run()
     assert found.winner == replace(first, generations=allowed)
     assert found.comparisons == (told,)
-    names = [each.candidate.name for each in found.tried if each.stage == "confirm"]
+    names = [each.name for each in confirmed_in_order(found)]
     assert names[:2] == [first.name, f"{first.name} generations 1"]
-
-
-def share_of(candidate):
-    return candidate.computed_share

@@ -59,18 +59,12 @@ def test_the_planter_takes_those_of_which_most_is_kept(shipped, collector, profi
     assert missed[0] > 0
     assert chosen[:3] == planter.hardest(plants, half, 3)
     [prompt] = planter.deviations_of(chosen[:1])
-    assert prompt is not None
     kept = prompt.kept(half.terms.check, half.head_tokens)
     assert missed[0] == pytest.approx(prompt.values[half.check.layer :, kept].astype(np.float64).sum())
-
-
-def test_what_a_policy_computes_whole_is_not_missed(shipped, collector, profile):
-    plants = write_plants(shipped, FamilyRequest(seed=4), ["header_trap"], 1)
-    planter = Planter(collector, Tokeniser(shipped, 8).tokenise)
-    assert planter.missed(plants, with_check(profile, threshold=0.0)) == [0.0]
-    assert planter.missed(plants, with_check(profile, **BLIND))[0] > 0.0
+    # What a policy computes whole is not missed.
     exact = profile.model_copy(update={"policy": "exact", "check": None, "head_tokens": 0})
-    assert planter.missed(plants, exact) == [0.0]
+    assert planter.missed(plants[:1], with_check(profile, threshold=0.0)) == planter.missed(plants[:1], exact) == [0.0]
+    assert planter.missed(plants[:1], with_check(profile, **BLIND))[0] > 0.0
 
 
 FEW = ("system_prompt", "far_header_trap")
@@ -136,19 +130,16 @@ def test_a_candidate_is_served_the_plants_that_it_misses(trials, profile, tmp_pa
 def test_prompts_are_added_until_the_loss_is_bounded(trials, profile, tmp_path):
     verdict = trials.judge(written(profile, tmp_path), ["header_trap", "reordered"], rule(3, 6, 9, 12, 50), "")
     assert verdict.holds
-    assert {each.line.family: each.likelihood.groups for each in verdict.comparisons} == {
-        "header_trap": 6,
-        "reordered": 6,
-    }
+    assert [each.line.family for each in verdict.comparisons] == ["header_trap", "reordered"]
     for each in verdict.comparisons:
         assert each.likelihood.lower >= -0.5
         assert each.exact_match.difference == 0.0
         assert abs(each.noise.difference) < 1e-4
-        assert each.line.samples == each.likelihood.samples == 6
+        assert each.line.samples == each.likelihood.samples == each.likelihood.groups == 6
 
 
 def test_the_progress_bar_counts_families_that_need_no_more_prompts(trials, profile, tmp_path, monkeypatch):
-    shown, update = list[tuple[float, float | None]](), Progress.update
+    shown, update = [], Progress.update
 
     def kept(bar, *given, **changes):
         update(bar, *given, **changes)
@@ -172,10 +163,15 @@ def test_a_policy_that_loses_fails_at_the_first_trap_and_nothing_more_is_served(
 
 
 def test_what_the_budget_leaves_open_is_not_accepted(trials, profile, tmp_path):
-    verdict = trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01), "")
+    """After it no other family is served."""
+    names, path = ["reordered", "header_trap"], written(profile, tmp_path)
+    verdict = trials.judge(path, names, rule(2, 4, margin=0.01), "")
     assert (verdict.holds, verdict.inferior, verdict.undecided) == (False, None, ("reordered",))
     assert "undecided at reordered" in verdict.outcome()
-    assert trials.judge(written(profile, tmp_path), ["reordered"], rule(2, 4, margin=0.01, proof=False), "").holds
+    assert [each.line.family for each in verdict.comparisons] == ["reordered"]
+    screened = trials.judge(path, names, rule(2, 4, margin=0.01, proof=False), "")
+    assert screened.holds
+    assert [each.line.family for each in screened.comparisons] == names
 
 
 def test_a_family_that_has_lost_too_much_in_a_quarter_of_the_budget_is_given_up(trials, profile, tmp_path, make_sample):
@@ -185,19 +181,10 @@ def test_a_family_that_has_lost_too_much_in_a_quarter_of_the_budget_is_given_up(
     sample, asked = make_sample(), rule(250, 500, 1000, margin=0.01)
     for losses, gives_up in ((2, False), (3, True)):
         found = evidence([-1.0] * losses + [0.0] * (250 - losses), range(250))
-        assert found is not None
         compared = Comparison(line_of("reordered", "verified", [sample], {sample.case_id: sample}), found, None, found)
         assert (compared.holds, compared.fails, asked.gives_up(compared, 250)) == (False, False, gives_up)
         assert not asked.gives_up(compared, 249)
         assert not replace(asked, proof=False).gives_up(compared, 250)
-
-
-def test_behind_a_family_that_stays_undecided_no_other_is_served(trials, profile, tmp_path):
-    names, path = ["reordered", "header_trap"], written(profile, tmp_path)
-    verdict = trials.judge(path, names, rule(2, 4, margin=0.01), "")
-    assert ([each.line.family for each in verdict.comparisons], verdict.undecided) == (["reordered"], ("reordered",))
-    screened = trials.judge(path, names, rule(2, 4, margin=0.01, proof=False), "")
-    assert [each.line.family for each in screened.comparisons] == names
 
 
 def test_prompts_of_which_there_are_few_can_only_rule_out(trials, profile, tmp_path):
@@ -222,7 +209,6 @@ def test_prompts_of_which_there_are_few_can_only_rule_out(trials, profile, tmp_p
 def test_a_family_holds_or_fails_by_the_bounds_of_its_likelihood(make_sample, ours, holds, fails):
     sample = make_sample()
     found = evidence(ours, range(len(ours)))
-    assert found is not None
     line = line_of("reordered", "verified", [sample], {sample.case_id: sample})
     comparison = Comparison(line, found, None, found)
     assert (comparison.holds, comparison.fails) == (holds, fails)

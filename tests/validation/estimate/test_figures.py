@@ -1,28 +1,151 @@
-"""The sums over prompts, and which runs count as one document."""
+"""What is estimated is what an engine then does, the sums over prompts, which runs count as one document, and the
+latency model: known costs are found, bad data refused, extrapolation told."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kernels.layout import KvGeometry
+from semblend_trt.config import load_settings
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import PlanSpan
+from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.reuse_profile import ProfileCheck
+from tests.semblend_trt.discovery.planning import profile
+from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, drain, open_llm
 from validation.estimate import figures as module
-from validation.estimate.figures import Documents, Figures
-from validation.estimate.latency import LatencyModel, Observation
-from validation.estimate.serving import Served, donor_name
+from validation.estimate.figures import (
+    H200_TIMES,
+    Documents,
+    Figures,
+    LatencyModel,
+    Observation,
+    Served,
+    Serving,
+    line_of,
+    recorded_observations,
+)
+from validation.models import load
+
+VOCABULARY = 256
 
 
 def text(seed, tokens=200):
-    return np.random.default_rng(seed).integers(0, 1_000, tokens).astype(np.int32)
+    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).astype(np.int32)
 
 
 def span(start, length, line=1, *, exact=False):
-    return PlanSpan(donor_name(line, 1), start if exact else start + 5, start, length, exact=exact)
+    return PlanSpan(f"{line}:1", start if exact else start + 5, start, length, exact=exact)
+
+
+def traffic(seed, count=24):
+    """Prompts of a system prompt, some of six documents in any order, and a question; some prompts come again."""
+    random = np.random.default_rng(seed)
+    system = random.integers(0, VOCABULARY, 40)
+    documents = [random.integers(0, VOCABULARY, int(random.integers(70, 160))) for _ in range(6)]
+    prompts = []
+    for _ in range(count):
+        if prompts and random.random() < 0.15:
+            prompts.append(prompts[int(random.integers(len(prompts)))])
+            continue
+        chosen = random.choice(6, int(random.integers(1, 4)), replace=False)
+        parts = [system, *(documents[each] for each in chosen), random.integers(0, VOCABULARY, 30)]
+        prompts.append(np.concatenate(parts).astype(np.int32))
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("pool_tokens", "host_tokens"), [(8_192, 8_192), (1_024, 1_200)], ids=["room for all", "little room"]
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_engine_reuses_what_was_estimated(seed, pool_tokens, host_tokens, tiny_qwen2_path):
+    runner = load(str(tiny_qwen2_path), "cpu", "float32")
+    facts = runner.facts
+    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, 32)
+    host_bytes = host_tokens * geometry.bytes_per_token(runner.dtype)
+    settings = load_settings(policy="position_fix", host_bytes=host_bytes, lookup_deadline_ms=60_000)
+    serving = Serving(settings, PoolFacts(geometry, pool_tokens // 32, runner.dtype))
+    variables = {"POLICY": "position_fix", "HOST_BYTES": str(host_bytes), **RANDOM_WEIGHTS}
+    found, estimated = [], []
+    with open_llm(tiny_qwen2_path, runner, variables, pool_tokens=pool_tokens, max_seq_len=1_024) as llm:
+        for line, prompt in enumerate(traffic(seed), 1):
+            output = llm.generate([prompt.tolist()], ONE_TOKEN)[0]
+            drain(llm)
+            report = llm.connector_scheduler.reuse_of(output.request_id)
+            found.append((report.exact_prefix_tokens, report.offered_tokens, report.reason))
+            served = serving.serve(line, "", prompt)
+            estimated.append((served.prefix, sum(span.length for span in served.spans), served.reason))
+    assert estimated == found
+    assert sum(offered for _, offered, _ in found) > 0
+    assert (serving.stats().evicted > 0) is (host_tokens == 1_200)
+
+
+TINY_POOL = PoolFacts(KvGeometry(4, 1, 16, 32, kv_factor=1), 256, torch.int8)
+
+
+def moved_tokens(serving, *parts):
+    return sum(span.length for span in serving.serve(1, "", np.concatenate(parts)).spans if not span.exact)
+
+
+def test_with_a_profile_what_stands_behind_moved_text_is_reused_up_to_its_generation():
+    """A prompt leaves the text behind its moved one as a donor only where a profile allows that."""
+    found = []
+    for generations in (0, 1):
+        check = ProfileCheck(layer=1, threshold=0.1)
+        settings = load_settings(policy="verified", min_reuse_ratio=0.2)
+        serving = Serving(settings, TINY_POOL, profile("verified", check=check, generations=generations))
+        assert moved_tokens(serving, text(1, 50), text(2, 100)) == 0
+        assert moved_tokens(serving, text(3, 30), text(2, 100), text(4, 100)) == 100
+        found.append(moved_tokens(serving, text(5, 20), text(4, 100)))
+    assert found == [0, 99]  # a prompt's last token is always computed
+
+
+def test_donors_of_the_device_tier_move_down_and_up_again():
+    device = 4 * 32 * 64  # four blocks: one donor
+    serving = Serving(load_settings(policy="position_fix", device_bytes=device), TINY_POOL)
+    for seed in (1, 2, 3):
+        moved_tokens(serving, text(seed, 120))
+    assert moved_tokens(serving, text(9, 10), text(1, 120)) == 119
+    assert moved_tokens(serving, text(8, 10), text(1, 120)) == 119
+    stats = serving.stats()
+    assert stats.offloaded >= 2
+    assert stats.promoted >= 1
+    assert stats.device_blocks_used <= 4
+
+
+def test_namespaces_share_nothing_and_a_prompt_that_never_fits_is_served_cold():
+    serving = Serving(load_settings(policy="position_fix"), TINY_POOL)
+    prompt = text(1, 300)
+    assert serving.serve(7, "one", prompt) == (0, 0, (), "no_donor_match")
+    assert serving.serve(8, "other", prompt) == (0, 0, (), "no_donor_match")
+    again = serving.serve(9, "one", prompt)
+    assert (again.prefix_alone, again.prefix, again.reason) == (288, 288, "prefix_covers_prompt")
+    assert serving.serve(10, "one", text(2, 256 * 32 + 1)).reason == "longer_than_pool"
+    moved = serving.serve(11, "one", np.concatenate([text(3, 20), prompt]))
+    assert [line_of(span.donor_id) for span in moved.spans] == [7]
+
+
+def test_a_conversation_is_estimated_to_take_the_room_of_its_last_turn():
+    geometry = KvGeometry(2, 1, 8, 32)
+    room = 1_700 * geometry.bytes_per_token(torch.float32)
+    serving = Serving(load_settings(policy="exact", host_bytes=room), PoolFacts(geometry, 4_096, torch.float32))
+    said = np.random.default_rng(1).integers(0, VOCABULARY, 1_600).astype(np.int32)
+    for turn in range(1, 17):
+        serving.serve(turn, "", said[: turn * 100])
+    stats = serving.stats()
+    assert (stats.ready, stats.evicted) == (1, 0)
+    assert stats.used_bytes == 1_600 * geometry.bytes_per_token(torch.float32)
 
 
 def test_shares_count_every_token_once():
     figures = Figures()
-    figures.add(1, "a", text(1), Served(200, 0, 0, (), "no_donor_match"))
+    figures.add(1, "a", text(1), Served(0, 0, (), "no_donor_match"))
     spans = (span(40, 40, exact=True), span(100, 70), span(175, 20))
-    figures.add(2, "b", text(1), Served(200, 60, 40, spans, None))
+    figures.add(2, "b", text(1), Served(60, 40, spans, None))
     found = figures.to_dict()
     assert found["shares"] == {"prefix_cache": 60 / 400, "added": 110 / 400, "together": 170 / 400}
     assert [(each["from_tokens"], each["runs"], each["tokens"]) for each in found["moved_runs"]] == [(64, 1, 70)]
@@ -33,7 +156,7 @@ def test_shares_count_every_token_once():
 def test_times_are_those_of_the_model():
     model = LatencyModel.fitted([Observation(3.0 + n, n, 0) for n in (10, 20, 100, 200, 300)], "a test")
     figures = Figures()
-    figures.add(1, "", text(1), Served(200, 50, 30, (span(30, 100),), None))
+    figures.add(1, "", text(1), Served(50, 30, (span(30, 100),), None))
     times = figures.expected_ttft(model)
     assert times["cold"] == pytest.approx({"mean_ms": 203, "p50_ms": 203, "p95_ms": 203})
     assert times["prefix_cache"]["mean_ms"] == pytest.approx(153)
@@ -62,3 +185,88 @@ def test_of_too_many_documents_the_least_reused_are_forgotten(monkeypatch):
     left = documents.most_reused(1_000)
     assert len(left) <= 10
     assert (left[0].uses, left[0].first_lines[-1]) == (3, 2)
+
+
+def observations(costs, noise=0.0):
+    random = np.random.default_rng(7)
+    found = []
+    for _ in range(80):
+        c, r = int(random.integers(50, 8_000)), int(random.integers(0, 8_000))
+        ttft = costs[0] + costs[1] * c + costs[2] * r + costs[3] * c * (r + c / 2)
+        found.append(Observation(ttft * float(random.uniform(1 - noise, 1 + noise)), c, r))
+    return found
+
+
+@settings(max_examples=40)
+@given(
+    st.floats(1.0, 100.0),
+    st.floats(0.005, 0.5),
+    st.one_of(st.just(0.0), st.floats(1e-3, 1e-2)),
+    st.one_of(st.just(0.0), st.floats(1e-6, 1e-5)),
+)
+def test_known_costs_are_found(intercept, computed, reused, pair):
+    model = LatencyModel.fitted(observations((intercept, computed, reused, pair)), "a test")
+    found = (model.intercept_ms, model.computed_ms, model.reused_ms, model.pair_ms)
+    assert found == pytest.approx((intercept, computed, reused, pair), rel=1e-3, abs=1e-9)
+
+
+def test_a_cost_below_nothing_is_left_out():
+    model = LatencyModel.fitted(observations((20.0, 0.1, -0.001, 0.0), noise=0.2), "a test")
+    assert model.reused_ms == 0.0
+    assert model.computed_ms == pytest.approx(0.1, rel=0.1)
+
+
+def test_predictions_beyond_what_was_observed_are_told():
+    seen = [Observation(10.0 + n, n, 0) for n in range(100, 200)]
+    model = LatencyModel.fitted(seen, "a test")
+    computed, reused = np.array([99, 100, 150, 199, 200, 150]), np.array([0, 0, 0, 0, 0, 1])
+    assert model.outside(computed, reused).tolist() == [True, False, False, False, True, True]
+    assert model.predict(computed, reused) == pytest.approx([109, 110, 160, 209, 210, 160])
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [[], [Observation(10.0, 100, 0)] * 50, [Observation(10.0 + n, 100 * n, 0) for n in range(1, 5)]],
+    ids=["none", "all alike", "too few"],
+)
+def test_too_little_to_fit_is_refused(seen):
+    with pytest.raises(ConfigurationError, match=r"a test: .* a latency model needs at least 5 and 3"):
+        LatencyModel.fitted(seen, "a test")
+
+
+def test_the_times_that_ship_make_a_close_fit():
+    seen = recorded_observations(H200_TIMES)
+    assert {each.computed for each in seen if not each.reused} == {4_096, 8_192, 16_384, 24_576, 32_768}
+    reused = [each.computed + each.reused for each in seen if each.reused and not each.is_checked]
+    assert sorted(reused) == [4_096, 8_192, 16_384, 24_576, 32_768]
+    model = LatencyModel.fitted(seen, "rows")
+    predicted = model.predict(*(np.array([getattr(each, name) for each in seen]) for name in ("computed", "reused")))
+    for each, ttft in zip(seen, predicted, strict=True):
+        assert each.is_checked or ttft == pytest.approx(each.ttft_ms, rel=0.25)
+
+
+def test_what_a_check_adds_is_no_part_of_the_fit():
+    seen = observations((20.0, 0.1, 0.01, 0.0))
+    checked = [replace(each, ttft_ms=each.ttft_ms + 0.02 * each.reused, is_checked=True) for each in seen]
+    plain, both = LatencyModel.fitted(seen, "a test"), LatencyModel.fitted([*checked, *seen], "a test")
+    assert plain.check_ms is None
+    assert both.check_ms == pytest.approx(0.02)
+    assert replace(both, check_ms=None) == plain
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('[{"ttft_ms": 4}]', "does not hold observations: Field required"),
+        ('[{"ttft_ms": 0, "computed": 4, "reused": 0}]', "cannot have been observed"),
+        ('[{"ttft_ms": 1, "computed": 0, "reused": 9}]', "cannot have been observed"),
+        ('"ttft_ms"', "does not hold observations"),
+        (None, "does not hold observations: No such file"),
+    ],
+)
+def test_a_file_without_observations_is_refused(content, sentence, tmp_path):
+    path = tmp_path / "rows.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=sentence):
+        recorded_observations(path)

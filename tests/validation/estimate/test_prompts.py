@@ -1,7 +1,5 @@
 """What prompts are read from, and that lines without one are counted and cost no other line."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import byte_tokenizer
-from validation.estimate.prompts import Encoder, LogFormat, PromptLog, encoded
+from validation.estimate.prompts import Encoder, PromptLog, encoded
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 RENDERED = "system\nBe brief.<|end|>user\nWhy?<|end|>"
@@ -132,7 +130,7 @@ def test_a_line_without_a_prompt_is_counted_and_the_next_one_read(line, reason):
 
 def test_a_line_too_long_is_passed_over_without_being_held(monkeypatch):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 20)
-    read: list[int] = []
+    read = []
     content = json.dumps({"prompt": "a" * (5 << 20)}).encode() + b'\n{"prompt": "b"}'
     log = PromptLog(io.BufferedReader(io.BytesIO(content), 1 << 20), ENCODER, None, read.append)
     assert contents(log) == ["b"]
@@ -168,7 +166,7 @@ def test_no_depth_ends_the_log(line, opens, closes):
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
 def test_no_bytes_make_it_fail(lines):
-    for form in LogFormat:
+    for form in ("jsonl", "vllm", "text"):
         log = log_of(b"\n".join(lines), form)
         assert len(list(log)) + sum(log.skipped.counts.values()) <= sum(map(len, lines))
 

@@ -1,7 +1,5 @@
 """Prompt forms with the tokenizers that they are meant for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,8 @@ class Writer:
         return len(self.tokenizer.encode(text).ids)
 
     def write(self, name, **changes):
-        arguments: dict = {"seed": 3, "groups": 2, "questions": 4, "tokens": 900} | changes
-        return write_family(name, self.form, self.count, **arguments)
+        asked = {"seed": 3, "groups": 2, "questions": 4, "tokens": 900} | changes
+        return write_family(name, self.form, self.count, **asked)
 
 
 @pytest.fixture(scope="session", params=[SHIPPED, YARDSTICK], ids=lambda form: form.name)

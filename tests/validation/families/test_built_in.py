@@ -35,9 +35,7 @@ def shared_row(writer, case):
 @pytest.mark.parametrize("name", [*EXCHANGED, "far_header_trap"])
 def test_the_asked_row_is_shared_and_its_heading_is_not(writer, name):
     for case in writer.write(name):
-        found = shared_row(writer, case)
-        assert found is not None
-        run, text, place = found
+        run, text, place = shared_row(writer, case)
         assert run.length >= MIN_SPAN
         assert place not in text
         # Tokens end where the meaning does: the token in front of the run differs from the donor's.
@@ -58,14 +56,12 @@ def test_a_shared_text_holds_what_stands_for_the_place(writer, name, begins):
     """The rest of a header, another name or a pronoun."""
     for case in writer.write(name):
         found = shared_row(writer, case)
-        assert found is not None
         assert re.match(begins.format(second=found[2].split()[1], answer=case.reference), found[1])
 
 
 def test_rows_lie_between_a_far_header_and_what_is_shared(writer):
     for case in writer.write("far_header_trap"):
         found = shared_row(writer, case)
-        assert found is not None
         before = case.prompt[: case.prompt.index(found[1])]
         assert before[before.index(f"Stock list of {found[2]}.") :].count("\n") >= 2
 

@@ -109,12 +109,7 @@ def test_cut_turns_are_the_end_of_a_longer_conversation(writer):
 def test_a_plain_form_has_no_marks(name):
     for case in write_family(name, PLAIN, lambda text: len(text.split()), 1, 1, 2, 1_000):
         assert all("<|" not in text for text in (*case.donors, case.prompt))
-
-
-def test_units_and_dates_read_naturally_in_plain_text():
-    [case] = write_family("unit_trap", PLAIN, lambda text: len(text.split()), 1, 1, 1, 1_000)
-    assert re.search(r"Stock list of \w+ in \w+\.\n", case.prompt)
-    assert re.search(r"How many \w+ are in \w+ in \w+\?\nAnswer: $", case.prompt)
+        assert name != "unit_trap" or re.search(r"How many \w+ are in \w+ in \w+\?\nAnswer: $", case.prompt)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +129,10 @@ def test_what_cannot_be_written_is_refused(writer, changes, message):
 def test_a_timed_run_has_seeded_prompts_of_every_kind_that_fit_the_context(shipped):
     cases = write_timed(shipped, 1, 8_192, full=True)
     assert {family(case.workload).kind for case in cases} == set(Kind)
-    assert len({case.id for case in cases}) == len(cases)
-    assert write_timed(shipped, 1, 8_192, full=True) == cases
-    fitting = write_timed(shipped, 1, 3_000, full=True)
-    assert fitting == [case for case in cases if case.size != "4096"]
+    assert len({case.id for case in cases}) == len(cases) == 107
+    assert write_timed(shipped, 1, 3_000, full=True) == [case for case in cases if case.size != "4096"]
     with pytest.raises(ConfigurationError, match="leaves 1000 for a prompt; bring shorter cases"):
-        write_timed(shipped, 1, min(asked.tokens for asked in TIMED) - 24, full=True)
+        write_timed(shipped, 1, min(row[-1] for row in TIMED) - 24, full=True)
 
 
 def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped):
@@ -148,5 +141,4 @@ def test_a_first_look_serves_a_part_of_a_full_run_of_every_kind(shipped):
     assert {family(case.workload).kind for case in cases} == set(Kind)
     assert all(every[case.id] == case for case in cases)
     assert {case.size for case in cases if case.workload == "reordered"} == {"2048", "4096"}
-    answers = [case for case in cases if case.known_answer and case.expects is Expectation.REUSE]
-    assert (len(answers), len(every)) == (54, 107)
+    assert sum(case.known_answer and case.expects is Expectation.REUSE for case in cases) == 54

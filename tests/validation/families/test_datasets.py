@@ -1,9 +1,6 @@
 """Evaluation sets are read in their published form, refused in another, and asked about with known references."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -110,7 +107,6 @@ def test_too_few_questions_are_refused(folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_published_files_are_read(writer, eval_data, name):
-    changes: dict[str, Any] = {"tokens": 1_500, "eval_data": eval_data}
-    for case in writer.write(name, **changes):
+    for case in writer.write(name, tokens=1_500, eval_data=eval_data):
         assert max(writer.count(text) for text in (*case.donors, case.prompt)) <= 1_500
         assert case.reference

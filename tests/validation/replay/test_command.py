@@ -1,6 +1,5 @@
 """The command: its files, what it refuses, and how wide its intervals are."""
 
-import csv
 import json
 
 import numpy as np
@@ -33,12 +32,9 @@ def test_a_trace_leaves_all_files_with_the_same_figures(line, tmp_path, capsys):
     for line in lines:
         assert 0 <= line["hit_share"] <= document["unlimited_share"][line["rule"]] + 1e-9
         assert (line["hit_share_over_lru"] is None) == (line["policy"] == "lru")
-    with (tmp_path / "out" / "replay_metrics.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert [float(row["hit_share"]) for row in table] == [line["hit_share"] for line in lines]
     assert (tmp_path / "out" / "replay_summary.md").read_text().count("| adaptive_semantic |") == 4
     shown = capsys.readouterr().out
-    assert [each.rpartition("/")[2] for each in shown.splitlines()[-3:]] == [*FILE_NAMES]
+    assert [each.rpartition("/")[2] for each in shown.splitlines()[-2:]] == [*FILE_NAMES]
     assert "Passed over: 1 not JSON (first in line 41)." in shown
 
 
@@ -62,9 +58,7 @@ def test_a_published_trace_shows_prefixes_alone(tmp_path, capsys):
         ([], "The following arguments are required: --trace"),
         (["--trace", "missing.jsonl"], "missing.jsonl cannot be read"),
         (["--trace", "t", "--policies", "mru"], "--policies names 'mru'; there are fifo, lru, lfu"),
-        (["--trace", "t", "--policies", "optimum"], "--policies names 'optimum'"),
         (["--trace", "t", "--capacity-tokens", "0"], "--capacity-tokens holds 0"),
-        (["--trace", "t", "--capacity-tokens", "many"], "invalid int value: 'many'"),
         (["--trace", "t", "--requests", "0"], "--requests is 0; it must be at least 1"),
         (["--trace", "t", "--requests", "1000001"], "it must be at most 1000000"),
         (["--trace", "t", "--min-match-length", "0"], "--min-match-length is 0"),
@@ -75,16 +69,10 @@ def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check
     check_refused(["replay", *arguments], sentence)
 
 
-def test_an_empty_trace_is_refused(tmp_path_factory, check_refused):
-    path = tmp_path_factory.mktemp("empty") / "trace.jsonl"
-    path.write_text("")
-    check_refused(["replay", "--trace", str(path)], "the trace holds no request with tokens")
-
-
-def test_equal_differences_leave_no_doubt():
+def test_equal_differences_leave_no_doubt_and_a_few_requests_say_nothing():
     interval = ratio_interval([2.0] * 50, [4.0] * 50)
     assert (interval.estimate, interval.low, interval.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert interval.is_a_difference
+    assert ratio_interval([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]) is None
 
 
 def test_what_follows_from_itself_says_less_than_independent_requests():
@@ -103,7 +91,3 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
         interval = ratio_interval(random.normal(1.0, 3.0, size=900), np.ones(900))
         held += interval.low <= 1.0 <= interval.high
     assert 175 <= held <= 199
-
-
-def test_a_few_requests_have_none():
-    assert ratio_interval([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]) is None
