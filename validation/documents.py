@@ -117,12 +117,16 @@ SHIPPED_VOCABULARY = Vocabulary(
 
 def place_name(rng: random.Random) -> str:
     """Return one of about 36,000 places, such as `Depot Oslo`."""
-    return f"{rng.choice(_PLACE_KINDS)} {_proper_name(rng)}"
+    kind = rng.choice(_PLACE_KINDS)
+    if rng.random() < 0.1:
+        return f"{kind} {rng.choice(_CITIES)}"
+    return f"{kind} {rng.choice(_NAME_STEMS)}{rng.choice(_NAME_ENDINGS)}"
 
 
 def stock_list(rng: random.Random, rows: int = 8, place: str | None = None) -> Document:
     """Return a list of `rows` different items with their counts (2 to 999) at `place`, or at a random place."""
-    return _stock_list(rng, rng.sample(_ITEMS, rows), place or place_name(rng))
+    items = rng.sample(_ITEMS, rows)
+    return counted_list(place or place_name(rng), {item: rng.randint(2, 999) for item in items})
 
 
 def counted_list(place: str, counts: Mapping[str, int]) -> Document:
@@ -146,7 +150,7 @@ def register(places: Mapping[str, str]) -> Document:
 
 
 def floors(start: int, steps: Sequence[str]) -> list[int]:
-    """Return the floor behind each step; a step is one of MOVES, or an item that is left on the floor."""
+    """Return the floor after each step; a step is one of MOVES, or an item that is left on the floor."""
     return list(itertools.accumulate((MOVES.get(step, 0) for step in steps), initial=start))[1:]
 
 
@@ -163,7 +167,8 @@ def restock(rng: random.Random, earlier: Document) -> Document:
     header, *rows = earlier.text.split("\n")
     items = [row.partition(":")[0] for row in rows]
     rng.shuffle(items)
-    return _stock_list(rng, items, header.removeprefix("Stock list of ").removesuffix("."))
+    place = header.removeprefix("Stock list of ").removesuffix(".")
+    return counted_list(place, {item: rng.randint(2, 999) for item in items})
 
 
 def missing_stock_question(rng: random.Random) -> Question:
@@ -176,12 +181,32 @@ def fact_sheet(rng: random.Random, people: int = 4) -> Document:
     names: dict[str, None] = {}
     while len(names) < people:
         names[f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}"] = None
-    paragraphs, questions = [], []
+    paragraphs: list[str] = []
+    questions: list[Question] = []
     for name in names:
-        text, about = _person(rng, name)
-        paragraphs.append(text)
-        questions.extend(about)
+        badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
+        city, trade = rng.choice(_CITIES), rng.choice(_TRADES)
+        sentences = [
+            rng.choice((f"The badge number of {name} is {badge}.", f"{name} has badge {badge}.")),
+            rng.choice((f"{name} lives in {city}.", f"The home of {name} is in {city}.")),
+            rng.choice((f"{name} is registered as {trade}.", f"The trade of {name} is {trade}.")),
+            rng.choice((f"{name} was born in {year}.", f"The year of birth of {name} is {year}.")),
+        ]
+        rng.shuffle(sentences)
+        paragraphs.append(" ".join(sentences))
+        questions += [
+            Question(f"What is the badge number of {name}?", badge),
+            Question(f"Where does {name} live?", city),
+            Question(f"What is the trade of {name}?", trade),
+            Question(f"In which year was {name} born?", year),
+        ]
     return Document("\n".join(paragraphs), tuple(questions))
+
+
+@functools.cache
+def _shipped_prose() -> str:
+    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
+    return file.read_text(encoding="utf-8").strip()
 
 
 def excerpt(rng: random.Random, characters: int) -> Document:
@@ -194,50 +219,13 @@ def passage(rng: random.Random, prose: str, characters: int) -> str:
 
     A single sentence longer than `characters` is returned whole. Raises ValueError if `prose` holds no whole sentence.
     """
-    latest_start = max(1, len(prose) - characters - 1000)
-    found = _SENTENCE_START.search(prose, rng.randrange(latest_start))
+    found = _SENTENCE_START.search(prose, rng.randrange(max(1, len(prose) - characters - 1000)))
     start = found.end() if found else 0
-    limit = start + characters
     end = None
     for sentence in _SENTENCE_END.finditer(prose, start):
-        if end is not None and sentence.end() > limit:
+        if end is not None and sentence.end() > start + characters:
             break
         end = sentence.end()
     if end is None:
         raise ValueError("The prose holds no whole sentence.")
     return prose[start:end]
-
-
-def _proper_name(rng: random.Random) -> str:
-    if rng.random() < 0.1:
-        return rng.choice(_CITIES)
-    return rng.choice(_NAME_STEMS) + rng.choice(_NAME_ENDINGS)
-
-
-def _stock_list(rng: random.Random, items: list[str], place: str) -> Document:
-    return counted_list(place, {item: rng.randint(2, 999) for item in items})
-
-
-def _person(rng: random.Random, name: str) -> tuple[str, list[Question]]:
-    badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
-    city, trade = rng.choice(_CITIES), rng.choice(_TRADES)
-    sentences = [
-        rng.choice((f"The badge number of {name} is {badge}.", f"{name} has badge {badge}.")),
-        rng.choice((f"{name} lives in {city}.", f"The home of {name} is in {city}.")),
-        rng.choice((f"{name} is registered as {trade}.", f"The trade of {name} is {trade}.")),
-        rng.choice((f"{name} was born in {year}.", f"The year of birth of {name} is {year}.")),
-    ]
-    rng.shuffle(sentences)
-    questions = [
-        Question(f"What is the badge number of {name}?", badge),
-        Question(f"Where does {name} live?", city),
-        Question(f"What is the trade of {name}?", trade),
-        Question(f"In which year was {name} born?", year),
-    ]
-    return " ".join(sentences), questions
-
-
-@functools.cache
-def _shipped_prose() -> str:
-    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
-    return file.read_text(encoding="utf-8").strip()

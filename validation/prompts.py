@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,24 +71,24 @@ class Turn:
     documents: tuple[str, ...] = ()
 
 
-def in_plain_text(text: str) -> str:
-    """A prompt for models that were not trained on our marks: plain headings take their place."""
-    for mark, heading in (
-        (INSTRUCTION_MARK, ""),
-        (DOCUMENT_MARK, "\n\n"),
-        (QUESTION_MARK, "\n\nQuestion: "),
-        (ANSWER_MARK, "\nAnswer: "),
-        (END_MARK, "\n"),
-    ):
-        text = text.replace(mark, heading)
-    return text
+# What models that were not trained on our marks are shown in their place.
+_HEADINGS = {
+    INSTRUCTION_MARK: "",
+    DOCUMENT_MARK: "\n\n",
+    QUESTION_MARK: "\n\nQuestion: ",
+    ANSWER_MARK: "\nAnswer: ",
+    END_MARK: "\n",
+}
 
 
-def _checked(part: str) -> str:
-    for mark in (*MARKS, "<|endoftext|>"):
-        if mark in part:
-            raise ValueError(f"A prompt part must not hold the mark {mark}; it would change the prompt's structure.")
-    return part
+def _marked(mark: str, *parts: str) -> str:
+    for part in parts:
+        for each in (*MARKS, "<|endoftext|>"):
+            if each in part:
+                raise ValueError(
+                    f"A prompt part must not hold the mark {each}; it would change the prompt's structure."
+                )
+    return "".join(mark + part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,33 +115,26 @@ class PromptForm:
 
         Raises ValueError, as the others here do, if a part holds one of the format's own marks.
         """
-        return self._put(_pages(instruction, documents) + _asked(question))
+        return self.render_conversation(instruction, (), question, documents)
 
-    def render_conversation(self, system: str, turns: Sequence[Turn], question: str) -> str:
-        """A prompt of finished turns and an open question."""
-        finished = (
-            _documents(turn.documents) + _asked(turn.question) + _checked(turn.answer) + END_MARK for turn in turns
-        )
-        return self._put(_pages(system, ()) + "".join(finished) + _asked(question))
+    def render_conversation(
+        self, system: str, turns: Sequence[Turn], question: str, documents: Sequence[str] = ()
+    ) -> str:
+        """A prompt of finished turns, `documents` and an open question."""
+        parts = [_marked(INSTRUCTION_MARK, system)]
+        for turn in (*turns, Turn(question, "", tuple(documents))):
+            parts += [_marked(DOCUMENT_MARK, *turn.documents), _marked(QUESTION_MARK, turn.question)]
+            parts += [_marked(ANSWER_MARK, turn.answer), END_MARK]
+        return self._put("".join(parts[:-1]))
 
     def render_pages(self, instruction: str, pages: Sequence[str]) -> str:
         """A prompt of one instruction and documents, the last of which breaks off and is to be continued."""
-        return self._put(_pages(instruction, pages))
+        return self._put(_marked(INSTRUCTION_MARK, instruction) + _marked(DOCUMENT_MARK, *pages))
 
     def _put(self, prompt: str) -> str:
-        return prompt if self.has_marks else in_plain_text(prompt)
-
-
-def _pages(instruction: str, documents: Sequence[str]) -> str:
-    return INSTRUCTION_MARK + _checked(instruction) + _documents(documents)
-
-
-def _documents(documents: Sequence[str]) -> str:
-    return "".join(DOCUMENT_MARK + _checked(document) for document in documents)
-
-
-def _asked(question: str) -> str:
-    return QUESTION_MARK + _checked(question) + ANSWER_MARK
+        if self.has_marks:
+            return prompt
+        return re.sub("|".join(map(re.escape, MARKS)), lambda mark: _HEADINGS[mark[0]], prompt)
 
 
 # Both small models know places of two words only, so a unit or a date takes the place of the first.
@@ -151,7 +145,6 @@ SHIPPED = PromptForm(
     "shipped", INSTRUCTIONS, SYSTEM_PROMPTS, SHIPPED_VOCABULARY, (12, 18), _UNITS, _DATES, "{word} {name}"
 )
 
-# Prompts of the shipped model.
 render, render_conversation, render_pages = SHIPPED.render, SHIPPED.render_conversation, SHIPPED.render_pages
 
 _YARDSTICK_INSTRUCTIONS = (
@@ -197,8 +190,6 @@ PLAIN = replace(
     has_marks=False,
 )
 FORMS = {form.name: form for form in (SHIPPED, YARDSTICK, PLAIN)}
-# Both models know the same marks; the shipped one's tokenizer is the small one.
-_SHIPPED_VOCABULARY_SIZE = 2_048
 
 
 def form_for(tokenizer: Any, name: str | None = None) -> PromptForm:
@@ -213,4 +204,5 @@ def form_for(tokenizer: Any, name: str | None = None) -> PromptForm:
     known = tokenizer.get_vocab()
     if any(mark not in known for mark in MARKS):
         return PLAIN
-    return SHIPPED if len(known) == _SHIPPED_VOCABULARY_SIZE else YARDSTICK
+    # Both small models know the same marks; the shipped one knows 2,048 tokens.
+    return SHIPPED if len(known) == 2_048 else YARDSTICK

@@ -215,8 +215,8 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, meas
 
 
 def test_grids_have_a_line_for_each_workload_and_arm(report):
-    for grid in report.grids():
-        lines = [row[:3] for row in grid.rows]
+    for _, _, rows in report.grids():
+        lines = [tuple(row[:3]) for row in rows]
         assert len(lines) >= len(set(lines)) > 1
         assert {arm for _, _, arm in lines} == set(DEFAULT_NAMES)
         assert "unrelated" in {workload for workload, *_ in lines}

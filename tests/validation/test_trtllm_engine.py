@@ -47,7 +47,7 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(shipped
     cases = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
     ended = audit.ended_requests
-    monkeypatch.setattr("validation.serving.ended_requests", lambda events, asked: ended(events[:-8], asked))
+    monkeypatch.setattr("validation.measurement.ended_requests", lambda events, asked: ended(events[:-8], asked))
     with pytest.raises(SemBlendError, match="audit log tells the end of"):
         BatchServer(shipped, cases, SETTINGS).answers(arm)
 
