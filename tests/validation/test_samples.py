@@ -8,8 +8,7 @@ import torch
 
 from validation.arms import Arm
 from validation.cases import Case, Expectation
-from validation.samples import Sample, is_known, line_of, lines_of, sample_of
-from validation.samples import Answer, Reuse
+from validation.samples import Answer, Reuse, Sample, is_known, line_of, lines_of, sample_of
 
 Maker = Callable[..., Sample]
 
