@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import itertools
 import re
@@ -18,63 +17,19 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_PLACE_KINDS = words(
-    "Depot Warehouse Store Yard Hall Dock Barn Cellar Hangar Vault Annex Loft Station Bay Hub Shed Workshop Outpost"
-)
-_CITIES = words(
-    "Oslo Lisbon Vienna Prague Dublin Madrid Turin Lyon Bergen Malmo Ghent Basel Porto Seville Krakow Riga Tallinn "
-    "Zagreb Athens Cairo Tunis Dakar Accra Nairobi Lagos Durban Lima Quito Bogota Havana Boston Denver Austin Dallas "
-    "Seattle Toronto Montreal Osaka Kyoto Tokyo Seoul Hanoi Manila Jakarta Mumbai Delhi Karachi Tehran Ankara Izmir "
-    "Sofia Bucharest Warsaw Berlin Hamburg Bremen Munich Cologne Leipzig Dresden Geneva Milan Naples Palermo Genoa "
-    "Verona Bologna Florence Rome Paris Nantes Lille Bordeaux Toulouse Marseille Bristol Leeds York Cardiff Glasgow "
-    "Aarhus Odense Turku Tampere Gdansk Lodz Brno Graz Linz Salzburg Perth Sydney Hobart Darwin Auckland Dunedin"
-)
-_NAME_STEMS = words(
-    "Ash Birch Black Brad Bright Brom Carl Chat Clay Cold Cran Dal Dart Deep Dun East Elm Fair Fern Glen Gold Grim "
-    "Hal Haw Hazel Hen High Hol Iron Kel Kings Lang Lin Long Low Mar Mill Nor Oak Old Pem Quin Rad Raven Red Rock "
-    "Sand Sel Shel Silver Stan Stone Strat Sun Swan Thorn Tor Up Wal War Wel West Whit Wood Wyn"
-)
-_NAME_ENDINGS = words(
-    "borough bridge brook burn bury by combe cote dale den field ford gate ham haven hill hurst leigh mere mouth port "
-    "stead stoke ton well wick wood worth"
-)
-_ITEMS = words(
-    "lamps bolts ropes nails tiles pipes valves hinges screws cables chairs tables drums crates barrels buckets "
-    "shovels hammers saws drills wrenches pliers clamps chisels ladders brushes brooms mops towels blankets pillows "
-    "sheets curtains carpets mirrors clocks radios batteries candles matches lanterns torches helmets gloves boots "
-    "jackets coats hats scarves belts buttons needles threads ribbons stamps pens pencils erasers rulers notebooks "
-    "envelopes folders binders maps globes lenses prisms magnets springs gears pulleys wheels axles tyres pedals "
-    "saddles oars sails anchors nets hooks floats paddles tents poles pegs stoves kettles pots pans plates bowls cups "
-    "spoons forks knives jars bottles flasks funnels filters sponges soaps paints bricks planks beams panels doors "
-    "windows locks keys chains handles bells whistles flutes violins trumpets puzzles kites marbles"
-)
-_FIRST_NAMES = words(
-    "Anna Boris Clara David Elena Felix Grace Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Quentin Rosa Simon "
-    "Tania Ursula Victor Wanda Xavier Yvonne Zoe Adam Bella Cyril Dora Edgar Flora Gustav Hanna Ivan Julia Kevin Laura "
-    "Martin Nora Oscar Paula Ralph Sofia Thomas Vera Walter Agnes Bruno Carmen Dennis Edith Frank Gloria Harold Ingrid "
-    "Jacob Katrin Louis Monica Norman Olive Philip Rachel Stefan Teresa Albert Bridget Conrad Diana Ernest Frida "
-    "George Helen Isaac Judith Kurt Linda Marcus Nadia"
-)
-_LAST_NAMES = words(
-    "Berg Lund Holm Strand Falk Dahl Moen Vik Rask Krog Adler Bauer Fuchs Hahn Keller Lang Maier Roth Vogel Wolf "
-    "Rossi Bruno Conti Greco Longo Marino Neri Riva Serra Villa Costa Lopez Moreno Navarro Ortega Ramos Santos Torres "
-    "Vega Zamora Abbott Barker Carter Dawson Ellis Foster Grant Harper Irving Jarvis Kemp Lawson Mercer Nolan Osborne "
-    "Parker Quinn Reeves Sutton Turner Underwood Vance Warren York Archer Bishop Cooper Draper Fisher Gardner Hunter "
-    "Joiner Knight Miller Page Porter Sawyer Tanner Weaver Wheeler Blake Chase Drake Frost Hayes Marsh North Pike Reed "
-    "Stone Swift Wells Winter Novak Horak Kovac Petrov Orlov Sokol Tanaka Mori Sato Kato"
-)
-_TRADES = words(
-    "baker carpenter potter weaver tailor plumber painter printer gardener florist butcher grocer brewer cooper mason "
-    "welder miner sailor pilot driver porter clerk lawyer judge doctor nurse dentist surgeon chemist teacher tutor "
-    "writer poet editor actor singer dancer pianist drummer sculptor jeweller locksmith surveyor engineer mechanic "
-    "farmer shepherd fisher forester ranger"
-)
+def _asset(name: str) -> str:
+    return (importlib.resources.files("validation") / "assets" / name).read_text(encoding="utf-8").strip()
+
+
+# Words and sentences by their heading.
+WORDS = dict(part.split(":\n", 1) for part in _asset("words.txt").split("\n\n"))
+_PLACE_KINDS, _CITIES, _ITEMS = words(WORDS["place kinds"]), words(WORDS["cities"]), words(WORDS["items"])
+_NAME_STEMS, _NAME_ENDINGS = words(WORDS["name stems"]), words(WORDS["name endings"])
+_FIRST_NAMES, _LAST_NAMES = words(WORDS["first names"]), words(WORDS["last names"])
+_TRADES = words(WORDS["trades"])
 # The second yardstick knows lists by these names only.
-LIST_NAMES = words(
-    "Ada Alan Bella Ben Carl Cora Dan Dora Emil Eve Faye Finn Gia Glen Hana Hugo Iris Ivan Jack June Kara Kyle Lena "
-    "Liam Mia Milo Noah Nora Olga Owen Paul Pia Quin Reid Rosa Sam Sara Tess Theo Uma Una Vera Vic Walt Wes Xena Yara "
-    "Yuri Zane Zoe"
-)
+LIST_NAMES = words(WORDS["list names"])
+_PROSE = _asset("excerpt.txt")
 MOVES = {"up": 1, "down": -1}
 LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
@@ -84,7 +39,7 @@ _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 @dataclass(frozen=True, slots=True)
 class Question:
     """A question, or a prompt that ends with one, and the exact answer that the documents give. `donor_answer`: the
-    wrong one that a donor's text gives, None where it gives none."""
+    wrong one that a donor's text gives, if any."""
 
     text: str
     answer: str
@@ -203,15 +158,9 @@ def fact_sheet(rng: random.Random, people: int = 4) -> Document:
     return Document("\n".join(paragraphs), tuple(questions))
 
 
-@functools.cache
-def _shipped_prose() -> str:
-    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
-    return file.read_text(encoding="utf-8").strip()
-
-
 def excerpt(rng: random.Random, characters: int) -> Document:
     """Return a `passage` of the shipped public-domain prose, without questions."""
-    return Document(passage(rng, _shipped_prose(), characters), ())
+    return Document(passage(rng, _PROSE, characters), ())
 
 
 def passage(rng: random.Random, prose: str, characters: int) -> str:

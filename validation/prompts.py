@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import ConfigurationError
-from validation.documents import SHIPPED_VOCABULARY, Vocabulary, words
+from validation.documents import SHIPPED_VOCABULARY, WORDS, Vocabulary, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,47 +19,9 @@ ANSWER_MARK = "<|a|>"
 END_MARK = "<|end|>"
 MARKS = (INSTRUCTION_MARK, DOCUMENT_MARK, QUESTION_MARK, ANSWER_MARK, END_MARK)
 
-INSTRUCTIONS = (
-    "Answer briefly.",
-    "Use the documents.",
-    "Answer the questions using the documents below.",
-    "Read every document, then answer the question that follows.",
-    "Reply with the exact value from the text and nothing else.",
-    "The documents below come from several archives. Answer from them alone.",
-    "You will see stock lists, notes on people and pages of old books. Answer with one word or one number.",
-    "Look up what is asked for. If two lists describe the same place, the later list counts.",
-    "A colleague has collected these papers for you. Read them with care, find the row or the sentence that the "
-    "question is about, and copy the value from it.",
-    "Answer the question at the end. Give only the value, without a unit, a sentence or an explanation. If the "
-    "place is not mentioned anywhere in the documents, answer unknown.",
-    "This is an audit of warehouses. Each list names a place in its first line and gives one item and one count in "
-    "every row after it. Lists that come later replace earlier lists of the same place. State the count that holds "
-    "now.",
-    "You are given a bundle of documents in no particular order. Some are stock lists, some describe people by "
-    "badge, city, trade and year of birth, and some are prose that has nothing to do with the question. Find the "
-    "one that matters, read the value in it, and answer with that value. Do not guess, do not add words, and do not "
-    "repeat the question.",
-    "Before you answer, note how the papers are ordered: what stands further down was written later. When the same "
-    "place appears twice, trust what was written later, whatever the earlier list said. When a place does not "
-    "appear at all, say unknown. Names of places are always two words, and only the exact name counts, since many "
-    "places have similar names. Counts are plain numbers between two and nine hundred and ninety-nine. Answer with "
-    "the number alone.",
-)
-
-SYSTEM_PROMPTS = (
-    "You are a careful clerk.",
-    "You answer questions from the documents of this conversation. You keep answers short.",
-    "You help the staff of a trading company. They show you documents one after another. Answer each question from "
-    "what you have been shown so far.",
-    "You are the assistant of the records office. Documents arrive during the conversation. A later stock list of a "
-    "place replaces the earlier one. Answer with the value only.",
-    "You are a reader of archives. Some documents are lists, some are notes on people, and some are pages of "
-    "novels. Use only what stands in them. Answer with one word or one number. Say unknown if a place was never "
-    "mentioned.",
-    "You assist an auditor who checks the stock of many depots. The auditor pastes lists into the conversation and "
-    "asks about them at once or much later. Remember every list. When a place is listed again, the new list counts "
-    "from then on. Never explain how you found a value. If no list names the place, reply unknown.",
-)
+# Instructions and system prompts that the shipped model has learned, from a few words to a paragraph.
+INSTRUCTIONS = tuple(WORDS["instructions"].splitlines())
+SYSTEM_PROMPTS = tuple(WORDS["system prompts"].splitlines())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +109,7 @@ SHIPPED = PromptForm(
 
 render, render_conversation, render_pages = SHIPPED.render, SHIPPED.render_conversation, SHIPPED.render_pages
 
-_YARDSTICK_INSTRUCTIONS = (
-    "Answer the questions using the documents below.",
-    "Please study these passages and answer what is asked.",
-    "Here is the context. After it come questions; answer briefly.",
-    "You are given several documents. Use them to answer.",
-    "As an assistant, consult the passages and answer in a few words.",
-    "Read the documents carefully, then answer each question.",
-    "Use only the following passages to respond.",
-    "Below are some documents. Reply to the questions with words from the documents.",
-    "The documents that follow hold the answers to the questions at the end.",
-    "Context documents follow. Give short answers.",
-)
+_YARDSTICK_INSTRUCTIONS = tuple(WORDS["yardstick instructions"].splitlines())
 # This model was trained on lists of these words and lengths only; other words halve its exact match.
 YARDSTICK = replace(
     SHIPPED,
@@ -166,17 +117,9 @@ YARDSTICK = replace(
     instructions=_YARDSTICK_INSTRUCTIONS,
     system_prompts=_YARDSTICK_INSTRUCTIONS,
     vocabulary=Vocabulary(
-        words("Depot Vault Shed Plant Store Warehouse Yard Branch Annex Hangar Outlet Office Kiosk Dock Cellar"),
-        words(
-            "Split Turku Pune Hanoi Turin Delhi Ghent Quito Bern Reno Porto Leeds Kazan Kyoto Sofia Lima Boise Dakar "
-            "Malmo Salem Tulsa Vigo Basel Tunis Omsk Osaka Omaha Perth Riga Essex Izmir Accra Cairo Oslo Derby Tampa "
-            "Lyon Graz Miami Minsk"
-        ),
-        words(
-            "nails tents drills boots flags bolts kites screws gloves clocks maps coats bricks keys chairs carts "
-            "phones vans boats screens bells lamps tiles books pipes drums tablets hats saws cables locks scarves "
-            "axes belts hinges pumps radios ropes rings desks"
-        ),
+        words(WORDS["yardstick place kinds"]),
+        words(WORDS["yardstick place names"]),
+        words(WORDS["yardstick items"]),
         least=5,
     ),
     rows=(8, 9),
