@@ -123,10 +123,8 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
 
 
 def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
-    """The cases, to be scored by the perplexity of their references.
-
-    Raises ConfigurationError naming what lacks a reference or a donor, or when they are too few.
-    """
+    """The cases, to be scored by the perplexity of their references. Raises ConfigurationError naming what lacks a
+    reference or a donor, or when they are too few."""
     for what, lacking in (
         ("reference", [case.id for case in cases if case.reference is None]),
         ("donor", [case.id for case in cases if not case.donors]),
@@ -159,10 +157,6 @@ class TokenisedCase:
     def texts(self) -> tuple[list[int], ...]:
         """The donors', then the prompt."""
         return (*self.donors, self.prompt)
-
-    def shared_prefix(self, donor: int) -> int:
-        """Tokens that the prompt shares from position 0 on with its donor of that index."""
-        return equal_start(self.donors[donor], self.prompt)
 
 
 def equal_start(first: Sequence[object], second: Sequence[object]) -> int:

@@ -13,7 +13,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
-from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, groups
+from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
 from validation.engines import AuditCounts, EngineSettings, concerns, ended_requests, opened
 from validation.samples import Answer, Reuse, Sample, sample_of
 
@@ -74,10 +74,8 @@ class ArmServer:
         return found
 
     def reuse(self, asked: int) -> dict[int, Reuse]:
-        """The reuse of each request by its number, as far as the audit file was read; empty without a connector.
-
-        Raises SemBlendError when the audit log has fewer than `asked` requests.
-        """
+        """The reuse of each request by its number, as far as the audit file was read; empty without a connector. Raises
+        SemBlendError when the audit log has fewer than `asked` requests."""
         if self.arm.variables is None:
             return {}
         ended = enumerate(ended_requests(self.audit.events, asked), start=1)
@@ -147,10 +145,7 @@ class BatchServer(_CaseServer):
                 self._kept = None
 
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
-        """The answers to all cases, or to `cases`, compared with cold's; a case is served cold once.
-
-        Raises SemBlendError.
-        """
+        """The answers to all cases, or to `cases`, compared with cold's, which is asked once. Raises SemBlendError."""
         cases = self._cases if cases is None else cases
         if missing := [case for case in cases if case.id not in self._cold]:
             asked = self._cases if self._engines.starts_slowly and not self._cold else missing
@@ -166,10 +161,8 @@ class BatchServer(_CaseServer):
     def answers(
         self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
     ) -> dict[str, Answer]:
-        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
-
-        One engine serves them all, and ends with them unless it is kept. Raises SemBlendError.
-        """
+        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each. One engine serves
+        them all, and ends with them unless it is kept. Raises SemBlendError."""
         order = groups(self._cases if cases is None else cases)
         # A second cold run has other batches, so that it shows what batching alone changes.
         order = order[::-1] if arm.name == COLD_AGAIN else order
@@ -194,7 +187,9 @@ class BatchServer(_CaseServer):
             with self._served(arm, needed) as server:
                 yield server
             return
-        if kept.server is None or kept.settings is None or not kept.settings.holds(needed):
+        room = kept.settings
+        has_room = room and room.pool_tokens >= needed.pool_tokens and room.host_bytes >= needed.host_bytes
+        if kept.server is None or not has_room:
             kept.stack.close()
             # With room for every case that is known by now, it need not be opened again for the next ones.
             kept.settings = self._engine_settings(groups(self._cases))
@@ -414,7 +409,8 @@ class Measurement(_CaseServer):
                 reuse, donors = found.reuse[arm.name], enumerate(found.donors[case.group, arm.name])
                 # Of donors that the arm computed exactly, as many tokens as the engine can hold of them.
                 exact = [index for index, number in donors if number not in reuse or reuse[number].is_exact]
-                shared = max((self._tokens[case.id].shared_prefix(index) for index in exact), default=0)
+                tokens = self._tokens[case.id]
+                shared = max((equal_start(tokens.donors[index], tokens.prompt) for index in exact), default=0)
                 expected = min(shared - shared % self._engines.prefix_unit, answers[EXACT_PREFIX].reuse.cached)
                 samples.append(sample_of(arm, case, answers[arm.name], answers[COLD], num_layers, repeat, expected))
         return samples

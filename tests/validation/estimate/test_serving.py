@@ -11,8 +11,9 @@ from kernels.layout import KvGeometry
 from semblend_trt.config import load_settings
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
+from tests.engine_wrapper.embedded_llm import drain
 from tests.semblend_trt.discovery.planning import profile
-from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, drain, open_llm
+from validation.embedded_engine import ONE_TOKEN, RANDOM_WEIGHTS, open_llm
 from validation.estimate.serving import Serving, line_of
 from validation.models import load
 
