@@ -126,14 +126,8 @@ def serving_settings(options: argparse.Namespace) -> ServingSettings:
 
 def family_request(options: argparse.Namespace) -> FamilyRequest:
     """The prompts that the options ask for. Raises ConfigurationError for an unknown family."""
-    asked = FamilyRequest(
-        names=tuple((options.families or "").replace(",", " ").split()),
-        groups=options.groups,
-        questions=options.questions,
-        tokens=options.tokens,
-        seed=options.seed,
-        eval_data=options.eval_data,
-        form=options.form,
-    )
+    names = tuple((options.families or "").replace(",", " ").split())
+    same = ("groups", "questions", "tokens", "seed", "eval_data", "form")
+    asked = FamilyRequest(names, **{name: getattr(options, name) for name in same})
     asked.family_names()
     return asked

@@ -55,16 +55,15 @@ Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or
 """
 _GATES = """
 gates:
-  speedup, rouge1, token_f1 read the arm named by --policy on all workloads in which reuse is expected: the median of
-  cold's TTFT over its own; mean ROUGE-1 and mean token F1 of its answers against cold's.
-  exact_match_drop: cold's exact match minus the arm's, on the same workloads, where the answer is known; at most the
-  noise floor's drop and 0.01 more. perplexity_ratio: geometric mean of the arm's perplexity over cold's, there; at
-  most 1.01 times the noise floor's.
+  speedup, rouge1, token_f1: of the arm named by --policy, where reuse is expected: median of cold's TTFT over its own;
+  mean ROUGE-1 and mean token F1 of its answers against cold's.
+  exact_match_drop: cold's exact match minus the arm's, there, where the answer is known; at most the noise floor's drop
+  and 0.01 more. perplexity_ratio: geometric mean of the arm's perplexity over cold's, there; at most 1.01 times the
+  noise floor's.
   unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
   wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm or
-  --kv-dtype fp8 they are compared with the engine's own, in any type, and may differ as much as those do among
-  themselves.
+  --kv-dtype fp8 against the engine's own, in any type, and no more than those differ among themselves.
   A gate without a sample to read (with --prompts) is shown as such and does not fail.
 """
 _PROMPTS = (
@@ -221,9 +220,9 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     _write(options, report, measured)
     if page_path is not None:
         write_text(page_path, page(report, cases, engines.tokenizer))
-    if options.record is not None:
+    if rows_path is not None:
         rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
-        write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
+        write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)
     return _show(report, options, page_path)
 
 

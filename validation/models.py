@@ -41,10 +41,8 @@ def shipped_model() -> Path:
 
 
 def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
-    """Loads `model`, or the shipped one, which runs on the CPU unless a device is named.
-
-    `dtype` auto is float32 on a CPU, where smaller types are slow, and otherwise the checkpoint's own.
-    Raises ConfigurationError and UnsupportedModelError.
+    """Loads `model`, or the shipped one, which runs on the CPU unless a device is named. `dtype` auto is float32 on a
+    CPU, where smaller types are slow, else the checkpoint's own. Raises ConfigurationError and UnsupportedModelError.
     """
     place = resolve_device(device or ("cpu" if model is None else "auto"))
     disable_progress_bar()  # the run has one of its own
@@ -85,10 +83,7 @@ def _dtype(asked: str, device: torch.device) -> str:
 
 
 def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
-    """The Transformers model that the engines run, or one loaded beside engines that load their own weights.
-
-    Raises ConfigurationError.
-    """
+    """The Transformers model that the engines run, or one loaded beside engines that load their own weights."""
     if isinstance(engines, EmbeddedEngines):
         return engines.runner.model
     place, name = resolve_device(device or "auto"), str(model or shipped_model())
@@ -101,10 +96,7 @@ def transformers_model(engines: Engines, model: str | None, device: str | None, 
 
 
 def profile_of(model: str | None, asked: Path | None) -> Path | None:
-    """The reuse profile asked for, else the one in the model's folder; None without either.
-
-    Raises ConfigurationError when what is asked for is no file.
-    """
+    """The reuse profile asked for, which must be a file, else the one in the model's folder; None without either."""
     if asked is not None and not asked.is_file():
         raise ConfigurationError(f"--profile {asked} is not a file; make one with `calibrate`.")
     beside = Path(model or shipped_model()) / PROFILE_NAME

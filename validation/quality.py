@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
 from validation.output import complain, progress, say, write_json
 from validation.report import HEADER_TRAP
 from validation.results import Measured, Results, Row, write_rows
-from validation.samples import Line, Sample, is_known, line_of, lines_of
+from validation.samples import Line, Sample, is_known, lines_of
 
 if TYPE_CHECKING:
     import argparse
@@ -57,10 +57,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_quality(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes everything; True unless the arm verified is inferior to cold in some family.
-
-    Raises SemBlendError and OSError.
-    """
+    """Runs and writes all; True unless verified is inferior to cold somewhere. Raises SemBlendError and OSError."""
     suffix = "" if options.name is None else f"_{options.name}"
     file_name = f"{FILE_STEM}{suffix}.json"
     for path in filter(None, (options.output, options.record and options.record / file_name)):
@@ -147,11 +144,10 @@ class QualityReport:
     @cached_property
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
-        by_key: dict[tuple[str, str], list[Sample]] = {}
         unknown = self.unknown()
-        for sample in (each for each in self.samples if each.workload not in unknown):
-            by_key.setdefault((self.kinds[sample.workload], sample.arm), []).append(sample)
-        return [line_of(kind, arm, chosen, self._cold, self.seed) for (kind, arm), chosen in by_key.items()]
+        known = (each for each in self.samples if each.workload not in unknown)
+        by_kind = (replace(each, workload=self.kinds[each.workload]) for each in known)
+        return lines_of(by_kind, self._cold, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form with every sample."""
@@ -176,10 +172,7 @@ class QualityReport:
 
 
 def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
-    """Rows of the figures that the run measured.
-
-    In a row's name `suffix` comes before the family, or before the arm where the row is over all families of a kind.
-    """
+    """Rows of the figures that the run measured; in their names `suffix` comes before the family or the arm."""
     results = Results(measured=report.measured, is_shown=False)
     unknown, em = report.unknown(), "exact match"
     colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}

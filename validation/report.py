@@ -14,6 +14,7 @@ from validation.cases import Expectation
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
 from validation.results import Better, Measured, Results, Row
+from validation.scoreboard import figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,35 +178,22 @@ _MEANS = (
     *("token_f1_reference", "first_token_kl", "token_agreement", "scored_perplexity", "judge_score"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
-# Heading, figure of a summary, and digits.
-_SPEED = (
-    ("n", "timed", 0),
-    ("TTFT ms", "ttft_median_s", 1),
-    ("p95 ms", "ttft_p95_s", 1),
-    ("speed-up", "speedup", 2),
-    ("prompt", "prompt_tokens", 0),
-    ("exact", "exact_prefix_tokens", 0),
-    ("reused", "reused_tokens", 0),
-    ("computed", "computed_tokens", 0),
-    ("fires", "fires", 0),
-)
-_ANSWERS = (
-    ("n", "samples", 0),
-    ("EM", "exact_match", 3),
-    ("ROUGE-1", "rouge1_cold", 3),
-    ("ROUGE-L", "rouge_l_cold", 3),
-    ("token F1", "token_f1_cold", 3),
-    ("PPL ratio", "perplexity_ratio", 4),
-    ("KL nats", "first_token_kl", 5),
-    ("agreement", "token_agreement", 3),
-)
+# Figures of a summary by the table of the page that shows them.
+_TABLES = {
+    "Speed: TTFT of timed prompts, tokens a prompt": (
+        *("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires"),
+    ),
+    "Answers: exact match with the known answer, the rest against cold": (
+        *("samples", "exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold"),
+        *("perplexity_ratio", "first_token_kl", "token_agreement"),
+    ),
+}
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Figures of the given samples; None where no sample has the figure.
+    """Figures of the given samples, TTFT and token counts of the timed ones; None where no sample has the figure.
 
-    TTFT, speed-up and token counts are over timed samples, the others over all. `speedup` (cold's TTFT over the arm's)
-    and `perplexity_ratio` are medians over cases, the scores are means.
+    `speedup` (cold's TTFT over the arm's) and `perplexity_ratio` are medians over cases, the scores are means.
     """
     timed = [sample for sample in samples if sample.timed]
     ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
@@ -387,24 +375,20 @@ class Report:
         }
 
     def grids(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Two tables in words, speed and closeness of every arm, workload and size: title, headings and rows."""
-        lines, keys = summaries(self.samples), ["workload", "size", "arm"]
-        answers = "Answers: exact match (EM) with the known answer, the rest against cold"
+        """Tables of every arm, workload and size, and the noise floor, in words: title, headings and rows."""
+        keys, lines = ["workload", "size", "arm"], [*summaries(self.samples), self._noise_floor()]
         found = []
-        for title, columns, shown in (
-            ("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines),
-            (answers, _ANSWERS, [*lines, self._noise_floor()]),
-        ):
-            rows = []
-            for line in shown:
-                known = ((line[name], digits, 1e3 if name.endswith("_s") else 1) for _, name, digits in columns)
-                cells = ("-" if value is None else f"{value * factor:,.{digits}f}" for value, digits, factor in known)
-                rows.append([*(line[key] for key in keys), *cells])
-            found.append((title, keys + [heading for heading, *_ in columns], rows))
+        for title, names in _TABLES.items():
+            cells = ([line[key] for key in keys] + [_cell(line[name]) for name in names] for line in lines)
+            found.append((title, [name.replace("_", " ") for name in (*keys, *names)], list(cells)))
         return found
 
     def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else figure(value) if math.isfinite(value) else str(value)
 
 
 def end_to_end_rows(
@@ -412,8 +396,7 @@ def end_to_end_rows(
 ) -> list[Row]:
     """Rows of the built-in cases under position_fix and verified, as far as they were measured.
 
-    Names begin with `engine`, such as `vllm_`, and the kind of device, `cpu` or `gpu`; the wrapper's exactness has no
-    kind.
+    Names begin with `engine`, such as `vllm_`, and but for the wrapper's exactness the kind of device, `cpu` or `gpu`.
     """
     kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
     results = Results(measured=measured, is_shown=False)

@@ -48,8 +48,7 @@ class Reuse:
 
     @classmethod
     def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
-        """From the audit events `request_settled` and, where a plan was carried out, `plan_dispatched`; what is not
-        known of a check counts as 0."""
+        """From the audit events `request_settled` and, of a plan that was carried out, `plan_dispatched`."""
         return cls(
             cached=event["exact_prefix_tokens"],
             offered=event["offered_tokens"],
@@ -92,12 +91,9 @@ class Answer:
 def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> bool:
     """Whether a model knows a family, by the means of its cold answers; what reuse does to others shows nothing.
 
-    Where one answer is right, at least half of the answers are. A text's `loss`, in nats a token, is below that of a
-    blind guess among the `vocabulary`'s tokens.
+    It gives half of the right answers; a text's `loss`, in nats a token, is below a blind guess's among `vocabulary`.
     """
-    if exact_match is not None:
-        return exact_match >= 0.5
-    return loss is None or loss < math.log(vocabulary)
+    return exact_match >= 0.5 if exact_match is not None else loss is None or loss < math.log(vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +162,9 @@ class Sample:
         return self.expects in ("reuse", "any")
 
 
+_REUSE_TOKENS = ("offered", "sampled", "checked", "reused", "recomputed")
+
+
 def sample_of(
     arm: Arm, case: Case, ours: Answer, cold: Answer, num_layers: int, repeat: int = 0, expected_exact_tokens: int = 0
 ) -> Sample:
@@ -195,16 +194,9 @@ def sample_of(
         answer_tokens=len(ours.tokens),
         exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
-        offered_tokens=reuse.offered,
-        sampled_tokens=reuse.sampled,
-        checked_tokens=reuse.checked,
-        reused_tokens=reuse.reused,
-        recomputed_tokens=reuse.recomputed,
+        **{f"{name}_tokens": getattr(reuse, name) for name in _REUSE_TOKENS},
         computed_tokens=ours.prompt_tokens - reuse.cached - reuse.reused,
         computed_share=1.0 - moved / max(1, ours.prompt_tokens - reuse.cached),
-        largest_kept=reuse.largest_kept,
-        outcome=reuse.outcome,
-        reason=reuse.reason,
         exact_match=metrics.exact_match(ours.text, reference) if case.known_answer and reference else None,
         follows_donor=None if case.donor_answer is None else metrics.exact_match(ours.text, case.donor_answer),
         rouge1_cold=rouge1_cold,
@@ -219,8 +211,7 @@ def sample_of(
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
         likelihood=ours.likelihood,
-        generation=reuse.generation,
-        spans=reuse.spans,
+        **{name: getattr(reuse, name) for name in ("largest_kept", "outcome", "reason", "generation", "spans")},
     )
 
 
@@ -296,10 +287,9 @@ def line_of(
     def average(name: str) -> float:
         return math.fsum(getattr(sample, name) for sample in samples) / len(samples)
 
-    offered, sampled, checked, reused, recomputed = (
-        sum(getattr(sample, f"{name}_tokens") for sample in samples)
-        for name in ("offered", "sampled", "checked", "reused", "recomputed")
-    )
+    tokens: dict[str, Any] = {
+        name: sum(getattr(sample, f"{name}_tokens") for sample in samples) for name in _REUSE_TOKENS
+    }
     loss = bound(lambda sample: None if sample.loss is None else -sample.loss)
     return Line(
         family=family,
@@ -315,12 +305,8 @@ def line_of(
         agreement=average("token_agreement"),
         first_token_kl=average("first_token_kl"),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        offered=offered,
-        sampled=sampled,
-        checked=checked,
-        reused=reused,
-        recomputed=recomputed,
-        reused_share=reused / offered if offered else None,
+        **tokens,
+        reused_share=tokens["reused"] / tokens["offered"] if tokens["offered"] else None,
         computed_share=average("computed_share"),
         largest_kept=max(sample.largest_kept for sample in samples),
         generation=max(sample.generation for sample in samples),

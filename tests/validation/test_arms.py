@@ -1,7 +1,5 @@
 """An arm is a name and its engine's settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
