@@ -21,11 +21,7 @@ PROGRAM = "python -m validation"
 HIGHEST = 2**32 - 1
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--model": {
-        "type": named,
-        "metavar": "PATH_OR_ID",
-        "help": "model folder or hub id (default: the shipped model)",
-    },
+    "--model": {"type": named, "metavar": "PATH_OR_ID", "help": "model folder or hub id (default: the shipped model)"},
     "--engine": {
         "choices": (EMBEDDED, TRTLLM, VLLM),
         "default": EMBEDDED,
@@ -33,11 +29,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "is TensorRT-LLM with the wrapper through its LLM API (untested on a real one)",
     },
     "--device": {"help": "auto, cpu, cuda or cuda:N (default: auto, but cpu for the shipped model)"},
-    "--dtype": {
-        "choices": ("auto", "float32", "bfloat16", "float16"),
-        "default": "auto",
-        "help": "weights and KV",
-    },
+    "--dtype": {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto", "help": "weights and KV"},
     "--kv-dtype": {
         "choices": KV_DTYPES,
         "default": AUTO,
@@ -86,16 +78,16 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Says of every option what its default is."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        told = action.help or ""
-        return told if action.default in (None, argparse.SUPPRESS) else f"{told} (default: %(default)s)"
+        is_silent = action.default in (None, argparse.SUPPRESS)
+        return (action.help or "") if is_silent else f"{action.help} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of one command, "" without a first word. Errors are one sentence, without argparse's usage."""
 
     def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
-        program = f"{PROGRAM} {command}".strip()
-        super().__init__(program, None, description, epilog, formatter_class=_Help, allow_abbrev=False)
+        name = f"{PROGRAM} {command}".strip()
+        super().__init__(name, None, description, epilog, formatter_class=_Help, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, printable(f"validation: {message[:1].upper()}{message[1:]}. See {self.prog} --help.") + "\n")
@@ -120,7 +112,7 @@ def check_integers(options: argparse.Namespace, **lowest: int) -> None:
 
 def settings_in_text(options: argparse.Namespace, **others: object) -> dict[str, Any]:
     """The options for a report, paths as text; `others` add to them or take their place."""
-    settings = {**vars(options), **others}
+    settings = vars(options) | others
     return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
@@ -134,14 +126,8 @@ def serving_settings(options: argparse.Namespace) -> ServingSettings:
 
 def family_request(options: argparse.Namespace) -> FamilyRequest:
     """The prompts that the options ask for. Raises ConfigurationError for an unknown family."""
-    asked = FamilyRequest(
-        names=tuple((options.families or "").replace(",", " ").split()),
-        groups=options.groups,
-        questions=options.questions,
-        tokens=options.tokens,
-        seed=options.seed,
-        eval_data=options.eval_data,
-        form=options.form,
-    )
+    names = tuple((options.families or "").replace(",", " ").split())
+    same = ("groups", "questions", "tokens", "seed", "eval_data", "form")
+    asked = FamilyRequest(names, **{name: getattr(options, name) for name in same})
     asked.family_names()
     return asked

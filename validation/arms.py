@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 COLD = "cold"
 COLD_AGAIN = "cold_again"
-COLD_OTHERWISE = "cold_otherwise"
 WRAPPER_WITHOUT_PLAN = "wrapper_without_plan"
 EXACT_PREFIX = "exact_prefix"
 POSITION_FIX = "position_fix"
@@ -28,19 +27,11 @@ BOUNDARY = "boundary"
 VERIFIED = "verified"
 
 DEFAULT_NAMES = (COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, BOUNDARY, VERIFIED)
-ALL_NAMES = (
-    COLD,
-    COLD_AGAIN,
-    WRAPPER_WITHOUT_PLAN,
-    EXACT_PREFIX,
-    POSITION_FIX,
-    *("epic_8", "epic_16", "epic_32"),
-    *("cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30"),
-    BOUNDARY,
-    VERIFIED,
-)
 REFERENCE_NAMES = (COLD, COLD_AGAIN, WRAPPER_WITHOUT_PLAN, EXACT_PREFIX)
-_NUMBERED = re.compile(r"(boundary|epic|cacheblend)_([1-9][0-9]{0,3})")
+ALL_NAMES = (
+    *(*REFERENCE_NAMES, POSITION_FIX, "epic_8", "epic_16", "epic_32"),
+    *("cacheblend_5", "cacheblend_10", "cacheblend_15", "cacheblend_30", BOUNDARY, VERIFIED),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +66,7 @@ class ArmChoices:
 
 COLD_ARM = Arm(COLD, serves_donors=False, isolated=True)
 # The same answers from other forwards: it shows what rounding alone changes.
-COLD_OTHERWISE_ARM = replace(COLD_ARM, name=COLD_OTHERWISE, chunk_tokens=384)
+COLD_OTHERWISE_ARM = replace(COLD_ARM, name="cold_otherwise", chunk_tokens=384)
 
 
 def is_reusing(name: str) -> bool:
@@ -83,11 +74,16 @@ def is_reusing(name: str) -> bool:
     return name not in REFERENCE_NAMES
 
 
-def default_names(choices: ArmChoices, full: bool) -> tuple[str, ...]:
-    """The arms of a run that names none: verified only where a profile says what it may do, boundary only in a full
-    run."""
-    left_out = {VERIFIED} if choices.profile is None else set()
-    return tuple(name for name in DEFAULT_NAMES if name not in left_out | (set() if full else {BOUNDARY}))
+def names_of_run(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
+    """The arms of a timed run, always with those that gates and comparisons read. Raises ConfigurationError.
+
+    A run that names none has verified only with a profile, which says what it may do, and boundary only if `full`.
+    """
+    if not is_reusing(policy):
+        raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
+    left_out = ({VERIFIED} if choices.profile is None else set()) | (set() if full else {BOUNDARY})
+    names = [name for name in DEFAULT_NAMES if name not in left_out] if asked is None else names_of(asked)
+    return tuple(dict.fromkeys((COLD, COLD_AGAIN, EXACT_PREFIX, *names, *names_of(policy, "--policy"))))
 
 
 def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
@@ -99,7 +95,7 @@ def names_of(text: str, option: str = "--arms") -> tuple[str, ...]:
     if "all" in asked:
         return ALL_NAMES
     for name in asked:
-        if name not in ALL_NAMES and _NUMBERED.fullmatch(name) is None:
+        if name not in ALL_NAMES and not re.fullmatch(r"(boundary|epic|cacheblend)_[1-9][0-9]{0,3}", name):
             raise ConfigurationError(
                 f"{option} names {name!r}; use {', '.join(ALL_NAMES)}, boundary_N, epic_N, cacheblend_N or all."
             )
@@ -115,7 +111,7 @@ def _arm(name: str, choices: ArmChoices) -> Arm:
     if name in (COLD, COLD_AGAIN):
         return replace(COLD_ARM, name=name)
     if name == WRAPPER_WITHOUT_PLAN:
-        return Arm(name, {"SEMBLEND_POLICY": "exact"}, serves_donors=False, isolated=True)
+        return replace(COLD_ARM, name=name, variables={"SEMBLEND_POLICY": "exact"})
     if name == EXACT_PREFIX:
         return Arm(name)
     if name == VERIFIED and choices.profile is None:

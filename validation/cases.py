@@ -29,10 +29,6 @@ class Expectation(str, Enum):
     EXACT_PREFIX = "exact_prefix"
     ANY = "any"
 
-    @property
-    def may_reuse(self) -> bool:
-        return self in (Expectation.REUSE, Expectation.ANY)
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -81,9 +77,9 @@ class _Line(BaseModel):
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Reads `{"id": str, "donors": [str, ...], "prompt": str, "reference": str or null}` a line.
+    """Reads `{"id": str, "donors": [str, ...], "prompt": str, "reference": str or null}` a line; skips empty lines.
 
-    Empty lines are skipped. Raises ConfigurationError naming the file, and the line where one is at fault.
+    Raises ConfigurationError naming the file, and the line where one is at fault.
     """
     cases: dict[str, Case] = {}
     for number, line in enumerate(content_of(path).split(b"\n"), start=1):
@@ -126,15 +122,9 @@ def parsed(form: type[Form], content: bytes, where: str) -> Form:
         raise ConfigurationError(f"{where}: {place + ': ' if place else ''}{first['msg']}.") from error
 
 
-# Two groups to choose by and two to confirm with: fewer bound nothing.
-MIN_CASES = 4
-
-
 def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
-    """The cases, to be scored by the perplexity of their references.
-
-    Raises ConfigurationError naming what lacks a reference or a donor, or when they are too few.
-    """
+    """The cases, to be scored by the perplexity of their references. Raises ConfigurationError naming what lacks a
+    reference or a donor, or when they are too few."""
     for what, lacking in (
         ("reference", [case.id for case in cases if case.reference is None]),
         ("donor", [case.id for case in cases if not case.donors]),
@@ -145,10 +135,9 @@ def scored_cases(cases: Sequence[Case], path: Path) -> list[Case]:
                 f"--prompts {path}: {len(lacking)} of {len(cases)} cases have no {what} ({shown}); a calibration "
                 f"compares what donors do to references, so give each case a {what}."
             )
-    if len(cases) < MIN_CASES:
-        raise ConfigurationError(
-            f"--prompts {path} holds {len(cases)} cases; a calibration needs at least {MIN_CASES}."
-        )
+    # Two groups to choose by and two to confirm with: fewer bound nothing.
+    if len(cases) < 4:
+        raise ConfigurationError(f"--prompts {path} holds {len(cases)} cases; a calibration needs at least 4.")
     return [replace(case, known_answer=False) for case in cases]
 
 
@@ -166,12 +155,8 @@ class TokenisedCase:
 
     @property
     def texts(self) -> tuple[list[int], ...]:
-        """The donors', and the prompt behind them."""
+        """The donors', then the prompt."""
         return (*self.donors, self.prompt)
-
-    def shared_prefix(self, donor: int) -> int:
-        """Tokens that the prompt shares from position 0 on with its donor of that index."""
-        return equal_start(self.donors[donor], self.prompt)
 
 
 def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
@@ -188,25 +173,25 @@ class Tokeniser:
         self._tokenizer: Any = model.tokenizer
         self._context = model.facts.max_positions
         self._max_tokens = max_tokens
-        self._answer_room = max(max_tokens, MAX_FORCED_TOKENS)
         end = self._tokenizer.get_vocab().get(prompts.END_MARK)
         self.stop_token_ids: tuple[int, ...] = () if end is None else (end,)
 
     def tokenise(self, case: Case) -> TokenisedCase:
-        """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
+        """As `tokenise_all`."""
         return self.tokenise_all([case])[0]
 
     def tokenise_all(self, cases: Sequence[Case]) -> list[TokenisedCase]:
-        """As `tokenise`, in order."""
+        """Raises ConfigurationError for a prompt or donor that is empty or does not fit the model's context."""
         # All at once, as fast tokenizers use every core then, and once each: the cases of a group share their donors.
         texts = list(dict.fromkeys(text for case in cases for text in (*case.donors, case.prompt)))
         ids = dict(zip(texts, self._tokenizer(texts)["input_ids"], strict=True)) if texts else {}
         found = []
         for case in cases:
-            donors = tuple(ids[donor] for donor in case.donors)
-            tokens = TokenisedCase(donors, ids[case.prompt], self._forced(case.reference))
-            self._check(case, "prompt", tokens.prompt, self._answer_room)
-            for number, donor in enumerate(donors, start=1):
+            forced = self._tokenizer.encode(case.reference or "", add_special_tokens=False)[:MAX_FORCED_TOKENS]
+            tokens = TokenisedCase(tuple(ids[donor] for donor in case.donors), ids[case.prompt], tuple(forced) or None)
+            room = max(self._max_tokens, MAX_FORCED_TOKENS)
+            self._check(case, "prompt", tokens.prompt, room)
+            for number, donor in enumerate(tokens.donors, start=1):
                 self._check(case, f"donor {number}", donor, 1)
             found.append(tokens)
         return found
@@ -225,11 +210,6 @@ class Tokeniser:
         """An answer's text without the mark that ends it and without space around it."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         return str(self._tokenizer.decode(kept, skip_special_tokens=True)).strip()
-
-    def _forced(self, reference: str | None) -> tuple[int, ...] | None:
-        if reference is None:
-            return None
-        return tuple(self._tokenizer.encode(reference, add_special_tokens=False)[:MAX_FORCED_TOKENS]) or None
 
     def _check(self, case: Case, name: str, tokens: list[int], room: int) -> None:
         if not tokens:

@@ -17,17 +17,7 @@ from semblend_trt.command_line import ended, named
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable, read_text
 from validation import arguments, judge, models, scoreboard
-from validation.arms import (
-    COLD,
-    COLD_AGAIN,
-    EXACT_PREFIX,
-    POSITION_FIX,
-    VERIFIED,
-    arms_of,
-    default_names,
-    is_reusing,
-    names_of,
-)
+from validation.arms import POSITION_FIX, VERIFIED, arms_of, names_of_run
 from validation.calibration.command import parse_calibrate, parse_confirm, run_calibrate, run_confirm
 from validation.cases import MAX_FORCED_TOKENS, read_cases
 from validation.embedded_engine import EmbeddedEngines
@@ -39,8 +29,7 @@ from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.output import beside, complain, progress, say, show, write_json, write_text
 from validation.page import page
-from validation.quality import parse_quality, run_quality
-from validation.quality_plot import parse_quality_plot, run_quality_plot
+from validation.quality import parse_quality, parse_quality_plot, run_quality, run_quality_plot
 from validation.replay.command import parse_replay, run_replay
 from validation.report import COUNTED, FILE_NAME, GateBounds, Report, end_to_end_rows, gates_of
 from validation.results import Measured as RunMeasured
@@ -50,15 +39,12 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from validation.arms import ArmChoices
     from validation.cases import Case
     from validation.engines import Engines
     from validation.exactness import Exactness
     from validation.measurement import Measured
     from validation.samples import Sample
 
-ALL_HOLD, GATE_FAILED = 0, 1
-_MACHINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DESCRIPTION = """
 Serves the same prompts cold, cold again (the noise floor), with an exact prefix cache, and with reuse under several
 policies; compares times and answers. As the first word, `quality` compares answers at scale and without times,
@@ -69,47 +55,42 @@ Exit status: 0 all gates hold, 1 a gate failed (named on stderr), 2 bad usage or
 """
 _GATES = """
 gates:
-  speedup, rouge1, token_f1 read the arm named by --policy on all workloads in which reuse is expected: the median of
-  cold's TTFT over its own; mean ROUGE-1 and mean token F1 of its answers against cold's.
-  exact_match_drop: cold's exact match minus the arm's, on the same workloads, where the answer is known; at most the
-  noise floor's drop and 0.01 more. perplexity_ratio: geometric mean of the arm's perplexity over cold's, there; at
-  most 1.01 times the noise floor's.
+  speedup, rouge1, token_f1: of the arm named by --policy, where reuse is expected: median of cold's TTFT over its own;
+  mean ROUGE-1 and mean token F1 of its answers against cold's.
+  exact_match_drop: cold's exact match minus the arm's, there, where the answer is known; at most the noise floor's drop
+  and 0.01 more. perplexity_ratio: geometric mean of the arm's perplexity over cold's, there; at most 1.01 times the
+  noise floor's.
   unrelated_fires (= 0) and exact_prefix_untouched (= 1) read every reusing arm.
   donor_registrations to rope_corrections count events in the audit log of the arm named by --policy.
   wrapper_exactness (<= 1e-4): logits of the wrapper against the plain forward; float32 only. With --engine vllm or
-  --kv-dtype fp8 they are compared with the engine's own, in any type, and may differ as much as those do among
-  themselves.
+  --kv-dtype fp8 against the engine's own, in any type, and no more than those differ among themselves.
   A gate without a sample to read (with --prompts) is shown as such and does not fail.
 """
 _PROMPTS = (
     'cases instead of the built-in ones, one a line: {"id": str, "donors": [str, ...], "prompt": str, "reference": str '
     "or null}"
 )
+_ENGINE = (
+    "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the other, "
+    "on a device that it chooses itself"
+)
 _JUDGE = (
     'command that reads {"id", "arm", "prompt", "reference", "cold", "answer"} as JSON on stdin and prints a score of '
     f"0 to 1, within {judge.TIMEOUT_SECONDS:g} s and {judge.MAX_OUTPUT_BYTES} bytes each time; failures are reported, "
     f"not fatal, and after {judge.MAX_TIMEOUTS} in a row that took too long it is not asked again"
 )
-_BOUNDS = {
-    "min_speedup": "TTFT against cold",
-    "min_rouge1": "ROUGE-1 F1 against cold's answers",
-    "min_token_f1": "token F1 against cold's answers",
-    **{f"min_{name}": what for name, what in COUNTED.items()},
-}
 
 
 def parse_scoreboard(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of `scoreboard`; exits with status 2 for any that argparse refuses."""
-    told = "Prints all result rows; compares or rewrites the tables on pages that are made of them."
-    parser = arguments.Parser("scoreboard", told)
+    what = "Prints all result rows; compares or rewrites the tables on pages that are made of them."
+    parser = arguments.Parser("scoreboard", what)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of result rows")
-    names = ("README.md", "docs/results.md", "docs/quality.md")
-    told = f"pages that hold tables (default: {' '.join(names)})"
-    pages = [Path(name) for name in names]
-    parser.add_argument("--pages", type=Path, nargs="+", default=pages, metavar="FILE", help=told)
+    pages = ("README.md", "docs/results.md", "docs/quality.md")
+    which = f"pages that hold tables (default: {' '.join(pages)})"
+    parser.add_argument("--pages", type=Path, nargs="+", default=[*map(Path, pages)], metavar="FILE", help=which)
     action = parser.add_mutually_exclusive_group()
-    told = "exit with 1 when the pages' tables differ from the rows"
-    action.add_argument("--check", action="store_true", help=told)
+    action.add_argument("--check", action="store_true", help="exit with 1 when the pages' tables differ from the rows")
     action.add_argument("--write", action="store_true", help="rewrite the pages' tables")
     return parser.parse_args(given)
 
@@ -146,44 +127,45 @@ def main(given: Sequence[str]) -> int:
 
 
 def _status(given: Sequence[str]) -> int:
-    parse, run = _COMMANDS.get(given[0] if given else "", (None, None))
+    parse, run = _COMMANDS.get(given[0] if given else "", (parse_validation, run_validation))
     command = shlex.join([*arguments.PROGRAM.split(), *given])
     try:
-        if parse is None or run is None:
-            return ALL_HOLD if run_validation(parse_validation(given), command) else GATE_FAILED
-        return ALL_HOLD if run(parse(given[1:]), command) else GATE_FAILED
+        options = parse(given if parse is parse_validation else given[1:])
     except SystemExit as exit_of_argparse:
         return int(exit_of_argparse.code or 0)
+    return 0 if run(options, command) else 1
 
 
 def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of a validation run; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("", _DESCRIPTION, textwrap.dedent(_GATES))
     what = parser.add_argument_group("what is run")
-    served = (
-        "where the prompts are served: embedded; or vllm, through its LLM class in this process, one arm after the "
-        "other, on a device that it chooses itself"
-    )
     arguments.add(what, "--model")
-    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM), help=served)
+    arguments.add(what, "--engine", choices=(EMBEDDED, VLLM), help=_ENGINE)
     arguments.add(what, "--prompts", help=_PROMPTS)
     arguments.add(what, "--arms", told_default="those without a number")
-    told = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
-    what.add_argument("--policy", type=named, metavar="ARM", help=told)
+    which = f"arm that the gates read (default: {VERIFIED} with a reuse profile, else {POSITION_FIX})"
+    what.add_argument("--policy", type=named, metavar="ARM", help=which)
     arguments.add(what, "--profile", "--boundary", "--min-match-length", "--device", "--dtype", "--kv-dtype")
     arguments.add(what, "--max-tokens", default=64)
     arguments.add(what, "--seed", help="seed of the built-in prompts")
-    told = "all built-in prompts and the arm boundary too; so does --record"
-    what.add_argument("--full", action="store_true", help=told)
+    full = "all built-in prompts and the arm boundary too; so does --record"
+    what.add_argument("--full", action="store_true", help=full)
     repeat = "measure everything N times, each with fresh engines"
     what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
     gates = parser.add_argument_group("gates")
+    bounds = {
+        "min_speedup": "TTFT against cold",
+        "min_rouge1": "ROUGE-1 F1 against cold's answers",
+        "min_token_f1": "token F1 against cold's answers",
+        **{f"min_{name}": counted for name, counted in COUNTED.items()},
+    }
     for each in fields(GateBounds):
         option = "--" + each.name.replace("_", "-")
-        gates.add_argument(option, type=type(each.default), default=each.default, help=_BOUNDS[each.name])
+        gates.add_argument(option, type=type(each.default), default=each.default, help=bounds[each.name])
     scores = parser.add_argument_group("further scores")
-    told = "another causal LM that scores the answers' perplexity"
-    scores.add_argument("--ppl-model", type=named, metavar="PATH_OR_ID", help=told)
+    scorer = "another causal LM that scores the answers' perplexity"
+    scores.add_argument("--ppl-model", type=named, metavar="PATH_OR_ID", help=scorer)
     scores.add_argument("--judge-command", metavar="CMD", help=_JUDGE)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
@@ -200,17 +182,15 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     options.full |= options.record is not None  # rows are those of a full run
     bounds = GateBounds(**{each.name: getattr(options, each.name) for each in fields(GateBounds)})
     arguments.check_integers(options, max_tokens=1, min_match_length=1, repeat=1, seed=0)
-    if options.machine is not None and not _MACHINE_NAME.fullmatch(options.machine):
+    if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
         raise ConfigurationError(f"--machine is {options.machine!r}; use letters, digits, '-', '_' and '.'.")
     asked_judge = None if options.judge_command is None else Judge.parse(options.judge_command)
     own_cases = None if options.prompts is None else read_cases(options.prompts)
     prefix = "" if options.engine == EMBEDDED else f"{options.engine}_"
     rows_path = None if options.record is None else options.record / f"{prefix}{FILE_NAME}"
-    for path in filter(None, (options.output, options.page, options.audit_path, rows_path)):
-        check_writable(path)
     page_path = options.page or (beside(options.output, ".html") and options.output.with_name("report.html"))
-    if page_path is not None:
-        check_writable(page_path)
+    for path in filter(None, (options.output, page_path, options.audit_path, rows_path)):
+        check_writable(path)
     profile = models.profile_of(options.model, options.profile)
     policy = options.policy or (POSITION_FIX if profile is None else VERIFIED)
     torch.manual_seed(options.seed)
@@ -221,10 +201,10 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     cases = own_cases or write_timed(engines, options.seed, context, options.full)
     choices = models.choices_of(engines, options.boundary, profile)
     settings = ServingSettings(str(options.model or shipped_model()), options.max_tokens, options.min_match_length)
-    arms = arms_of(_arm_names(options.arms, policy, choices, options.full), choices)
+    arms = arms_of(names_of_run(options.arms, policy, choices, options.full), choices)
     measurement = Measurement(engines, cases, settings, arms, options.repeat)
     measured, exactness = _measure(engines, options.engine, measurement, settings)
-    samples = _scores(measured, cases, scorer, asked_judge)
+    samples = _scores(measured.samples, cases, scorer, asked_judge)
     report = Report(
         model=settings.model,
         policy=policy,
@@ -240,18 +220,10 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
     _write(options, report, measured)
     if page_path is not None:
         write_text(page_path, page(report, cases, engines.tokenizer))
-    if options.record is not None:
+    if rows_path is not None:
         rows = end_to_end_rows(samples, exactness, device, report.measured, prefix)
-        write_rows(options.record / report.measured.machine["name"] / f"{prefix}{FILE_NAME}", rows)
+        write_rows(rows_path.parent / report.measured.machine["name"] / rows_path.name, rows)
     return _show(report, options, page_path)
-
-
-def _arm_names(asked: str | None, policy: str, choices: ArmChoices, full: bool) -> tuple[str, ...]:
-    """The arms of the run, always with those that gates and comparisons read."""
-    if not is_reusing(policy):
-        raise ConfigurationError(f"--policy is {policy}, an arm that reuses no donor; name one that does.")
-    names = default_names(choices, full) if asked is None else names_of(asked)
-    return tuple(dict.fromkeys((COLD, COLD_AGAIN, EXACT_PREFIX, *names, *names_of(policy, "--policy"))))
 
 
 def _measure(
@@ -268,15 +240,14 @@ def _measure(
 
 
 def _scores(
-    measured: Measured, cases: Sequence[Case], scorer: Scorer | None, asked_judge: Judge | None
-) -> list[Sample]:
-    samples = measured.samples
+    samples: Sequence[Sample], cases: Sequence[Case], scorer: Scorer | None, asked: Judge | None
+) -> Sequence[Sample]:
     if scorer is not None:
         with progress("Scoring", len(samples)) as on_step:
             samples = scored(samples, cases, scorer, on_step)
-    if asked_judge is not None:
+    if asked is not None:
         with progress("Judging", len(samples)) as on_step:
-            samples = judged(samples, cases, asked_judge, on_step)
+            samples = judged(samples, cases, asked, on_step)
     return samples
 
 

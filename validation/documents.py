@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import itertools
 import re
@@ -18,63 +17,19 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_PLACE_KINDS = words(
-    "Depot Warehouse Store Yard Hall Dock Barn Cellar Hangar Vault Annex Loft Station Bay Hub Shed Workshop Outpost"
-)
-_CITIES = words(
-    "Oslo Lisbon Vienna Prague Dublin Madrid Turin Lyon Bergen Malmo Ghent Basel Porto Seville Krakow Riga Tallinn "
-    "Zagreb Athens Cairo Tunis Dakar Accra Nairobi Lagos Durban Lima Quito Bogota Havana Boston Denver Austin Dallas "
-    "Seattle Toronto Montreal Osaka Kyoto Tokyo Seoul Hanoi Manila Jakarta Mumbai Delhi Karachi Tehran Ankara Izmir "
-    "Sofia Bucharest Warsaw Berlin Hamburg Bremen Munich Cologne Leipzig Dresden Geneva Milan Naples Palermo Genoa "
-    "Verona Bologna Florence Rome Paris Nantes Lille Bordeaux Toulouse Marseille Bristol Leeds York Cardiff Glasgow "
-    "Aarhus Odense Turku Tampere Gdansk Lodz Brno Graz Linz Salzburg Perth Sydney Hobart Darwin Auckland Dunedin"
-)
-_NAME_STEMS = words(
-    "Ash Birch Black Brad Bright Brom Carl Chat Clay Cold Cran Dal Dart Deep Dun East Elm Fair Fern Glen Gold Grim "
-    "Hal Haw Hazel Hen High Hol Iron Kel Kings Lang Lin Long Low Mar Mill Nor Oak Old Pem Quin Rad Raven Red Rock "
-    "Sand Sel Shel Silver Stan Stone Strat Sun Swan Thorn Tor Up Wal War Wel West Whit Wood Wyn"
-)
-_NAME_ENDINGS = words(
-    "borough bridge brook burn bury by combe cote dale den field ford gate ham haven hill hurst leigh mere mouth port "
-    "stead stoke ton well wick wood worth"
-)
-_ITEMS = words(
-    "lamps bolts ropes nails tiles pipes valves hinges screws cables chairs tables drums crates barrels buckets "
-    "shovels hammers saws drills wrenches pliers clamps chisels ladders brushes brooms mops towels blankets pillows "
-    "sheets curtains carpets mirrors clocks radios batteries candles matches lanterns torches helmets gloves boots "
-    "jackets coats hats scarves belts buttons needles threads ribbons stamps pens pencils erasers rulers notebooks "
-    "envelopes folders binders maps globes lenses prisms magnets springs gears pulleys wheels axles tyres pedals "
-    "saddles oars sails anchors nets hooks floats paddles tents poles pegs stoves kettles pots pans plates bowls cups "
-    "spoons forks knives jars bottles flasks funnels filters sponges soaps paints bricks planks beams panels doors "
-    "windows locks keys chains handles bells whistles flutes violins trumpets puzzles kites marbles"
-)
-_FIRST_NAMES = words(
-    "Anna Boris Clara David Elena Felix Grace Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Quentin Rosa Simon "
-    "Tania Ursula Victor Wanda Xavier Yvonne Zoe Adam Bella Cyril Dora Edgar Flora Gustav Hanna Ivan Julia Kevin Laura "
-    "Martin Nora Oscar Paula Ralph Sofia Thomas Vera Walter Agnes Bruno Carmen Dennis Edith Frank Gloria Harold Ingrid "
-    "Jacob Katrin Louis Monica Norman Olive Philip Rachel Stefan Teresa Albert Bridget Conrad Diana Ernest Frida "
-    "George Helen Isaac Judith Kurt Linda Marcus Nadia"
-)
-_LAST_NAMES = words(
-    "Berg Lund Holm Strand Falk Dahl Moen Vik Rask Krog Adler Bauer Fuchs Hahn Keller Lang Maier Roth Vogel Wolf "
-    "Rossi Bruno Conti Greco Longo Marino Neri Riva Serra Villa Costa Lopez Moreno Navarro Ortega Ramos Santos Torres "
-    "Vega Zamora Abbott Barker Carter Dawson Ellis Foster Grant Harper Irving Jarvis Kemp Lawson Mercer Nolan Osborne "
-    "Parker Quinn Reeves Sutton Turner Underwood Vance Warren York Archer Bishop Cooper Draper Fisher Gardner Hunter "
-    "Joiner Knight Miller Page Porter Sawyer Tanner Weaver Wheeler Blake Chase Drake Frost Hayes Marsh North Pike Reed "
-    "Stone Swift Wells Winter Novak Horak Kovac Petrov Orlov Sokol Tanaka Mori Sato Kato"
-)
-_TRADES = words(
-    "baker carpenter potter weaver tailor plumber painter printer gardener florist butcher grocer brewer cooper mason "
-    "welder miner sailor pilot driver porter clerk lawyer judge doctor nurse dentist surgeon chemist teacher tutor "
-    "writer poet editor actor singer dancer pianist drummer sculptor jeweller locksmith surveyor engineer mechanic "
-    "farmer shepherd fisher forester ranger"
-)
+def _asset(name: str) -> str:
+    return (importlib.resources.files("validation") / "assets" / name).read_text(encoding="utf-8").strip()
+
+
+# Words and sentences by their heading.
+WORDS = dict(part.split(":\n", 1) for part in _asset("words.txt").split("\n\n"))
+_PLACE_KINDS, _CITIES, _ITEMS = words(WORDS["place kinds"]), words(WORDS["cities"]), words(WORDS["items"])
+_NAME_STEMS, _NAME_ENDINGS = words(WORDS["name stems"]), words(WORDS["name endings"])
+_FIRST_NAMES, _LAST_NAMES = words(WORDS["first names"]), words(WORDS["last names"])
+_TRADES = words(WORDS["trades"])
 # The second yardstick knows lists by these names only.
-LIST_NAMES = words(
-    "Ada Alan Bella Ben Carl Cora Dan Dora Emil Eve Faye Finn Gia Glen Hana Hugo Iris Ivan Jack June Kara Kyle Lena "
-    "Liam Mia Milo Noah Nora Olga Owen Paul Pia Quin Reid Rosa Sam Sara Tess Theo Uma Una Vera Vic Walt Wes Xena Yara "
-    "Yuri Zane Zoe"
-)
+LIST_NAMES = words(WORDS["list names"])
+_PROSE = _asset("excerpt.txt")
 MOVES = {"up": 1, "down": -1}
 LOWEST_FLOOR, HIGHEST_FLOOR = 1, 9
 _SENTENCE_START = re.compile(r'(?<=[.!?"])\s+(?=["A-Z])')
@@ -84,7 +39,7 @@ _SENTENCE_END = re.compile(r'[.!?]"?(?=\s|$)')
 @dataclass(frozen=True, slots=True)
 class Question:
     """A question, or a prompt that ends with one, and the exact answer that the documents give. `donor_answer`: the
-    wrong one that a donor's text gives, None where it gives none."""
+    wrong one that a donor's text gives, if any."""
 
     text: str
     answer: str
@@ -117,12 +72,16 @@ SHIPPED_VOCABULARY = Vocabulary(
 
 def place_name(rng: random.Random) -> str:
     """Return one of about 36,000 places, such as `Depot Oslo`."""
-    return f"{rng.choice(_PLACE_KINDS)} {_proper_name(rng)}"
+    kind = rng.choice(_PLACE_KINDS)
+    if rng.random() < 0.1:
+        return f"{kind} {rng.choice(_CITIES)}"
+    return f"{kind} {rng.choice(_NAME_STEMS)}{rng.choice(_NAME_ENDINGS)}"
 
 
 def stock_list(rng: random.Random, rows: int = 8, place: str | None = None) -> Document:
     """Return a list of `rows` different items with their counts (2 to 999) at `place`, or at a random place."""
-    return _stock_list(rng, rng.sample(_ITEMS, rows), place or place_name(rng))
+    items = rng.sample(_ITEMS, rows)
+    return counted_list(place or place_name(rng), {item: rng.randint(2, 999) for item in items})
 
 
 def counted_list(place: str, counts: Mapping[str, int]) -> Document:
@@ -146,7 +105,7 @@ def register(places: Mapping[str, str]) -> Document:
 
 
 def floors(start: int, steps: Sequence[str]) -> list[int]:
-    """Return the floor behind each step; a step is one of MOVES, or an item that is left on the floor."""
+    """Return the floor after each step; a step is one of MOVES, or an item that is left on the floor."""
     return list(itertools.accumulate((MOVES.get(step, 0) for step in steps), initial=start))[1:]
 
 
@@ -163,7 +122,8 @@ def restock(rng: random.Random, earlier: Document) -> Document:
     header, *rows = earlier.text.split("\n")
     items = [row.partition(":")[0] for row in rows]
     rng.shuffle(items)
-    return _stock_list(rng, items, header.removeprefix("Stock list of ").removesuffix("."))
+    place = header.removeprefix("Stock list of ").removesuffix(".")
+    return counted_list(place, {item: rng.randint(2, 999) for item in items})
 
 
 def missing_stock_question(rng: random.Random) -> Question:
@@ -176,17 +136,31 @@ def fact_sheet(rng: random.Random, people: int = 4) -> Document:
     names: dict[str, None] = {}
     while len(names) < people:
         names[f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}"] = None
-    paragraphs, questions = [], []
+    paragraphs: list[str] = []
+    questions: list[Question] = []
     for name in names:
-        text, about = _person(rng, name)
-        paragraphs.append(text)
-        questions.extend(about)
+        badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
+        city, trade = rng.choice(_CITIES), rng.choice(_TRADES)
+        sentences = [
+            rng.choice((f"The badge number of {name} is {badge}.", f"{name} has badge {badge}.")),
+            rng.choice((f"{name} lives in {city}.", f"The home of {name} is in {city}.")),
+            rng.choice((f"{name} is registered as {trade}.", f"The trade of {name} is {trade}.")),
+            rng.choice((f"{name} was born in {year}.", f"The year of birth of {name} is {year}.")),
+        ]
+        rng.shuffle(sentences)
+        paragraphs.append(" ".join(sentences))
+        questions += [
+            Question(f"What is the badge number of {name}?", badge),
+            Question(f"Where does {name} live?", city),
+            Question(f"What is the trade of {name}?", trade),
+            Question(f"In which year was {name} born?", year),
+        ]
     return Document("\n".join(paragraphs), tuple(questions))
 
 
 def excerpt(rng: random.Random, characters: int) -> Document:
     """Return a `passage` of the shipped public-domain prose, without questions."""
-    return Document(passage(rng, _shipped_prose(), characters), ())
+    return Document(passage(rng, _PROSE, characters), ())
 
 
 def passage(rng: random.Random, prose: str, characters: int) -> str:
@@ -194,50 +168,13 @@ def passage(rng: random.Random, prose: str, characters: int) -> str:
 
     A single sentence longer than `characters` is returned whole. Raises ValueError if `prose` holds no whole sentence.
     """
-    latest_start = max(1, len(prose) - characters - 1000)
-    found = _SENTENCE_START.search(prose, rng.randrange(latest_start))
+    found = _SENTENCE_START.search(prose, rng.randrange(max(1, len(prose) - characters - 1000)))
     start = found.end() if found else 0
-    limit = start + characters
     end = None
     for sentence in _SENTENCE_END.finditer(prose, start):
-        if end is not None and sentence.end() > limit:
+        if end is not None and sentence.end() > start + characters:
             break
         end = sentence.end()
     if end is None:
         raise ValueError("The prose holds no whole sentence.")
     return prose[start:end]
-
-
-def _proper_name(rng: random.Random) -> str:
-    if rng.random() < 0.1:
-        return rng.choice(_CITIES)
-    return rng.choice(_NAME_STEMS) + rng.choice(_NAME_ENDINGS)
-
-
-def _stock_list(rng: random.Random, items: list[str], place: str) -> Document:
-    return counted_list(place, {item: rng.randint(2, 999) for item in items})
-
-
-def _person(rng: random.Random, name: str) -> tuple[str, list[Question]]:
-    badge, year = str(rng.randint(1000, 9999)), str(rng.randint(1940, 2005))
-    city, trade = rng.choice(_CITIES), rng.choice(_TRADES)
-    sentences = [
-        rng.choice((f"The badge number of {name} is {badge}.", f"{name} has badge {badge}.")),
-        rng.choice((f"{name} lives in {city}.", f"The home of {name} is in {city}.")),
-        rng.choice((f"{name} is registered as {trade}.", f"The trade of {name} is {trade}.")),
-        rng.choice((f"{name} was born in {year}.", f"The year of birth of {name} is {year}.")),
-    ]
-    rng.shuffle(sentences)
-    questions = [
-        Question(f"What is the badge number of {name}?", badge),
-        Question(f"Where does {name} live?", city),
-        Question(f"What is the trade of {name}?", trade),
-        Question(f"In which year was {name} born?", year),
-    ]
-    return " ".join(sentences), questions
-
-
-@functools.cache
-def _shipped_prose() -> str:
-    file = importlib.resources.files("validation") / "assets" / "excerpt.txt"
-    return file.read_text(encoding="utf-8").strip()

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from engine_wrapper.embedded.sampling import SamplingParams
-from validation.engines import connector_variables, environment
+from validation.engines import connector_variables, environment, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from engine_wrapper.embedded.model_runner import ModelRunner
-    from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
     from validation.engines import EngineSettings
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 # Weights made on the spot have no revision; every engine of a run holds the same ones.
 RANDOM_WEIGHTS = {"MODEL_REVISION": "random", "TOKENIZER_REVISION": "none"}
-# Of a forward, for each request that runs at once: a batch's prompts take few forwards then, which a card is quick at.
-_ROWS_OF_A_REQUEST = 256
 
 
 def open_llm(
@@ -52,41 +49,6 @@ def open_cold(model: Path, runner: ModelRunner, pool_tokens: int) -> LLM:
     return LLM(model, runner=runner.share(), kv_cache_config=cache, max_seq_len=pool_tokens)
 
 
-def disk_tier(folder: Path, size: int = 1 << 30) -> dict[str, str]:
-    """Settings of a tier of `size` bytes in `folder`."""
-    return {"DISK_BYTES": str(size), "DISK_PATH": str(folder), "DISK_KEY_PATH": str(folder / "key")}
-
-
-def evict_block(llm: LLM) -> bool:
-    """Evicts the least recently used block of the engine's own prefix cache; False when the cache is empty."""
-    block = llm.block_manager._tree.evict()
-    if block is not None:
-        llm.block_manager._free.append(block)
-    return block is not None
-
-
-def evict_prefixes(llm: LLM) -> None:
-    """Empties the engine's own prefix cache."""
-    while evict_block(llm):
-        pass
-
-
-def drain(llm: LLM) -> None:
-    """Waits for the saves and the transfers between tiers."""
-    llm.settle()
-    for thread in filter(None, (llm.connector_worker.saver, llm.connector_worker.transfers)):
-        thread.drain()
-
-
-def find_donors(llm: LLM) -> None:
-    """Lets the scheduler learn of every donor on disk, which it does request by request. From then on donors get
-    files."""
-    drain(llm)
-    llm.generate([[1]], ONE_TOKEN)
-    while llm.connector_worker.transfers is not None and llm.connector_worker._runtime.disk.found:
-        llm.generate([[1]], ONE_TOKEN)
-
-
 class _ArmLLM(LLM):
     def settle(self) -> None:
         super().settle()
@@ -99,36 +61,26 @@ class EmbeddedEngines:
 
     starts_slowly = False
     prefix_unit = 1
-    notes = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, runner: ModelRunner, kv_dtype: str = "auto") -> None:
         self.runner, self.kv_dtype = runner, kv_dtype
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.runner.tokenizer
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self.runner.facts
-
-    @property
-    def token_bytes(self) -> int:
-        facts = self.runner.facts
-        return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * self.runner.dtype.itemsize
+        self.tokenizer: Any = runner.tokenizer
+        self.facts = runner.facts
+        self.token_bytes = token_bytes(runner.facts, runner.dtype)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> LLM:
         """The arm's engine, over the shared weights with a pool of its own."""
-        connector = None if arm.variables is None else KvCacheConnectorConfig.ours()
+        # With 256 rows a request a batch's prompts take few forwards, which a card is quick at.
+        rows = max(LlmArgs.model_fields["max_num_tokens"].default, 256 * settings.batch_size)
         cache: dict[str, Any] = {"max_tokens": settings.pool_tokens, "dtype": self.kv_dtype}
-        rows = max(LlmArgs.model_fields["max_num_tokens"].default, _ROWS_OF_A_REQUEST * settings.batch_size)
         with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,
                 runner=self.runner.share(),
                 max_batch_size=settings.batch_size,
                 kv_cache_config=KvCacheConfig(**cache),
-                kv_connector_config=connector,
+                kv_connector_config=None if arm.variables is None else KvCacheConnectorConfig.ours(),
                 max_num_tokens=rows,
                 long_prefill_token_threshold=arm.chunk_tokens or 0,
             )

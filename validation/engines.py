@@ -25,16 +25,19 @@ if TYPE_CHECKING:
     from semblend_trt.connector.model_facts import ModelFacts
     from validation.arms import Arm
 
+    # One for all prompts, or one for each.
+    AllParams = SamplingParams | Sequence[SamplingParams]
+    AllSalts = Sequence[str | None] | str | None
+
 EMBEDDED, TRTLLM, VLLM = "embedded", "trtllm", "vllm"
-_VARIABLE_PREFIXES = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Settings of all engines of a run.
 
-    `pool_tokens` holds the donors and prompts that are served together; `host_bytes` holds many donors, since each is a
-    chance of reuse where none belongs. `batch_size`: most requests that run at once.
+    `pool_tokens` holds the donors and prompts that are served together; `host_bytes` holds many donors, as each could
+    be reused where it must not be. `batch_size`: most requests that run at once.
     """
 
     model: str
@@ -43,85 +46,65 @@ class EngineSettings:
     min_span: int
     batch_size: int = 8
 
-    def holds(self, needed: EngineSettings) -> bool:
-        """Whether an engine with these settings has the room that is needed."""
-        return self.pool_tokens >= needed.pool_tokens and self.host_bytes >= needed.host_bytes
-
 
 class ServedModel(Protocol):
     """A model as the writing and scoring of cases sees it."""
 
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def facts(self) -> ModelFacts: ...
+    tokenizer: Any
+    facts: ModelFacts
 
 
 class ArmEngine(Protocol):
     """One arm's running engine, with the embedded engine's methods. Requests are numbered from 1 on."""
 
     def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-        cache_salt: Sequence[str | None] | str | None = None,
+        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> Sequence[RequestOutput]:
         """Answers all prompts together. Raises SemBlendError."""
         ...
 
     def settle(self) -> None:
         """Waits until what was served can be found as a donor, and, if engines start quickly, is in the audit log."""
-        ...
 
     def shutdown(self) -> None:
         """Ends the engine; from then on its audit log is complete."""
-        ...
 
 
 class Engines(ServedModel, Protocol):
-    """Opens engines over one model. `token_bytes`: most bytes of a token's KV. Engines that start slowly run one at a
-    time, and each is asked everything at once. `prefix_unit`: an engine's own exact prefix is a multiple of so many
-    tokens."""
+    """Opens engines over one model.
 
-    @property
-    def token_bytes(self) -> int: ...
+    `token_bytes`: most bytes of a token's KV. Engines that start slowly run one at a time, and each is asked everything
+    at once. An engine's own exact prefix is a multiple of `prefix_unit` tokens. `notes`: limits of a timed run with
+    these engines, a sentence each.
+    """
 
-    @property
-    def starts_slowly(self) -> bool: ...
-
-    @property
-    def prefix_unit(self) -> int: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Limits of a timed run with these engines, a sentence each."""
-        ...
+    token_bytes: int
+    starts_slowly: bool
+    prefix_unit: int
+    notes: tuple[str, ...]
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """The arm's engine, whose connector writes its audit log there. The caller shuts it down."""
         ...
 
 
+def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
+    return 2 * facts.num_layers * facts.kv_heads * facts.head_dim * dtype.itemsize
+
+
 def connector_variables(arm: Arm, settings: EngineSettings, audit_path: str) -> dict[str, str]:
     """The variables that set the arm's connector; none without one."""
     if arm.variables is None:
         return {}
-    return {
-        **arm.variables,
-        "SEMBLEND_MIN_SPAN": str(settings.min_span),
-        "SEMBLEND_HOST_BYTES": str(settings.host_bytes),
-        "SEMBLEND_AUDIT_PATH": audit_path,
-    }
+    room = {"SEMBLEND_MIN_SPAN": str(settings.min_span), "SEMBLEND_HOST_BYTES": str(settings.host_bytes)}
+    return {**arm.variables, **room, "SEMBLEND_AUDIT_PATH": audit_path}
 
 
 @dataclass(frozen=True, slots=True)
 class AuditCounts:
-    """Names as the SemBlend package's validation reports them.
+    """Names as the SemBlend package's validation reports them; `report.COUNTED` says what they count.
 
-    `semantic_hits`: look-ups that found a donor; `materializations`: requests whose plan was carried out;
-    `materialized_units`: tokens times layers moved; `incremental_matched_tokens`: tokens promised to the engine beyond
-    those it had; `rope_corrections`: carried-out plans that moved KV to other positions.
+    `materialized_units`: tokens times layers moved.
     """
 
     events: int = 0
@@ -137,8 +120,7 @@ class AuditCounts:
     def of(cls, events: Iterable[dict[str, Any]], arm: str) -> AuditCounts:
         """Counts the events whose `arm` is `arm`."""
         ours = [event for event in events if event["arm"] == arm]
-        lookups = [event for event in ours if event["event"] == "lookup"]
-        materialized = [event for event in ours if event["event"] == "materialized"]
+        lookups, materialized = ([e for e in ours if e["event"] == name] for name in ("lookup", "materialized"))
         reasons = Counter(event["rejection_reason"] for event in lookups if event.get("rejection_reason"))
         return cls(
             events=len(ours),
@@ -160,22 +142,15 @@ class AuditFile:
     events: list[dict[str, Any]] = field(default_factory=list)
     _read_bytes: int = 0
 
-    def read(self) -> None:
-        """Adds the events whose lines are whole by now."""
-        if not self.path.exists():
-            return
-        with open_input(self.path) as file:
-            file.seek(self._read_bytes)
-            lines, newline, _ = file.read().rpartition(b"\n")
-        self.events += [json.loads(line) for line in lines.splitlines() if line]
-        self._read_bytes += len(lines) + len(newline)
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of an audit file that is written no more."""
-    audit = AuditFile(path)
-    audit.read()
-    return audit.events
+    def read(self) -> list[dict[str, Any]]:
+        """Adds the events whose lines are whole by now; all events."""
+        if self.path.exists():
+            with open_input(self.path) as file:
+                file.seek(self._read_bytes)
+                lines, newline, _ = file.read().rpartition(b"\n")
+            self.events += [json.loads(line) for line in lines.splitlines() if line]
+            self._read_bytes += len(lines) + len(newline)
+        return self.events
 
 
 def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dict[str, Any]]:
@@ -191,10 +166,8 @@ def ended_requests(events: Iterable[dict[str, Any]], asked: int = 0) -> list[dic
 
 def concerns(event: dict[str, Any], request_ids: frozenset[int]) -> bool:
     """True when the event is about one of the requests or the donor that one of them became."""
-    if event.get("request_id") in request_ids:
-        return True
-    donor_id = event.get("donor_id")
-    return isinstance(donor_id, str) and donor_id.rpartition("-")[2] in {str(number) for number in request_ids}
+    donor = str(event.get("donor_id")).rpartition("-")[2]
+    return event.get("request_id") in request_ids or donor in map(str, request_ids)
 
 
 @contextmanager
@@ -220,19 +193,12 @@ class Asked:
     salt: str | None
 
 
-def asked_of(
-    first: int,
-    prompts: Sequence[list[int]],
-    sampling_params: SamplingParams | Sequence[SamplingParams],
-    cache_salt: Sequence[str | None] | str | None,
-) -> list[Asked]:
+def asked_of(first: int, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts) -> list[Asked]:
     """The arguments of `ArmEngine.generate` by prompt, numbered from `first` on. Raises SemBlendError."""
     params = one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
     salts = one_each("cache_salt", cache_salt, len(prompts), str)
-    return [
-        Asked(number, list(prompt), param, salt)
-        for number, (prompt, param, salt) in enumerate(zip(prompts, params, salts, strict=True), start=first)
-    ]
+    numbers = range(first, first + len(prompts))
+    return [Asked(*each) for each in zip(numbers, map(list, prompts), params, salts, strict=True)]
 
 
 def answered(
@@ -243,10 +209,8 @@ def answered(
     cached_tokens: int = 0,
     time_to_first_token: float | None = None,
 ) -> RequestOutput:
-    """An answer without its text. `logits`: float32 [tokens, vocabulary].
-
-    `cached_tokens`: all that the engine did not compute, from its own prefix cache or from a connector.
-    """
+    """An answer without its text. `logits`: float32 [tokens, vocabulary]; `cached_tokens`: all that the engine did not
+    compute, from its own prefix cache or from a connector."""
     return RequestOutput(
         request_id=asked.number,
         prompt=None,
@@ -264,7 +228,7 @@ def answered(
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm."""
     with mock.patch.dict(os.environ):
-        for name in [name for name in os.environ if name.startswith(_VARIABLE_PREFIXES)]:
+        for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
             del os.environ[name]
         os.environ.update(variables)
         yield

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 _BLOCK_SIZE = 32
 # Rows of float32 logits over a large vocabulary are big; this many are enough to meet every position of a block.
 MAX_TOKENS = 512
-# Two chunks, and a span with a token before and behind it.
+# Two chunks, and a span with a token before and after it.
 MIN_TOKENS = 4
 # Answer tokens whose logits are compared in an engine that gives no prompt logits.
 _ANSWER_TOKENS = 16
-_HOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ class Exactness:
 def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness:
     """The wrapper against the plain Hugging Face forward, on the first MAX_TOKENS of `token_ids`.
 
-    Compared are all rows without a plan, at once and in two chunks; and the rows behind a span of garbage KV, under a
-    plan that recomputes every layer, so that the garbage must not be read. Raises ConfigurationError for fewer than
+    Compares all rows without a plan, at once and in two chunks; and the rows after a span of garbage KV, under a plan
+    that recomputes every layer, so that it must not read the garbage. Raises ConfigurationError for fewer than
     MIN_TOKENS.
     """
     tokens = [int(token) for token in token_ids[:MAX_TOKENS]]
@@ -62,25 +61,26 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
     facts = runner.facts
     geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
     plain = _plain_logits(runner.model, tokens)  # [tokens, vocab]
-    blocks = -(-len(tokens) // geometry.block_size)
-    shape = (blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
-    # A row that is read before it is written shows: as NaN without a plan, as a large value under one.
-    pool = torch.full(shape, float("nan"), dtype=runner.dtype, device=runner.device)
+    blocks = tuple(range(-(-len(tokens) // geometry.block_size)))
+    shape = (len(blocks), geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+    pool = torch.empty(shape, dtype=runner.dtype, device=runner.device)
     wrapped = runner.share()
     wrapped.attach_pool(pool, geometry)
-    block_ids = tuple(range(blocks))
-    [without_plan] = wrapped.forward([SequenceSlice(0, 0, tuple(tokens), block_ids)], all_rows=True)
+
+    def rows(begin: int, end: int, plan: SemanticKvPlan | None = None) -> torch.Tensor:
+        part = SequenceSlice(0, begin, tuple(tokens[begin:end]), blocks, plan)
+        return wrapped.forward([part], all_rows=True)[0]
+
+    # A row that is read before it is written shows: as NaN without a plan, as a large value under one.
+    pool.fill_(float("nan"))
+    without_plan = rows(0, len(tokens))
     pool.fill_(float("nan"))
     cut = len(tokens) // 3
-    chunks = [
-        wrapped.forward([SequenceSlice(0, begin, tuple(tokens[begin:end]), block_ids)], all_rows=True)[0]
-        for begin, end in ((0, cut), (cut, len(tokens)))
-    ]
+    chunks = torch.cat([rows(0, cut), rows(cut, len(tokens))])
     pool.fill_(100.0)
-    plan = _recompute_everything(tokens, geometry, block_ids)
-    begin = plan.prefix_end
-    [recomputed] = wrapped.forward([SequenceSlice(0, begin, tuple(tokens[begin:]), block_ids, plan)], all_rows=True)
-    differences = (without_plan - plain, torch.cat(chunks) - plain, recomputed - plain[begin:])
+    plan = _recompute_everything(tokens, geometry, blocks)
+    recomputed = rows(plan.prefix_end, len(tokens), plan)
+    differences = (without_plan - plain, chunks - plain, recomputed - plain[plan.prefix_end :])
     return Exactness(max(map(_largest, differences)), "the plain Hugging Face forward, float32")
 
 
@@ -94,7 +94,7 @@ def stock_difference(
     """
     count = min(MAX_TOKENS, engines.facts.max_positions - _ANSWER_TOKENS)
     tokens = list(itertools.islice(itertools.cycle(token_ids), count))
-    settings = EngineSettings(model, 4 * MAX_TOKENS, _HOST_BYTES, min_span)
+    settings = EngineSettings(model, 4 * MAX_TOKENS, 1 << 30, min_span)
     layers = engines.facts.num_layers
     names = (COLD, WRAPPER_WITHOUT_PLAN, f"{BOUNDARY}_{layers}", *also)
     arms = arms_of(names, ArmChoices(layers, boundary=layers))
@@ -104,10 +104,8 @@ def stock_difference(
 
 
 def _answer_logits(engines: Engines, arm: Arm, tokens: list[int], settings: EngineSettings) -> list[torch.Tensor]:
-    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and again with the engine's own prefix.
-
-    The donor holds the middle half of the prompt at other positions, behind another text.
-    """
+    """Logits of a forced answer, float32 [tokens, vocabulary]: at first, and again with the engine's own prefix. The
+    donor holds the middle half of the prompt at other positions, after another text."""
     quarter = len(tokens) // 4
     donor = [*tokens[:-quarter:-1], *tokens[quarter : 3 * quarter]]
     forced = SamplingParams(
@@ -150,7 +148,6 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
     prefix_end = 3 * len(tokens) // 4
     span = PlanSpan("garbage", donor_start=0, target_start=prefix_end // 2, length=prefix_end - prefix_end // 2)
     layers = geometry.num_layers
-    execution = EngineExecution(mode=EngineMode.WRAPPER, num_layers=layers, recompute_boundary_layer=layers)
     return SemanticKvPlan(
         request_id=0,
         kind=PlanKind.REQUEST_LOCAL,
@@ -159,6 +156,6 @@ def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tu
         num_computed_tokens=0,
         matched_tokens=prefix_end,
         block_size=geometry.block_size,
-        execution=execution,
+        execution=EngineExecution(EngineMode.WRAPPER, layers, recompute_boundary_layer=layers),
         target_block_ids=block_ids,
     )

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 120.0
 MAX_OUTPUT_BYTES = 1 << 16
-# A judge that times out so often in a row is not asked for the remaining answers.
+# A judge that times out this often in a row is not asked for the remaining answers.
 MAX_TIMEOUTS = 3
 _SLOW = "no answer within"
-_NOT_ASKED = f"not asked: it took too long {MAX_TIMEOUTS} times in a row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,33 +88,27 @@ class Judge:
             process = subprocess.Popen(
                 self.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
-        with process:
+        with process, selectors.DefaultSelector() as selector:
+            read = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe is not None}
+            for pipe in read:
+                selector.register(pipe, selectors.EVENT_READ)
             try:
-                printed, errors = _outputs(process, deadline)
+                while selector.get_map():
+                    ready = selector.select(max(0.0, deadline - time.monotonic()))
+                    if not ready:
+                        raise subprocess.TimeoutExpired(self.command, self.timeout_seconds)
+                    for key, _ in ready:
+                        chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
+                        read[key.fd] += chunk
+                        if len(read[key.fd]) > MAX_OUTPUT_BYTES:
+                            raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
+                        if not chunk:
+                            selector.unregister(key.fd)
+                printed, errors = (each.decode("utf-8", "replace") for each in read.values())
                 return process.wait(max(0.0, deadline - time.monotonic())), printed, errors
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-
-
-def _outputs(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
-    """All of stdout and of stderr."""
-    read = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr) if pipe is not None}
-    with selectors.DefaultSelector() as selector:
-        for pipe in read:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise subprocess.TimeoutExpired(process.args, 0.0)
-            for key, _ in ready:
-                chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
-                read[key.fd] += chunk
-                if len(read[key.fd]) > MAX_OUTPUT_BYTES:
-                    raise ValueError(f"printed more than {MAX_OUTPUT_BYTES} bytes")
-                if not chunk:
-                    selector.unregister(key.fd)
-    return [each.decode("utf-8", "replace") for each in read.values()]
 
 
 def judged(
@@ -130,25 +123,19 @@ def judged(
             done.append(sample)
             continue
         score: float | None = None
-        problem: str | None = _NOT_ASKED
+        problem: str | None = f"not asked: it took too long {MAX_TIMEOUTS} times in a row"
         if timeouts < MAX_TIMEOUTS:
-            comparison = {
-                "id": sample.case_id,
-                "arm": sample.arm,
-                "prompt": prompts[sample.case_id],
+            answers = {
                 "reference": sample.reference,
                 "cold": cold[sample.case_id, sample.repeat],
                 "answer": sample.answer,
             }
-            score, problem = judge.score(comparison)
+            asked = {"id": sample.case_id, "arm": sample.arm, "prompt": prompts[sample.case_id], **answers}
+            score, problem = judge.score(asked)
             timeouts = timeouts + 1 if problem is not None and problem.startswith(_SLOW) else 0
         done.append(replace(sample, judge_score=score, judge_error=problem))
         on_step(sample.case_id)
     return done
-
-
-# The question stands at the end of a prompt; more of the prompt makes scoring slow and changes little.
-MAX_PROMPT_TOKENS = 1_024
 
 
 class Scorer:
@@ -162,17 +149,15 @@ class Scorer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"--ppl-model {model!r} cannot be loaded: {reason_of(error)}") from error
         self._device = device
-        self._context = int(getattr(self._model.config, "max_position_embeddings", MAX_PROMPT_TOKENS))
+        self._context = int(getattr(self._model.config, "max_position_embeddings", 1_024))
 
     @torch.inference_mode()
     def score(self, prompt: str, answer: str) -> float | None:
-        """Perplexity of `answer` behind the end of `prompt`; None for an answer without a token."""
+        """Perplexity of `answer` after the end of `prompt`; None for an answer without a token."""
         target = self._tokenizer.encode(answer, add_special_tokens=False)[: self._context // 2]
-        if not target:
-            return None
-        room = min(MAX_PROMPT_TOKENS, self._context - len(target))
-        before = self._tokenizer.encode(prompt)[-room:]
-        if not before:
+        # The question stands at the end of a prompt; more of the prompt makes scoring slow and changes little.
+        before = self._tokenizer.encode(prompt)[-min(1_024, self._context - len(target)) :]
+        if not (target and before):
             return None
         ids = torch.tensor([before + target], device=self._device)
         logits = self._model(ids, use_cache=False).logits[0, len(before) - 1 : -1].float()

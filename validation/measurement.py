@@ -9,28 +9,78 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm
-from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, groups
-from validation.engines import AuditCounts, EngineSettings, concerns, opened
-from validation.samples import Sample, sample_of
-from validation.serving import Answer, ArmServer
+from validation.cases import MAX_FORCED_TOKENS, Case, Tokeniser, equal_start, groups
+from validation.engines import AuditCounts, EngineSettings, concerns, ended_requests, opened
+from validation.samples import Answer, Reuse, Sample, sample_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from validation.cases import TokenisedCase
-    from validation.engines import Engines
-    from validation.serving import Reuse
+    from validation.engines import ArmEngine, AuditFile, Engines
 
 OnStep = Callable[[str], None]
 
-MIN_HOST_BYTES, MIN_BATCH_HOST_BYTES = 2 << 30, 4 << 30
 # Tokens that a request's last block and the next one may take beyond its own.
 BLOCK_ROOM = 128
 WARM_UP_SALT = "warm-up"
-WARM_UP_TOKENS = 512
+
+
+@dataclass(slots=True)
+class ArmServer:
+    """One arm's running engine. Each call waits until what it served can be found by the next."""
+
+    arm: Arm
+    engine: ArmEngine
+    tokeniser: Tokeniser
+    audit: AuditFile
+
+    def serve_donors(self, donors: Sequence[list[int]], salt: str | None = None) -> list[int]:
+        """Serves all donors together, where the arm serves any; the numbers of their requests."""
+        if not (self.arm.serves_donors and donors):
+            return []
+        outputs = self.engine.generate(donors, SamplingParams(max_tokens=1), salt)
+        self.engine.settle()
+        return [output.request_id for output in outputs]
+
+    def answers(
+        self, prompts: Sequence[list[int]], salts: Sequence[str | None], forced: Sequence[tuple[int, ...] | None]
+    ) -> list[Answer]:
+        """Answers all prompts together, greedily or with the `forced` tokens. Raises SemBlendError."""
+        outputs = self.engine.generate(prompts, [self.tokeniser.sampling(each) for each in forced], salts)
+        self.engine.settle()
+        found = []
+        for output, target in zip(outputs, forced, strict=True):
+            [completion] = output.outputs
+            logits = completion.generation_logits
+            if logits is None:
+                raise SemBlendError(f"The engine gave no answer: {output.error or completion.finish_reason}.")
+            tokens = completion.token_ids if target is None else logits.argmax(dim=-1).tolist()
+            answer = Answer(
+                request_id=output.request_id,
+                prompt_tokens=len(output.prompt_token_ids),
+                tokens=tuple(tokens),
+                text=self.tokeniser.text(tokens),
+                logits=logits,
+                loss=None if target is None else metrics.loss(logits, target),
+                ttft_s=output.time_to_first_token,
+                reuse=Reuse(cached=output.cached_tokens),
+            )
+            found.append(answer)
+        return found
+
+    def reuse(self, asked: int) -> dict[int, Reuse]:
+        """The reuse of each request by its number, as far as the audit file was read; empty without a connector. Raises
+        SemBlendError when the audit log has fewer than `asked` requests."""
+        if self.arm.variables is None:
+            return {}
+        ended = enumerate(ended_requests(self.audit.events, asked), start=1)
+        plans = {each["request_id"]: each for each in self.audit.events if each["event"] == "plan_dispatched"}
+        return {number: Reuse.of(event, plans.get(event["request_id"])) for number, event in ended}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +145,7 @@ class BatchServer(_CaseServer):
                 self._kept = None
 
     def samples(self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None) -> list[Sample]:
-        """The answers to all cases, or to `cases`, compared with cold's; a case is served cold once.
-
-        Raises SemBlendError.
-        """
+        """The answers to all cases, or to `cases`, compared with cold's, which is asked once. Raises SemBlendError."""
         cases = self._cases if cases is None else cases
         if missing := [case for case in cases if case.id not in self._cold]:
             asked = self._cases if self._engines.starts_slowly and not self._cold else missing
@@ -114,10 +161,8 @@ class BatchServer(_CaseServer):
     def answers(
         self, arm: Arm, cases: Sequence[Case] | None = None, on_step: OnStep = lambda _: None
     ) -> dict[str, Answer]:
-        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each.
-
-        One engine serves them all, and ends with them unless it is kept. Raises SemBlendError.
-        """
+        """The answers of all cases, or of `cases`, under `arm` by id; `on_step` gets the id of each. One engine serves
+        them all, and ends with them unless it is kept. Raises SemBlendError."""
         order = groups(self._cases if cases is None else cases)
         # A second cold run has other batches, so that it shows what batching alone changes.
         order = order[::-1] if arm.name == COLD_AGAIN else order
@@ -136,13 +181,15 @@ class BatchServer(_CaseServer):
 
     @contextmanager
     def _running(self, arm: Arm, order: Sequence[list[Case]]) -> Iterator[ArmServer]:
-        """The arm's server, whose audit file is read behind what it serves within."""
+        """The arm's server; its audit file is read at the end."""
         kept, needed = self._kept, self._engine_settings(order)
         if kept is None or kept.arm != arm:
             with self._served(arm, needed) as server:
                 yield server
             return
-        if kept.server is None or kept.settings is None or not kept.settings.holds(needed):
+        room = kept.settings
+        has_room = room and room.pool_tokens >= needed.pool_tokens and room.host_bytes >= needed.host_bytes
+        if kept.server is None or not has_room:
             kept.stack.close()
             # With room for every case that is known by now, it need not be opened again for the next ones.
             kept.settings = self._engine_settings(groups(self._cases))
@@ -158,59 +205,55 @@ class BatchServer(_CaseServer):
         # One question of every group at a time: in a cold arm the next questions find the first one's KV.
         for together in zip_longest(*chunk):
             cases = [case for case in together if case is not None]
-            tokens = [self._tokens[case.id] for case in cases]
-            answers = server.answers(
-                [each.prompt for each in tokens],
-                [case.group if server.arm.isolated else None for case in cases],
-                # Without one right answer, the reference is scored.
-                [None if case.known_answer else each.forced for case, each in zip(cases, tokens, strict=True)],
-            )
+            # Without one right answer, the reference is scored.
+            forced = [None if case.known_answer else self._tokens[case.id].forced for case in cases]
+            answers = self._asked(server, cases, forced)
             if self._likelihoods:
                 answers = self._with_likelihoods(server, cases, answers)
             yield from zip((case.id for case in cases), answers, strict=True)
 
+    def _asked(
+        self, server: ArmServer, cases: Sequence[Case], forced: Sequence[tuple[int, ...] | None]
+    ) -> list[Answer]:
+        salts = [case.group if server.arm.isolated else None for case in cases]
+        return server.answers([self._tokens[case.id].prompt for case in cases], salts, forced)
+
     def _with_likelihoods(self, server: ArmServer, cases: Sequence[Case], answers: Sequence[Answer]) -> list[Answer]:
-        scored = [self._scored_tokens(case, answer) for case, answer in zip(cases, answers, strict=True)]
+        for case, answer in zip(cases, answers, strict=True):
+            # The first to be asked is cold; every arm's likelihood is that of the same tokens.
+            if case.id not in self._scored:
+                is_right = case.reference is not None and metrics.exact_match(answer.text, case.reference)
+                self._scored[case.id] = answer.tokens if is_right else self._tokens[case.id].forced or answer.tokens
+        scored = [self._scored[case.id] for case in cases]
         # A text's own tokens were forced already, and an answer that begins with the scored one need not be run again.
         missed = [
             index
-            for index, answer in enumerate(answers)
-            if answer.loss is None and answer.tokens[: len(scored[index])] != scored[index]
+            for index, (answer, target) in enumerate(zip(answers, scored, strict=True))
+            if answer.loss is None and answer.tokens[: len(target)] != target
         ]
         forced = list[Answer]()
         if missed:
-            forced = server.answers(
-                [self._tokens[cases[index].id].prompt for index in missed],
-                [cases[index].group if server.arm.isolated else None for index in missed],
-                [scored[index] for index in missed],
-            )
-        again = dict(zip(missed, forced, strict=True))
-        found = list[Answer]()
+            forced = self._asked(server, [cases[index] for index in missed], [scored[index] for index in missed])
+        again = {index: answer.loss for index, answer in zip(missed, forced, strict=True)}
+        found = []
         for index, answer in enumerate(answers):
-            nats = again[index].loss if index in again else answer.loss
+            nats = again.get(index, answer.loss)
             nats = metrics.loss(answer.logits, scored[index]) if nats is None else nats
             tokens = len(scored[index]) if cases[index].known_answer else 1
             found.append(replace(answer, likelihood=math.exp(-nats * tokens)))
         return found
 
-    def _scored_tokens(self, case: Case, answer: Answer) -> tuple[int, ...]:
-        """The tokens whose likelihood every arm is asked for; the first to be asked is cold."""
-        if case.id not in self._scored:
-            is_right = case.reference is not None and metrics.exact_match(answer.text, case.reference)
-            self._scored[case.id] = answer.tokens if is_right else self._tokens[case.id].forced or answer.tokens
-        return self._scored[case.id]
-
     def _engine_settings(self, order: Sequence[list[Case]]) -> EngineSettings:
         settings, tokens = self._settings, [[self._tokens[case.id] for case in group] for group in order]
         room = max(settings.max_tokens, MAX_FORCED_TOKENS) + BLOCK_ROOM
-        longest = room + max(len(text) for group in tokens for each in group for text in (each.prompt, *each.donors))
+        longest = room + max(len(text) for group in tokens for each in group for text in each.texts)
         # A group's donors, and its prompts, which are kept too.
         kept = max(sum(map(len, group[0].donors)) + sum(len(each.prompt) for each in group) for group in tokens)
         return EngineSettings(
             model=settings.model,
             # Twice: for running requests, and for the KV that a group's first prompt leaves to the next questions.
             pool_tokens=2 * min(settings.batch, len(order)) * longest,
-            host_bytes=max(MIN_BATCH_HOST_BYTES, 2 * kept * settings.batch * self._engines.token_bytes),
+            host_bytes=max(4 << 30, 2 * kept * settings.batch * self._engines.token_bytes),
             min_span=settings.min_span,
             batch_size=settings.batch,
         )
@@ -243,7 +286,6 @@ class _Round:
     donors: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
     reuse: dict[str, dict[int, Reuse]] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Measurement(_CaseServer):
@@ -280,27 +322,34 @@ class Measurement(_CaseServer):
         for repeat in range(self._repeats):
             found = _Round()
             for arms in self._turns:
-                self._serve(arms, repeat, found, on_step)
+                events += self._serve(arms, repeat, found, on_step)
             samples += self._compared(repeat, found)
-            events += found.events
         counts = {arm.name: AuditCounts.of(events, arm.name) for arm in self._arms if arm.variables is not None}
         return Measured(samples, counts, events)
 
-    def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> None:
-        """Serves all cases under arms whose engines run together."""
+    def _serve(self, arms: tuple[Arm, ...], repeat: int, found: _Round, on_step: OnStep) -> list[dict[str, Any]]:
+        """Serves all cases under arms whose engines run together; their audit events."""
         with ExitStack() as stack:
             settings = self._engine_settings()
             servers = [stack.enter_context(self._served(arm, settings)) for arm in arms]
-            warm_up = [self._warm_up(server) for server in servers]
+            warm_up = []
+            for server in servers:
+                # A shifted text under a salt of its own, before anything is timed.
+                donor = self.longest_prompt[:512]
+                donors = server.serve_donors([donor], WARM_UP_SALT)
+                [answer] = server.answers([donor[-1:] + donor], [WARM_UP_SALT], [None])
+                warm_up.append(frozenset([answer.request_id, *donors]))
             for index, group in enumerate(groups(self._cases)):
                 # The order alternates, so that a machine that slows down over time favours no arm.
                 turn = (index + repeat) % len(servers)
                 self._serve_group(servers[turn:] + servers[:turn], group, repeat, found, on_step)
+        events = []
         for server, requests in zip(servers, warm_up, strict=True):
             name = server.arm.name
             found.reuse[name] = server.reuse(max(by_arm[name].request_id for by_arm in found.answers.values()))
             about = [event for event in server.audit.events if not concerns(event, requests)]
-            found.events += [{**event, "arm": name, "repeat": repeat} for event in about]
+            events += [{**event, "arm": name, "repeat": repeat} for event in about]
+        return events
 
     def _engine_settings(self) -> EngineSettings:
         tokens = [[self._tokens[case.id] for case in group] for group in groups(self._cases)]
@@ -315,16 +364,9 @@ class Measurement(_CaseServer):
         return EngineSettings(
             model=self._settings.model,
             pool_tokens=max(needed),
-            host_bytes=max(MIN_HOST_BYTES, 2 * donors * self._engines.token_bytes),
+            host_bytes=max(2 << 30, 2 * donors * self._engines.token_bytes),
             min_span=self._settings.min_span,
         )
-
-    def _warm_up(self, server: ArmServer) -> frozenset[int]:
-        """Serves a shifted text under a salt of its own, before anything is timed; returns the request ids."""
-        donor = self.longest_prompt[:WARM_UP_TOKENS]
-        donors = server.serve_donors([donor], WARM_UP_SALT)
-        [answer] = server.answers([donor[-1:] + donor], [WARM_UP_SALT], [None])
-        return frozenset([answer.request_id, *donors])
 
     def _serve_group(
         self, servers: list[ArmServer], group: list[Case], repeat: int, found: _Round, on_step: OnStep
@@ -337,47 +379,38 @@ class Measurement(_CaseServer):
             tokens, answers = self._tokens[case.id], found.answers.setdefault(case.id, {})
             salts = {server.arm.name: f"{case.group}/{repeat}" if server.arm.isolated else None for server in servers}
             for server in servers:
-                [answers[server.arm.name]] = server.answers([tokens.prompt], [salts[server.arm.name]], [None])
-            _check_cold(case, answers)
+                name = server.arm.name
+                [answers[name]] = server.answers([tokens.prompt], [salts[name]], [None])
+                if case.is_timed and name in (COLD, COLD_AGAIN) and (cached := answers[name].reuse.cached):
+                    raise SemBlendError(
+                        f"Case {case.id}: the arm {name} found {cached} cached tokens although nothing was served "
+                        "under its salt before; the engine does not isolate salts."
+                    )
             target = tokens.forced or answers[COLD].tokens
             for server in servers:
-                ours = answers[server.arm.name]
+                name = server.arm.name
+                ours = answers[name]
                 # An answer that begins with the scored text need not be run again.
                 if ours.tokens[: len(target)] == target:
                     loss: float | None = metrics.loss(ours.logits, target)
                 else:
-                    [forced] = server.answers([tokens.prompt], [salts[server.arm.name]], [target])
-                    loss = forced.loss
-                answers[server.arm.name] = replace(ours.with_first_row(), loss=loss)
+                    loss = server.answers([tokens.prompt], [salts[name]], [target])[0].loss
+                answers[name] = replace(ours.with_first_row(), loss=loss)
             on_step(case.id)
 
     def _compared(self, repeat: int, found: _Round) -> list[Sample]:
-        samples = []
+        samples, num_layers = [], self._engines.facts.num_layers
         for case in self._cases:
             answers = {
                 name: replace(answer, reuse=found.reuse[name].get(answer.request_id, answer.reuse))
                 for name, answer in found.answers[case.id].items()
             }
             for arm in self._arms:
-                expected = min(self._exact_prefix(case, arm, found), answers[EXACT_PREFIX].reuse.cached)
-                num_layers = self._engines.facts.num_layers
+                reuse, donors = found.reuse[arm.name], enumerate(found.donors[case.group, arm.name])
+                # Of donors that the arm computed exactly, as many tokens as the engine can hold of them.
+                exact = [index for index, number in donors if number not in reuse or reuse[number].is_exact]
+                tokens = self._tokens[case.id]
+                shared = max((equal_start(tokens.donors[index], tokens.prompt) for index in exact), default=0)
+                expected = min(shared - shared % self._engines.prefix_unit, answers[EXACT_PREFIX].reuse.cached)
                 samples.append(sample_of(arm, case, answers[arm.name], answers[COLD], num_layers, repeat, expected))
         return samples
-
-    def _exact_prefix(self, case: Case, arm: Arm, found: _Round) -> int:
-        """Tokens that the prompt shares from position 0 on with a donor that the arm computed exactly, as many as the
-        engine can hold of them."""
-        reuse, donors = found.reuse[arm.name], found.donors[case.group, arm.name]
-        exact = [index for index, number in enumerate(donors) if number not in reuse or reuse[number].is_exact]
-        shared = max((self._tokens[case.id].shared_prefix(index) for index in exact), default=0)
-        return shared - shared % self._engines.prefix_unit
-
-
-def _check_cold(case: Case, answers: dict[str, Answer]) -> None:
-    """Raises SemBlendError when a cold arm found KV for the timed case of a group."""
-    for name in (COLD, COLD_AGAIN):
-        if case.is_timed and name in answers and answers[name].reuse.cached:
-            raise SemBlendError(
-                f"Case {case.id}: the arm {name} found {answers[name].reuse.cached} cached tokens although nothing was "
-                "served under its salt before; the engine does not isolate salts."
-            )

@@ -41,10 +41,8 @@ def shipped_model() -> Path:
 
 
 def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
-    """Loads `model`, or the shipped one, which runs on the CPU unless a device is named.
-
-    `dtype` auto is float32 on a CPU, where smaller types are slow, and otherwise the checkpoint's own.
-    Raises ConfigurationError and UnsupportedModelError.
+    """Loads `model`, or the shipped one, which runs on the CPU unless a device is named. `dtype` auto is float32 on a
+    CPU, where smaller types are slow, else the checkpoint's own. Raises ConfigurationError and UnsupportedModelError.
     """
     place = resolve_device(device or ("cpu" if model is None else "auto"))
     disable_progress_bar()  # the run has one of its own
@@ -52,21 +50,21 @@ def load(model: str | None, device: str | None, dtype: str) -> ModelRunner:
 
 
 def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
-    """The engines that the options --engine, --model, --device and --kv-dtype name; TensorRT-LLM and vLLM choose their
-    device themselves. `dtype` as in `load`.
+    """The engines that the options --engine, --model, --device and --kv-dtype name; `dtype` as in `load`.
 
-    Raises ConfigurationError and UnsupportedModelError.
+    TensorRT-LLM and vLLM choose their device themselves. Raises ConfigurationError and UnsupportedModelError.
     """
-    if options.engine == VLLM:
-        return VllmEngines(str(options.model or shipped_model()), _dtype(dtype, _own_device()), options.kv_dtype)
     if options.engine == EMBEDDED:
         return EmbeddedEngines(load(options.model, options.device, dtype), options.kv_dtype)
+    model = str(options.model or shipped_model())
+    if options.engine == VLLM:
+        return VllmEngines(model, _dtype(dtype, _own_device()), options.kv_dtype)
     if options.kv_dtype != AUTO:
         raise ConfigurationError(
             f"--kv-dtype {options.kv_dtype} is for --engine {EMBEDDED} and {VLLM}, not for {options.engine}; leave it "
             f"at {AUTO}."
         )
-    return TrtllmEngines(str(options.model or shipped_model()), dtype)
+    return TrtllmEngines(model, dtype)
 
 
 def place_of(engines: Engines, dtype: str) -> tuple[str, str]:
@@ -76,11 +74,16 @@ def place_of(engines: Engines, dtype: str) -> tuple[str, str]:
     return str(_own_device()), _dtype(dtype, _own_device())
 
 
-def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
-    """The Transformers model that the engines run, or one loaded beside engines that load their own weights.
+def _own_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    Raises ConfigurationError.
-    """
+
+def _dtype(asked: str, device: torch.device) -> str:
+    return "float32" if asked == "auto" and device.type == "cpu" else asked
+
+
+def transformers_model(engines: Engines, model: str | None, device: str | None, dtype: str) -> Any:
+    """The Transformers model that the engines run, or one loaded beside engines that load their own weights."""
     if isinstance(engines, EmbeddedEngines):
         return engines.runner.model
     place, name = resolve_device(device or "auto"), str(model or shipped_model())
@@ -93,43 +96,24 @@ def transformers_model(engines: Engines, model: str | None, device: str | None, 
 
 
 def profile_of(model: str | None, asked: Path | None) -> Path | None:
-    """The reuse profile asked for, else the one in the model's folder; None without either.
-
-    Raises ConfigurationError when what is asked for is no file.
-    """
-    if asked is not None:
-        if not asked.is_file():
-            raise ConfigurationError(f"--profile {asked} is not a file; make one with `calibrate`.")
-        return asked
+    """The reuse profile asked for, which must be a file, else the one in the model's folder; None without either."""
+    if asked is not None and not asked.is_file():
+        raise ConfigurationError(f"--profile {asked} is not a file; make one with `calibrate`.")
     beside = Path(model or shipped_model()) / PROFILE_NAME
-    return beside if beside.is_file() else None
+    return asked or (beside if beside.is_file() else None)
 
 
 def choices_of(model: ServedModel, boundary: int | None, profile: Path | None) -> ArmChoices:
     """What the arms need to know. `boundary` None stands for a third of the layers. Raises ConfigurationError."""
     layers = model.facts.num_layers
     if boundary is not None and not 1 <= boundary <= layers:
-        raise ConfigurationError(
-            f"--boundary is {boundary}; the model has {layers} layers, so 1 to {layers} is possible."
-        )
-    return ArmChoices(
-        num_layers=layers,
-        boundary=max(1, layers // 3) if boundary is None else boundary,
-        profile=profile,
-        profile_layers=0 if profile is None else full_layers_of(ReuseProfile.read(profile)),
-    )
+        text = f"--boundary is {boundary}; the model has {layers} layers, so 1 to {layers} is possible."
+        raise ConfigurationError(text)
+    profile_layers = 0 if profile is None else full_layers_of(ReuseProfile.read(profile))
+    return ArmChoices(layers, boundary or max(1, layers // 3), profile, profile_layers)
 
 
 def full_layers_of(profile: ReuseProfile) -> int:
-    """Lowest layers that the profile's policy computes for every token of an approximate plan, or for those that a
-    sample or the check behind it compares."""
+    """Lowest layers that the profile's policy computes for every token of an approximate plan, or for those that are
+    compared."""
     return max(profile.boundary, 0 if profile.check is None else profile.check.layer)
-
-
-def _own_device() -> torch.device:
-    """The device of an engine that chooses it itself."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _dtype(asked: str, device: torch.device) -> str:
-    return "float32" if asked == "auto" and device.type == "cpu" else asked

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import rich.progress as bars
 from rich.console import Console
@@ -19,8 +18,6 @@ from semblend_trt.files import check_writable, write_bytes
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from matplotlib.figure import Figure
 
 
 def write_text(path: Path, text: str) -> None:
@@ -65,21 +62,19 @@ def table_of(title: str, headings: Sequence[str], right: Collection[str] = (), w
     """A table with these columns; those in `right` are right-aligned, those in `whole` are not wrapped."""
     table = Table(title=title, title_justify="left")
     for each in headings:
-        justify: Literal["left", "right"] = "right" if each in right else "left"
-        table.add_column(each, justify=justify, overflow="fold", no_wrap=each in whole)
+        table.add_column(each, justify="right" if each in right else "left", overflow="fold", no_wrap=each in whole)
     return table
 
 
 def show(tables: Iterable[Table], width: int = 140) -> None:
     """Shows tables, `width` columns wide where stdout is no terminal."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=width)
+    console = Console() if Console().is_terminal else Console(width=width)
     for table in tables:
         console.print(table)
 
 
 class Advance(Protocol):
-    """Reports what was done last, by name, and so many `steps` with it."""
+    """Reports what was done last, by name, and `steps` with it."""
 
     def __call__(self, last: str, steps: int = 1) -> None: ...
 
@@ -98,14 +93,6 @@ def progress(title: str, steps: int) -> Iterator[Advance]:
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=steps, last="")
         yield lambda last, steps=1: bar.update(task, advance=steps, last=printable(last))
-
-
-def png(figure: Figure, title: str) -> bytes:
-    """The figure with a title, as PNG."""
-    figure.suptitle(title, fontsize=10)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
 
 
 def markdown_table(headings: str, rows: Iterable[Sequence[str]]) -> str:

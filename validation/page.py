@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +25,11 @@ _TOLD = {
     Kind.NONE: "Shares no text with a request before.",
     Kind.EXACT: "The request before once more: the engine's own prefix cache serves it.",
 }
-_MAX_EXAMPLES = 12
 
 
 def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]:
     """The prompt in pieces, each with its kind: `exact` from the engine's own prefix, `reused` from donors, else ""."""
-    tokens = [int(token) for token in tokenizer.encode(prompt)]
+    tokens = tokenizer.encode(prompt)
 
     def start(count: int) -> str:
         return str(tokenizer.decode(tokens[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -48,29 +46,24 @@ def marked(tokenizer: Any, prompt: str, sample: Sample) -> list[tuple[str, str]]
     return [piece for piece in [*pieces, ("", text[done:])] if piece[1]]
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+def _shown(sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> dict[str, Any]:
     """One arm's answer as the page shows it; `verdict` and `tokens` are words, `prompt` is as `marked` gives it."""
-
-    arm: str
-    answer: str
-    verdict: str
-    tokens: str
-    prompt: list[tuple[str, str]]
-
-    @classmethod
-    def of(cls, sample: Sample, cold: Sample, case: Case, tokenizer: Any) -> Shown:
-        words = [] if sample.exact_match is None else ["right" if sample.exact_match else "wrong"]
-        if sample.arm != COLD:
-            words.append("as cold" if sample.answer == cold.answer else "not cold's answer")
-        if sample.ttft_s is not None:
-            words.append(f"first token after {sample.ttft_s * 1e3:,.0f} ms")
-        tokens = [f"{sample.prompt_tokens:,} tokens", f"{sample.computed_tokens:,} computed"]
-        for name in ("exact_prefix", "reused", "checked", "recomputed"):
-            if count := getattr(sample, f"{name}_tokens"):
-                tokens.append(f"{count:,} {name.replace('_', ' ')}")
-        prompt = marked(tokenizer, case.prompt, sample)
-        return cls(ARM_NAMES.get(sample.arm, sample.arm), sample.answer, "; ".join(words), ", ".join(tokens), prompt)
+    words = [] if sample.exact_match is None else ["right" if sample.exact_match else "wrong"]
+    if sample.arm != COLD:
+        words.append("as cold" if sample.answer == cold.answer else "not cold's answer")
+    if sample.ttft_s is not None:
+        words.append(f"first token after {sample.ttft_s * 1e3:,.0f} ms")
+    tokens = [f"{sample.prompt_tokens:,} tokens", f"{sample.computed_tokens:,} computed"]
+    for name in ("exact_prefix", "reused", "checked", "recomputed"):
+        if count := getattr(sample, f"{name}_tokens"):
+            tokens.append(f"{count:,} {name.replace('_', ' ')}")
+    return {
+        "arm": ARM_NAMES.get(sample.arm, sample.arm),
+        "answer": sample.answer,
+        "verdict": "; ".join(words),
+        "tokens": ", ".join(tokens),
+        "prompt": marked(tokenizer, case.prompt, sample),
+    }
 
 
 def examples(report: Report, cases: Sequence[Case], tokenizer: Any) -> list[dict[str, Any]]:
@@ -80,20 +73,19 @@ def examples(report: Report, cases: Sequence[Case], tokenizer: Any) -> list[dict
     for sample in report.samples:
         if sample.repeat == 0 and sample.arm in (COLD, POSITION_FIX, VERIFIED, report.policy):
             by_case.setdefault(sample.case_id, {})[sample.arm] = sample
+    is_split = {name: len({sample.answer for sample in arms.values()}) > 1 for name, arms in by_case.items()}
     chosen: dict[str, Case] = {}
     for case in cases:
-        is_split = len({sample.answer for sample in by_case[case.id].values()}) > 1
         key = case.workload if case.workload in _KINDS else case.id
-        before = chosen.get(key)
-        if before is None or (is_split and len({s.answer for s in by_case[before.id].values()}) == 1):
+        if key not in chosen or (is_split[case.id] and not is_split[chosen[key].id]):
             chosen[key] = case
     return [
         {
             "case": case,
             "told": _TOLD[_KINDS[case.workload]] if case.workload in _KINDS else "",
-            "arms": [Shown.of(each, by_case[case.id][COLD], case, tokenizer) for each in by_case[case.id].values()],
+            "arms": [_shown(each, by_case[case.id][COLD], case, tokenizer) for each in by_case[case.id].values()],
         }
-        for case in list(chosen.values())[:_MAX_EXAMPLES]
+        for case in list(chosen.values())[:12]
     ]
 
 

@@ -1,37 +1,41 @@
-"""`python -m validation quality`: many prompts of every family, served in batches under every arm, without times."""
+"""`python -m validation quality`: many prompts of every family, served in batches under every arm, without times.
+
+`quality-plot` draws exact match on traps against what is computed, from the result rows of such runs.
+"""
 
 from __future__ import annotations
 
+import io
+import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from matplotlib.figure import Figure
 
-from semblend_trt.files import check_writable
-from validation import arguments, models
-from validation.arms import COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
+from semblend_trt.errors import ConfigurationError
+from semblend_trt.files import check_writable, write_bytes
+from validation import arguments, models, scoreboard
+from validation.arms import BOUNDARY, COLD, COLD_AGAIN, POSITION_FIX, VERIFIED, arms_of, is_reusing, names_of
 from validation.families.catalog import Kind, family, write_cases
 from validation.measurement import BatchServer
 from validation.metrics import CONFIDENCE, MARGIN, RESAMPLES
 from validation.output import complain, progress, say, write_json
-from validation.quality_plot import FILE_STEM
 from validation.report import HEADER_TRAP
 from validation.results import Measured, Results, Row, write_rows
-from validation.samples import Line, Sample, is_known, line_of, lines_of
+from validation.samples import Line, Sample, is_known, lines_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from validation.arms import Arm
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
 
-SCHEMA = 1
-MIN_REUSED_SHARE = 0.90
-MAX_PPL_RATIO = 1.005
-
+FILE_STEM = "quality"
 _DESCRIPTION = """
 Serves many prompts of every family in batches, cold, cold again (the noise floor) and under other arms, and compares
 their answers with cold's by a paired bootstrap. Measures no times. Exit status: 0 the run is complete, 1 the arm
@@ -43,9 +47,8 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
     """Arguments of a quality run; exits with status 2 for any that argparse refuses."""
     parser = arguments.Parser("quality", _DESCRIPTION)
     arguments.add(parser, *arguments.MODEL, "--profile")
-    arguments.add(
-        parser, "--arms", told_default=f"cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile"
-    )
+    arms = f"cold, cold_again, position_fix, and {VERIFIED} where there is a reuse profile"
+    arguments.add(parser, "--arms", told_default=arms)
     arguments.add(parser, "--boundary", *arguments.FAMILIES)
     arguments.add(parser, "--output", default=Path("results/quality.json"), help="JSON with every sample")
     arguments.add(parser, "--record", "--machine")
@@ -54,10 +57,7 @@ def parse_quality(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_quality(options: argparse.Namespace, command: str) -> bool:
-    """Runs and writes everything; True unless the arm verified is inferior to cold in some family.
-
-    Raises SemBlendError and OSError.
-    """
+    """Runs and writes all; True unless verified is inferior to cold somewhere. Raises SemBlendError and OSError."""
     suffix = "" if options.name is None else f"_{options.name}"
     file_name = f"{FILE_STEM}{suffix}.json"
     for path in filter(None, (options.output, options.record and options.record / file_name)):
@@ -70,7 +70,14 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     default = (COLD, COLD_AGAIN, POSITION_FIX, *(() if profile is None else (VERIFIED,)))
     arms = arms_of(default if options.arms is None else names_of(options.arms), choices)
     cases = write_cases(engines, asked)
-    samples, seconds = _serve(BatchServer(engines, cases, settings), len(cases), arms)
+    server = BatchServer(engines, cases, settings)
+    samples: list[Sample] = []
+    seconds: dict[str, float] = {}
+    with progress("Serving", len(cases) * len(arms)) as on_step:
+        for arm in sorted(arms, key=lambda arm: arm.name != COLD):
+            began = time.perf_counter()
+            samples += server.samples(arm, on_step=on_step)
+            seconds[arm.name] = time.perf_counter() - began
     device, dtype = models.place_of(engines, options.dtype)
     report = QualityReport(
         model=settings.model,
@@ -88,32 +95,20 @@ def run_quality(options: argparse.Namespace, command: str) -> bool:
     return _show(report, options.output)
 
 
-def _serve(server: BatchServer, prompts: int, arms: Sequence[Arm]) -> tuple[list[Sample], dict[str, float]]:
-    """All arms one after the other, cold first, and the seconds that each took."""
-    samples: list[Sample] = []
-    seconds: dict[str, float] = {}
-    with progress("Serving", prompts * len(arms)) as on_step:
-        for arm in sorted(arms, key=lambda arm: arm.name != COLD):
-            began = time.perf_counter()
-            samples += server.samples(arm, on_step=on_step)
-            seconds[arm.name] = time.perf_counter() - began
-    return samples, seconds
-
-
 def _show(report: QualityReport, output: Path) -> bool:
-    lines = report.lines
-    for line in lines:
+    for line in report.lines:
         say(f"{line.family} {line.arm}: {'; '.join(bound.sentence() for bound in line.bounds)}")
-    rates = ", ".join(
+    rates = (
         f"{arm} {sum(sample.arm == arm for sample in report.samples) / max(took, 1e-9):.1f}"
         for arm, took in report.seconds.items()
     )
-    say(f"prompts a second: {rates}")
+    say(f"prompts a second: {', '.join(rates)}")
     say(output)
     unknown = report.unknown()
     if unknown:
         say(f"shows nothing, as the model does not know it cold: {', '.join(unknown)}")
-    inferior = [each.family for each in lines if each.arm == VERIFIED and not each.holds and each.family not in unknown]
+    verified = [line for line in report.lines if line.arm == VERIFIED]
+    inferior = [line.family for line in verified if not line.holds and line.family not in unknown]
     if inferior:
         complain(f"{VERIFIED} is inferior to cold, or not shown otherwise, in {', '.join(inferior)}")
     return not inferior
@@ -121,8 +116,7 @@ def _show(report: QualityReport, output: Path) -> bool:
 
 @dataclass(frozen=True)  # without slots, as it keeps its lines: their bounds take long
 class QualityReport:
-    """Everything that a run found. `kinds`: each family's kind, `harmless`, `trap` and so on. `vocabulary`: tokens that
-    the model can give."""
+    """A run's findings. `kinds`: each family's, such as `harmless`. `vocabulary`: tokens that the model can give."""
 
     model: str
     samples: Sequence[Sample]
@@ -134,36 +128,40 @@ class QualityReport:
     seed: int = 0
 
     @cached_property
+    def _cold(self) -> dict[str, Sample]:
+        return {sample.case_id: sample for sample in self.samples if sample.arm == COLD}
+
+    @cached_property
     def lines(self) -> list[Line]:
         """One line for each family and arm."""
-        return lines_of(self.samples, self._cold(), self.seed)
+        return lines_of(self.samples, self._cold, self.seed)
 
     def unknown(self) -> list[str]:
-        """Families that the model does not know cold: whatever an arm does to them decides nothing."""
-        cold = self._cold()
-        lines = lines_of(cold.values(), cold, is_bounded=False)
+        """Families that the model does not know cold: what an arm does to them decides nothing."""
+        lines = lines_of(self._cold.values(), self._cold, is_bounded=False)
         return [each.family for each in lines if not is_known(each.exact_match, each.loss, self.vocabulary)]
 
     @cached_property
     def kind_lines(self) -> list[Line]:
         """One line for each kind of family and arm, over all families of the kind that the model knows cold."""
-        by_key: dict[tuple[str, str], list[Sample]] = {}
-        unknown, cold = self.unknown(), self._cold()
-        for sample in (each for each in self.samples if each.workload not in unknown):
-            by_key.setdefault((self.kinds[sample.workload], sample.arm), []).append(sample)
-        return [line_of(kind, arm, chosen, cold, self.seed) for (kind, arm), chosen in by_key.items()]
+        unknown = self.unknown()
+        known = (each for each in self.samples if each.workload not in unknown)
+        by_kind = (replace(each, workload=self.kinds[each.workload]) for each in known)
+        return lines_of(by_kind, self._cold, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form with every sample."""
-        kind_lines = [_fields_of(line) for line in self.kind_lines]
+        lines, kind_lines = (
+            [{**asdict(line), "non_inferior": line.holds} for line in each] for each in (self.lines, self.kind_lines)
+        )
         return {
-            "schema": SCHEMA,
+            "schema": 1,
             "model": self.model,
             "margin": MARGIN,
             "confidence": CONFIDENCE,
             "resamples": RESAMPLES,
             "kinds": dict(self.kinds),
-            "lines": [_fields_of(line) for line in self.lines],
+            "lines": lines,
             "kind_lines": kind_lines,
             "noise_floor": [line for line in kind_lines if line["arm"] == COLD_AGAIN],
             "settings": self.settings,
@@ -172,38 +170,28 @@ class QualityReport:
             "samples": [asdict(sample) for sample in self.samples],
         }
 
-    def _cold(self) -> dict[str, Sample]:
-        return {sample.case_id: sample for sample in self.samples if sample.arm == COLD}
-
-
-def _fields_of(line: Line) -> dict[str, Any]:
-    return {**asdict(line), "non_inferior": line.holds}
-
 
 def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
-    """Rows of the figures that the run measured; `suffix` stands behind what a row tells, in front of its family, or
-    of its arm where it is over all families of a kind."""
+    """Rows of the figures that the run measured; in their names `suffix` comes before the family or the arm."""
     results = Results(measured=report.measured, is_shown=False)
-    lines = report.lines
-    unknown = report.unknown()
-    cold = {
-        line.family: line.exact_match
-        for line in lines
-        if line.arm == COLD and line.exact_match is not None and line.family not in unknown
-    }
-    for line in (each for each in lines if each.family in cold):
+    unknown, em = report.unknown(), "exact match"
+    colds = {line.family: line.exact_match for line in report.lines if line.arm == COLD and line.family not in unknown}
+    for line in report.lines:
+        cold, score, where = colds.get(line.family), line.exact_match, f"{line.samples} prompts"
+        if cold is None or score is None:
+            continue
         if line.arm == COLD:
-            where = f"{line.samples} prompts in {line.groups} groups"
-            results.add(f"cold_em{suffix}_{line.family}", cold[line.family], "exact match", where)
+            results.add(f"cold_em{suffix}_{line.family}", score, em, f"{where} in {line.groups} groups")
         elif line.arm == VERIFIED:
-            _add_verified(results, line, suffix)
+            _add_verified(results, line, score, suffix)
         elif is_reusing(line.arm) and report.kinds[line.family] == Kind.TRAP.value:
-            _add_unchecked(results, line, cold[line.family], suffix)
+            # The header trap has to bite where nothing is checked nor computed again.
+            goal = cold / 2 if (line.family, line.arm) == (HEADER_TRAP, POSITION_FIX) else None
+            baseline = f"cold {cold:.3f}; {where}, {line.fires} fires"
+            results.add(f"{line.arm}_em{suffix}_{line.family}", score, em, baseline, goal)
     for line in report.kind_lines:
         if line.family in (Kind.HARMLESS.value, Kind.TRAP.value):
             _add_kind(results, line, suffix)
-        if line.family == Kind.HARMLESS.value and line.arm == VERIFIED:
-            _add_harmless(results, line, suffix)
     unrelated = [s for s in report.samples if report.kinds[s.workload] == Kind.NONE.value and is_reusing(s.arm)]
     if unrelated:
         arms = list(dict.fromkeys(sample.arm for sample in unrelated))
@@ -213,49 +201,146 @@ def quality_rows(report: QualityReport, suffix: str = "") -> list[Row]:
     return results.rows
 
 
-def _add_verified(results: Results, line: Line, suffix: str) -> None:
+def _add_verified(results: Results, line: Line, score: float, suffix: str) -> None:
     bound = line.exact_match_bound
-    if bound is None or line.exact_match is None:
+    if bound is None:
         return
-    reused = (
+    where = f"cold {score - bound.difference:.3f}; {bound.samples} prompts in {bound.groups} groups; "
+    where += (
         f"{line.reused:,} of {line.offered:,} offered tokens reused, largest deviation kept {line.largest_kept:.3f}"
     )
-    cold = line.exact_match - bound.difference
-    where = f"cold {cold:.3f}; {bound.samples} prompts in {bound.groups} groups; {reused}"
-    results.add(f"verified_em_vs_cold{suffix}_{line.family}", bound.difference, "exact match", where, -MARGIN, "higher")
+    name, em = f"{suffix}_{line.family}", "exact match"
+    results.add(f"verified_em_vs_cold{name}", bound.difference, em, where, -MARGIN, "higher")
     if bound.groups > 1:
         how = f"one-sided 95 % lower bound of the difference, paired bootstrap over {bound.groups} groups"
-        results.add(
-            f"verified_em_bound{suffix}_{line.family}", bound.lower, "exact match", how, -bound.margin, "higher"
-        )
-
-
-def _add_unchecked(results: Results, line: Line, cold: float, suffix: str) -> None:
-    """What an arm without a calibrated check makes of a trap. The header trap has to bite where nothing is computed
-    again."""
-    if line.exact_match is None:
-        return
-    baseline = f"cold {cold:.3f}; {line.samples} prompts, {line.fires} fires"
-    goal = cold / 2 if (line.family, line.arm) == (HEADER_TRAP, POSITION_FIX) else None
-    results.add(f"{line.arm}_em{suffix}_{line.family}", line.exact_match, "exact match", baseline, goal)
+        results.add(f"verified_em_bound{name}", bound.lower, em, how, -bound.margin, "higher")
 
 
 def _add_kind(results: Results, line: Line, suffix: str) -> None:
-    """A point of the plot: one arm over all families of a kind. Arms that reuse nothing compute all."""
-    bound = line.exact_match_bound
+    """A point of the plot, one arm over all families of a kind, and what verified does on harmless ones. Arms that
+    reuse nothing compute all."""
+    bound, name = line.exact_match_bound, f"{suffix}_{line.arm}"
     if bound is not None and line.exact_match is not None:
         where = f"{bound.difference:+.4f} from cold, one-sided 95 % lower bound {bound.lower:+.4f}; "
         where += f"{bound.samples} prompts in {bound.groups} groups"
-        results.add(f"{line.family}_em{suffix}_{line.arm}", line.exact_match, "exact match", where)
+        results.add(f"{line.family}_em{name}", line.exact_match, "exact match", where)
     if is_reusing(line.arm):
         where = f"tokens times layers behind the exact prefix, {line.samples} prompts"
-        results.add(f"{line.family}_computed_share{suffix}_{line.arm}", line.computed_share, "share", where)
-
-
-def _add_harmless(results: Results, line: Line, suffix: str) -> None:
+        results.add(f"{line.family}_computed_share{name}", line.computed_share, "share", where)
+    if (line.family, line.arm) != (Kind.HARMLESS.value, VERIFIED):
+        return
     if line.reused_share is not None:
         where = f"tokens that the plans offered, harmless families, {line.samples} prompts"
-        results.add(f"verified_reused_share{suffix}", line.reused_share, "share", where, MIN_REUSED_SHARE, "higher")
+        results.add(f"verified_reused_share{suffix}", line.reused_share, "share", where, 0.90, "higher")
     if (loss := line.loss_bound) is not None and line.ppl_ratio is not None:
         where = f"cold, {loss.samples} texts; one-sided 95 % upper bound {loss.largest_ratio:.5f}"
-        results.add(f"verified_ppl_ratio{suffix}", line.ppl_ratio, "ratio", where, MAX_PPL_RATIO)
+        results.add(f"verified_ppl_ratio{suffix}", line.ppl_ratio, "ratio", where, 1.005)
+
+
+_PLOT_DESCRIPTION = """
+Draws exact match on traps against the share of tokens times layers that is computed: a panel for each run, one point
+an arm, and the noise floor as a band. Reads the result rows that `quality --record` wrote, and serves nothing.
+"""
+_REFERENCES = "cold and exact prefix"
+# Marker and colour by an arm's name without its number.
+_STYLES = {
+    _REFERENCES: ("o", "0.35"),
+    POSITION_FIX: ("v", "tab:red"),
+    "epic": ("P", "tab:orange"),
+    "cacheblend": ("D", "tab:purple"),
+    BOUNDARY: ("s", "tab:blue"),
+    VERIFIED: ("*", "tab:green"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One arm: `exact_match`, 0 to 1, and `computed_share`, tokens times layers of all after the exact prefix."""
+
+    arm: str
+    exact_match: float
+    computed_share: float
+
+
+def parse_quality_plot(given: Sequence[str]) -> argparse.Namespace:
+    """Arguments of `quality-plot`; exits with status 2 for any that argparse refuses."""
+    parser = arguments.Parser("quality-plot", _PLOT_DESCRIPTION)
+    rows = "result rows as `quality --record` names them; panels have this order"
+    parser.add_argument("rows", type=Path, nargs="+", metavar="quality_NAME.json", help=rows)
+    parser.add_argument("--plot", type=Path, default=Path("docs/quality.png"), help="PNG plot")
+    return parser.parse_args(given)
+
+
+def run_quality_plot(options: argparse.Namespace, command: str) -> bool:  # noqa: ARG001 - as all commands are run
+    """Draws and writes the plot. Raises SemBlendError and OSError."""
+    check_writable(options.plot)
+    panels = {path.stem.removeprefix(FILE_STEM).lstrip("_") or path.stem: points_of(path) for path in options.rows}
+    write_bytes(options.plot, draw(panels, "Exact match on traps"))
+    say(options.plot)
+    return True
+
+
+def points_of(path: Path) -> list[Point]:
+    """The arms of one run on its traps. Raises ConfigurationError for a file without rows of them."""
+    suffix = path.stem.removeprefix(FILE_STEM)
+    values = {row.name: row.value for row in scoreboard.rows_of(path)}
+    start = f"trap_em{suffix}_"
+    scores = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+    if not scores:
+        raise ConfigurationError(f"{path} has no row {start}ARM; make the file with `quality --record`.")
+    # An arm that reuses nothing has no row of what it computes, which is all.
+    return [Point(arm, score, values.get(f"trap_computed_share{suffix}_{arm}", 1.0)) for arm, score in scores.items()]
+
+
+def noise_floor(points: Sequence[Point]) -> tuple[float, float] | None:
+    """The range of exact match around cold's: as wide as the difference of a second cold run, or as the margin."""
+    scores = {point.arm: point.exact_match for point in points}
+    if (cold := scores.get(COLD)) is None:
+        return None
+    spread = max(MARGIN, abs(cold - scores.get(COLD_AGAIN, cold)))
+    return cold - spread, cold + spread
+
+
+def draw(panels: Mapping[str, Sequence[Point]], title: str) -> bytes:
+    """Exact match against computed share, as a PNG: panels under their titles that share their axes, one point an arm
+    with its number beside it, the noise floor as a band."""
+    # Up to three stand in one row.
+    columns = max(1, len(panels) if len(panels) < 4 else math.ceil(math.sqrt(len(panels))))
+    rows = max(1, math.ceil(len(panels) / columns))
+    figure = Figure(figsize=(4.6 * columns, 3.6 * rows + 0.6), dpi=130, layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    handles: dict[str, Artist] = {}
+    for index, (name, points) in enumerate(panels.items()):
+        axes = grid.flat[index]
+        _draw_panel(axes, name, points)
+        if index + columns >= len(panels):
+            axes.set_xlabel("computed, % of tokens x layers", fontsize=9)
+            axes.tick_params(labelbottom=True)
+        if index % columns == 0:
+            axes.set_ylabel("exact match", fontsize=9)
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    if handles:
+        width = min(len(handles), 3 * columns)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=width, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
+    if (floor := noise_floor(points)) is not None:
+        axes.axhspan(*floor, color="tab:green", alpha=0.2, label="noise floor and margin")
+    for point in points:
+        name, _, number = point.arm.rpartition("_")
+        policy, number = (name, number) if number.isdecimal() else (point.arm, "")
+        policy = policy if is_reusing(point.arm) else _REFERENCES
+        marker, colour = _STYLES[policy]
+        place = (100 * point.computed_share, point.exact_match)
+        axes.plot(*place, marker, color=colour, markersize=12 if policy == VERIFIED else 8, alpha=0.8, label=policy)
+        axes.annotate(number, place, xytext=(5, 5), textcoords="offset points", fontsize=7)
+    axes.set_title(title, fontsize=9)
+    axes.set(xlim=(-3, 103), ylim=(-0.03, 1.05))
+    axes.grid(alpha=0.3)

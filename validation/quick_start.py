@@ -26,7 +26,6 @@ vLLM and TensorRT-LLM are attached by a few lines of their configuration, which 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds what is printed."""
     parser.add_argument("--source", action="store_true", help="print the program, and do not run it")
 
 

@@ -14,6 +14,7 @@ from validation.cases import Expectation
 from validation.families.catalog import FAMILIES, Kind
 from validation.metrics import MARGIN, mean, median, percentile
 from validation.results import Better, Measured, Results, Row
+from validation.scoreboard import figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,7 @@ class GateBounds:
     min_rope_corrections: int = 1
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             option = "--" + name.replace("_", "-")
             if name in ("min_rouge1", "min_token_f1"):
                 if not 0.0 <= value <= 1.0:
@@ -64,7 +64,7 @@ class GateBounds:
 class Gate:
     """`value` must be at least `bound` where `better` is "higher", at most `bound` where it is "lower".
 
-    A gate without a sample to read has the `value` None; it is shown and does not fail.
+    Where no sample has the figure, `value` is None: the gate is shown and does not fail.
     """
 
     name: str
@@ -86,63 +86,49 @@ class Gate:
 
 
 def gates_of(
-    samples: Sequence[Sample],
-    audit: AuditCounts,
-    policy: str,
-    bounds: GateBounds,
-    exactness: Exactness | None,
+    samples: Sequence[Sample], audit: AuditCounts, policy: str, bounds: GateBounds, exactness: Exactness | None
 ) -> list[Gate]:
     """All gates of a run; `audit` is that of `policy`, `exactness` None where it was not measured."""
-    reusing = [s for s in samples if s.arm == policy and Expectation(s.expects).may_reuse]
+
+    def at_least(name: str, value: float | None, reads: str) -> Gate:
+        return Gate(name, value, getattr(bounds, f"min_{name}"), "higher", reads)
+
+    reusing = [s for s in samples if s.arm == policy and s.may_reuse]
     where = f"arm {policy}, workloads in which reuse is expected"
     # The policy may lose what a second cold run loses, and the margin.
     floor = max(0.0, exact_match_drop(samples, COLD_AGAIN) or 0.0)
     least = max(1.0, perplexity_ratio(samples, COLD_AGAIN) or 1.0)
-    rouge1, token_f1 = mean(s.rouge1_cold for s in reusing), mean(s.token_f1_cold for s in reusing)
     drop, ratio = exact_match_drop(samples, policy), perplexity_ratio(samples, policy)
     lost, more = f"cold minus {policy}, {where}", f"geometric mean over cold's, {where}"
     kept = "share of requests with an exact prefix that keep all of it, every reusing arm"
-    log = f"audit log of arm {policy}"
+    reads, difference, noise = "largest difference of logits; float32 only", None, 0.0
+    if exactness is not None:
+        difference, noise = exactness.difference, exactness.noise
+        reads = f"largest difference of logits from {exactness.against}"
+        reads += f", whose own noise is {noise:.2g}" if noise else ""
     return [
-        _at_least("speedup", median(s.speedup for s in reusing), bounds, f"median of TTFT ratios to cold, {where}"),
-        _at_least("rouge1", rouge1, bounds, f"mean ROUGE-1 F1 against cold's answer, {where}"),
-        _at_least("token_f1", token_f1, bounds, f"mean token F1 against cold's answer, {where}"),
+        at_least("speedup", median(s.speedup for s in reusing), f"median of TTFT ratios to cold, {where}"),
+        at_least("rouge1", mean(s.rouge1_cold for s in reusing), f"mean ROUGE-1 F1 against cold's answer, {where}"),
+        at_least("token_f1", mean(s.token_f1_cold for s in reusing), f"mean token F1 against cold's answer, {where}"),
         Gate("exact_match_drop", drop, floor + MARGIN, "lower", f"{lost}; noise floor {floor:.4f}"),
         Gate("perplexity_ratio", ratio, least * (1.0 + MARGIN), "lower", f"{more}; noise floor {least:.4f}"),
         Gate("unrelated_fires", unrelated_fires(samples), 0, "lower", "requests with placed KV, every reusing arm"),
         Gate("exact_prefix_untouched", exact_prefix_untouched(samples), 1.0, "higher", kept),
-        *(_at_least(name, getattr(audit, name), bounds, log) for name in COUNTED),
-        _exactness_gate(exactness),
+        *(at_least(name, getattr(audit, name), f"audit log of arm {policy}") for name in COUNTED),
+        Gate(EXACTNESS, difference, max(MAX_LOGIT_DIFFERENCE, noise), "lower", reads),
     ]
-
-
-def _at_least(name: str, value: float | None, bounds: GateBounds, reads: str) -> Gate:
-    return Gate(name, value, getattr(bounds, f"min_{name}"), "higher", reads)
-
-
-def _exactness_gate(exactness: Exactness | None) -> Gate:
-    name, reads = EXACTNESS, "largest difference of logits"
-    if exactness is None:
-        return Gate(name, None, MAX_LOGIT_DIFFERENCE, "lower", f"{reads}; float32 only")
-    reads += f" from {exactness.against}"
-    if exactness.noise:
-        reads += f", whose own noise is {exactness.noise:.2g}"
-    return Gate(name, exactness.difference, max(MAX_LOGIT_DIFFERENCE, exactness.noise), "lower", reads)
 
 
 def perplexity_ratio(samples: Sequence[Sample], arm: str) -> float | None:
     """Geometric mean of the arm's perplexity over cold's, over cases in which reuse is expected."""
-    found = mean(
-        math.log(s.perplexity_ratio)
-        for s in samples
-        if s.arm == arm and s.perplexity_ratio and Expectation(s.expects).may_reuse
-    )
+    ratios = (s.perplexity_ratio for s in samples if s.arm == arm and s.may_reuse)
+    found = mean(math.log(ratio) for ratio in ratios if ratio)
     return None if found is None else math.exp(found)
 
 
 def exact_match_drop(samples: Sequence[Sample], arm: str) -> float | None:
     """Cold's exact match minus the arm's, over cases with a known answer in which reuse is expected."""
-    expected = [s for s in samples if Expectation(s.expects).may_reuse]
+    expected = [s for s in samples if s.may_reuse]
     cold, ours = exact_match(expected, COLD), exact_match(expected, arm)
     return None if cold is None or ours is None else cold - ours
 
@@ -161,33 +147,26 @@ def unrelated_fires(samples: Sequence[Sample]) -> int | None:
 def exact_prefix_untouched(samples: Sequence[Sample]) -> float | None:
     """Share of requests that keep the exact prefix which their donors left in the engine; None without any.
 
-    Kept means: at least `expected_exact_tokens` are the engine's own, and for exact repeats nothing is placed beside
-    them and answer and first distribution are those of the exact-prefix arm.
+    A request keeps it when at least `expected_exact_tokens` are the engine's own. For exact repeats nothing may be
+    placed beside them, and answer and first distribution are those of the exact-prefix arm.
     """
     exact = {(s.case_id, s.repeat): s for s in samples if s.arm == EXACT_PREFIX}
-    return mean(
-        _keeps(sample, exact[sample.case_id, sample.repeat])
-        for sample in samples
-        if is_reusing(sample.arm) and sample.expected_exact_tokens > 0
-    )
+
+    def keeps(sample: Sample) -> bool:
+        if sample.exact_prefix_tokens < sample.expected_exact_tokens:
+            return False
+        if sample.expects != Expectation.EXACT_PREFIX.value:
+            return True
+        other = exact[sample.case_id, sample.repeat]
+        is_same = sample.answer == other.answer and sample.first_token_kl <= other.first_token_kl + KL_ROUNDING
+        return is_same and sample.reused_tokens == 0
+
+    return mean(keeps(sample) for sample in samples if is_reusing(sample.arm) and sample.expected_exact_tokens > 0)
 
 
-def _keeps(sample: Sample, exact: Sample) -> bool:
-    if sample.exact_prefix_tokens < sample.expected_exact_tokens:
-        return False
-    if sample.expects != Expectation.EXACT_PREFIX.value:
-        return True
-    same = sample.answer == exact.answer and sample.first_token_kl <= exact.first_token_kl + KL_ROUNDING
-    return same and sample.reused_tokens == 0
-
-
-SCHEMA = 1
 FILE_NAME = "end_to_end.json"
 HEADER_TRAP = "header_trap"
-MIN_SPEEDUP = 1.05
 MAX_EM_DROP = 0.02
-# Sizes of the timed prompts as row names and as cases tell them.
-TIMED_SIZES = {"2k": "2048", "4k": "4096"}
 _COLUMNS = 80
 # What a first look calls an arm.
 ARM_NAMES = {COLD_AGAIN: "cold again", EXACT_PREFIX: "prefix cache", POSITION_FIX: "unchecked", VERIFIED: "checked"}
@@ -199,35 +178,22 @@ _MEANS = (
     *("token_f1_reference", "first_token_kl", "token_agreement", "scored_perplexity", "judge_score"),
 )
 _TIMED_MEANS = ("prompt_tokens", "exact_prefix_tokens", "reused_tokens", "computed_tokens")
-# Heading, figure of a summary, digits and factor.
-_SPEED = (
-    ("n", "timed", 0, 1.0),
-    ("TTFT ms", "ttft_median_s", 1, 1e3),
-    ("p95 ms", "ttft_p95_s", 1, 1e3),
-    ("speed-up", "speedup", 2, 1.0),
-    ("prompt", "prompt_tokens", 0, 1.0),
-    ("exact", "exact_prefix_tokens", 0, 1.0),
-    ("reused", "reused_tokens", 0, 1.0),
-    ("computed", "computed_tokens", 0, 1.0),
-    ("fires", "fires", 0, 1.0),
-)
-_ANSWERS = (
-    ("n", "samples", 0, 1.0),
-    ("EM", "exact_match", 3, 1.0),
-    ("ROUGE-1", "rouge1_cold", 3, 1.0),
-    ("ROUGE-L", "rouge_l_cold", 3, 1.0),
-    ("token F1", "token_f1_cold", 3, 1.0),
-    ("PPL ratio", "perplexity_ratio", 4, 1.0),
-    ("KL nats", "first_token_kl", 5, 1.0),
-    ("agreement", "token_agreement", 3, 1.0),
-)
+# Figures of a summary by the table of the page that shows them.
+_TABLES = {
+    "Speed: TTFT of timed prompts, tokens a prompt": (
+        *("timed", "ttft_median_s", "ttft_p95_s", "speedup", *_TIMED_MEANS, "fires"),
+    ),
+    "Answers: exact match with the known answer, the rest against cold": (
+        *("samples", "exact_match", "rouge1_cold", "rouge_l_cold", "token_f1_cold"),
+        *("perplexity_ratio", "first_token_kl", "token_agreement"),
+    ),
+}
 
 
 def summary(arm: str, workload: str, size: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Figures of the given samples; None where no sample has the figure.
+    """Figures of the given samples, TTFT and token counts of the timed ones; None where no sample has the figure.
 
-    TTFT, speed-up and token counts are over timed samples, the others over all. `speedup` (cold's TTFT over the arm's)
-    and `perplexity_ratio` are medians over cases, the scores are means.
+    `speedup` (cold's TTFT over the arm's) and `perplexity_ratio` are medians over cases, the scores are means.
     """
     timed = [sample for sample in samples if sample.timed]
     ended = [f"{s.outcome} ({s.reason})" if s.reason else s.outcome for s in samples if s.outcome is not None]
@@ -261,66 +227,66 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 class ArmFigures:
     """What an arm did where reuse is expected.
 
-    `speedup` (cold's TTFT over the arm's) and `ttft_s` are medians over timed prompts without the trap, None without
-    any; `prompt_tokens` is their mean, `reused_share` is of their tokens.
-
-    `changed` of `answers` are not cold's, without the trap and texts that may go on in many ways. On the trap,
-    `trap_wrong` of `trap_answers` are wrong, of which cold has `trap_cold_wrong`.
+    `timed`: samples without the trap's. `changed` says of each answer whether it is not cold's, without the trap and
+    texts that may go on in many ways; `trap_changed` says so of the trap, where `trap_wrong` answers are wrong, and
+    `trap_cold_wrong` of cold's.
     """
 
-    speedup: float | None
-    ttft_s: float | None
-    timed: int
-    prompt_tokens: int
-    reused_share: float
-    changed: int
-    answers: int
-    trap_changed: int
+    timed: list[Sample]
+    changed: list[bool]
+    trap_changed: list[bool]
     trap_wrong: int
     trap_cold_wrong: int
-    trap_answers: int
 
     @classmethod
     def of(cls, samples: Sequence[Sample], arm: str) -> ArmFigures | None:
         """None where the arm has no such sample."""
         cold = {(s.case_id, s.repeat): s for s in samples if s.arm == COLD}
-        ours = [s for s in samples if s.arm == arm and Expectation(s.expects).may_reuse]
-        trap = [s for s in ours if s.workload == HEADER_TRAP]
-        moved = [s for s in ours if s.workload != HEADER_TRAP]
-        answers = [s for s in moved if s.workload not in _TEXTS]
-        timed = [s for s in moved if s.timed]
-        prompt_tokens = sum(s.prompt_tokens for s in timed)
-        if not ours:
+        pairs = [(s, cold[s.case_id, s.repeat]) for s in samples if s.arm == arm and s.may_reuse]
+        trap = [(ours, other) for ours, other in pairs if ours.workload == HEADER_TRAP]
+        apart = (HEADER_TRAP, *_TEXTS)
+        if not pairs:
             return None
         return cls(
-            speedup=median(s.speedup for s in timed),
-            ttft_s=median(s.ttft_s for s in timed),
-            timed=len(timed),
-            prompt_tokens=prompt_tokens // max(1, len(timed)),
-            reused_share=sum(s.reused_tokens for s in timed) / max(1, prompt_tokens),
-            changed=sum(s.answer != cold[s.case_id, s.repeat].answer for s in answers),
-            answers=len(answers),
-            trap_changed=sum(s.answer != cold[s.case_id, s.repeat].answer for s in trap),
-            trap_wrong=sum(not s.exact_match for s in trap),
-            trap_cold_wrong=sum(not cold[s.case_id, s.repeat].exact_match for s in trap),
-            trap_answers=len(trap),
+            timed=[ours for ours, _ in pairs if ours.timed and ours.workload != HEADER_TRAP],
+            changed=[ours.answer != other.answer for ours, other in pairs if ours.workload not in apart],
+            trap_changed=[ours.answer != other.answer for ours, other in trap],
+            trap_wrong=sum(not ours.exact_match for ours, _ in trap),
+            trap_cold_wrong=sum(not other.exact_match for _, other in trap),
         )
 
     @property
-    def is_trapped(self) -> bool:
-        """True when the trap bites: at least half of what cold answers right is wrong."""
-        right = self.trap_answers - self.trap_cold_wrong
-        return right > 0 and 2 * (self.trap_answers - self.trap_wrong) <= right
+    def ttft_s(self) -> float | None:
+        return median(s.ttft_s for s in self.timed)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(s.prompt_tokens for s in self.timed)
+
+    @property
+    def speedup(self) -> str:
+        """In words: cold's TTFT over the arm's."""
+        found = median(s.speedup for s in self.timed)
+        return "no time" if found is None else f"{found:.1f}x"
 
     def sentence(self) -> str:
         """For the list of figures."""
-        time = "no time" if self.ttft_s is None else f"{self.ttft_s * 1e3:,.0f} ms, {_times(self.speedup)}"
-        trap = f"; trap: {self.trap_wrong} of {self.trap_answers} wrong" if self.trap_answers else ""
-        return f"{time}, {self.reused_share:.0%} reused, {self.changed} of {self.answers} changed{trap}"
+        time = "no time" if self.ttft_s is None else f"{self.ttft_s * 1e3:,.0f} ms, {self.speedup}"
+        share = sum(s.reused_tokens for s in self.timed) / max(1, self.prompt_tokens)
+        trap = f"; trap: {self.trap_wrong} of {len(self.trap_changed)} wrong" if self.trap_changed else ""
+        return f"{time}, {share:.0%} reused, {sum(self.changed)} of {len(self.changed)} changed{trap}"
 
-
-def _times(speedup: float | None) -> str:
-    return "no time" if speedup is None else f"{speedup:.1f}x"
+    def verdict(self, checked: ArmFigures | None) -> str:
+        """Whether the trap catches this unchecked arm, and the checked one."""
+        answers = len(self.trap_changed)
+        right = answers - self.trap_cold_wrong
+        # It bites when at least half of what cold answers right is wrong.
+        if right <= 0 or 2 * (answers - self.trap_wrong) > right:
+            return "does not bite here"
+        if checked is None:
+            return "bites"
+        lost = checked.trap_wrong - checked.trap_cold_wrong
+        return "caught" if lost <= 0 else f"NOT caught, {lost} of {len(checked.trap_changed)} answers lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,16 +313,16 @@ class Report:
         unchecked, checked = (ArmFigures.of(self.samples, arm) for arm in (POSITION_FIX, VERIFIED))
         parts = []
         if unchecked is not None:
-            told = f"{_times(unchecked.speedup)} faster to the first token"
-            parts.append(f"a document that moved: {told}, {unchecked.changed} of {unchecked.answers} answers changed")
+            lost = f"{sum(unchecked.changed)} of {len(unchecked.changed)} answers changed"
+            parts.append(f"a document that moved: {unchecked.speedup} faster to the first token, {lost}")
         if checked is None:
             parts.append("checked: not measured")
         else:
-            changed, answers = checked.changed + checked.trap_changed, checked.answers + checked.trap_answers
-            told = ", the trap's among them" if checked.trap_answers else ""
-            parts.append(f"checked: {_times(checked.speedup)}, {changed} of {answers}{told}")
-        if unchecked is not None and unchecked.trap_answers:
-            parts.append(f"the trap that breaks unchecked reuse: {_verdict(unchecked, checked)}")
+            changed = [*checked.changed, *checked.trap_changed]
+            among = ", the trap's among them" if checked.trap_changed else ""
+            parts.append(f"checked: {checked.speedup}, {sum(changed)} of {len(changed)}{among}")
+        if unchecked is not None and unchecked.trap_changed:
+            parts.append(f"the trap that breaks unchecked reuse: {unchecked.verdict(checked)}")
         return "; ".join(parts)
 
     def figures(self) -> list[tuple[str, str]]:
@@ -364,46 +330,39 @@ class Report:
         cold = ArmFigures.of(self.samples, COLD)
         found = []
         if cold is not None and cold.ttft_s is not None:
-            where = f"{cold.timed}, about {cold.prompt_tokens:,} tokens each"
+            where = f"{len(cold.timed)}, about {cold.prompt_tokens // len(cold.timed):,} tokens each"
             found.append((COLD, f"{cold.ttft_s * 1e3:,.0f} ms to the first token, median of {where}"))
         for arm in dict.fromkeys(s.arm for s in self.samples if s.arm != COLD):
             if (figures := ArmFigures.of(self.samples, arm)) is not None:
                 found.append((ARM_NAMES.get(arm, arm), figures.sentence()))
         unrelated = [s for s in self.samples if s.expects == Expectation.NONE.value and is_reusing(s.arm)]
-        told = [f"{unrelated_fires(unrelated)} of {len(unrelated)} unrelated prompts reused KV"] if unrelated else []
-        told += [f"logits within {g.value:.1e}" for g in self.gates if g.name == EXACTNESS and g.value is not None]
-        return [*found, ("controls", "; ".join(told))] if told else found
-
-    def gate_line(self) -> str:
-        """How many gates hold, and what each read."""
-        known = [gate for gate in self.gates if gate.value is not None]
-        values = ", ".join(f"{gate.name} {gate.value:.4g}{'' if gate.holds else ' FAILED'}" for gate in known)
-        return f"gates: {sum(gate.holds for gate in known)} of {len(known)} hold: {values}"
+        control = [f"{unrelated_fires(unrelated)} of {len(unrelated)} unrelated prompts reused KV"] if unrelated else []
+        control += [f"logits within {g.value:.1e}" for g in self.gates if g.name == EXACTNESS and g.value is not None]
+        return [*found, ("controls", "; ".join(control))] if control else found
 
     def screen(self) -> list[str]:
-        """Headline, figures and gates, as lines of a terminal of 80 columns."""
+        """Headline, figures, and how many gates hold and what each read, as lines of a terminal of 80 columns."""
         lines = textwrap.wrap(self.headline(), _COLUMNS)
-        for name, told in self.figures():
-            lines += textwrap.wrap(f"{name:<13}{told}", _COLUMNS, subsequent_indent=" " * 13)
-        return [*lines, *textwrap.wrap(self.gate_line(), _COLUMNS)]
+        for name, sentence in self.figures():
+            lines += textwrap.wrap(f"{name:<13}{sentence}", _COLUMNS, subsequent_indent=" " * 13)
+        known = [gate for gate in self.gates if gate.value is not None]
+        values = ", ".join(f"{gate.name} {gate.value:.4g}{'' if gate.holds else ' FAILED'}" for gate in known)
+        gates = f"gates: {sum(gate.holds for gate in known)} of {len(known)} hold: {values}"
+        return [*lines, *textwrap.wrap(gates, _COLUMNS)]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form. `num_samples` to `audit` are named as the SemBlend package's validation names them."""
-        reusing = [s for s in self.samples if s.arm == self.policy and Expectation(s.expects).may_reuse]
+        reusing = [s for s in self.samples if s.arm == self.policy and s.may_reuse]
         audit = self.audit[self.policy]
         return {
-            "schema": SCHEMA,
+            "schema": 1,
             "model": self.model,
             "policy": self.policy,
             "num_samples": len(reusing),
             "mean_speedup": mean(s.speedup for s in reusing),
             "mean_rouge1_f1": mean(s.rouge1_cold for s in reusing),
             "mean_token_f1": mean(s.token_f1_cold for s in reusing),
-            "audit": {
-                "path": self.audit_path,
-                **asdict(audit),
-                "rejection_reasons": dict(audit.rejection_reasons),
-            },
+            "audit": {"path": self.audit_path, **asdict(audit), "rejection_reasons": dict(audit.rejection_reasons)},
             "passed": not self.failed,
             "gates": [{**asdict(gate), "holds": gate.holds} for gate in self.gates],
             "noise_floor": self._noise_floor(),
@@ -415,47 +374,21 @@ class Report:
             "samples": [asdict(sample) for sample in self.samples],
         }
 
-    def grids(self) -> list[Grid]:
-        """Speed and closeness of every arm, workload and size."""
-        lines, floor = summaries(self.samples), self._noise_floor()
-        answers = "Answers: exact match (EM) with the known answer, the rest against cold"
-        return [
-            _grid("Speed: TTFT of timed prompts, tokens a prompt", _SPEED, lines),
-            _grid(answers, _ANSWERS, [*lines, floor]),
-        ]
+    def grids(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Tables of every arm, workload and size, and the noise floor, in words: title, headings and rows."""
+        keys, lines = ["workload", "size", "arm"], [*summaries(self.samples), self._noise_floor()]
+        found = []
+        for title, names in _TABLES.items():
+            cells = ([line[key] for key in keys] + [_cell(line[name]) for name in names] for line in lines)
+            found.append((title, [name.replace("_", " ") for name in (*keys, *names)], list(cells)))
+        return found
 
     def _noise_floor(self) -> dict[str, Any]:
         return summary(COLD_AGAIN, "all", "all", [s for s in self.samples if s.arm == COLD_AGAIN])
 
 
-def _verdict(unchecked: ArmFigures, checked: ArmFigures | None) -> str:
-    if not unchecked.is_trapped:
-        return "does not bite here"
-    if checked is None:
-        return "bites"
-    lost = checked.trap_wrong - checked.trap_cold_wrong
-    return "caught" if lost <= 0 else f"NOT caught, {lost} of {checked.trap_answers} answers lost"
-
-
-_KEYS = ("workload", "size", "arm")
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table in words: the first three columns say of what a row's figures are."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def _grid(title: str, columns: Sequence[tuple[str, str, int, float]], lines: Sequence[dict[str, Any]]) -> Grid:
-    rows = []
-    for line in lines:
-        known = ((line[name], digits, factor) for _, name, digits, factor in columns)
-        cells = ("-" if value is None else f"{value * factor:,.{digits}f}" for value, digits, factor in known)
-        rows.append((*(line[key] for key in _KEYS), *cells))
-    return Grid(title, (*_KEYS, *(heading for heading, *_ in columns)), tuple(rows))
+def _cell(value: float | None) -> str:
+    return "-" if value is None else figure(value) if math.isfinite(value) else str(value)
 
 
 def end_to_end_rows(
@@ -463,16 +396,23 @@ def end_to_end_rows(
 ) -> list[Row]:
     """Rows of the built-in cases under position_fix and verified, as far as they were measured.
 
-    Names begin with `engine`, such as `vllm_`, and the kind of device, `cpu` or `gpu`; the wrapper's exactness has no
-    kind.
+    Names begin with `engine`, such as `vllm_`, and but for the wrapper's exactness the kind of device, `cpu` or `gpu`.
     """
     kind = engine + ("gpu" if device.startswith("cuda") else "cpu")
     results = Results(measured=measured, is_shown=False)
     for name, arm in ((f"{kind}_shifted", POSITION_FIX), (f"{kind}_verified", VERIFIED)):
-        for label, size in TIMED_SIZES.items():
-            _add_speedup(results, f"{name}_{label}_ttft_speedup", arm, size, samples)
-    _add_exact_match(results, f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS, samples)
-    _add_exact_match(results, f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP), samples)
+        for label, size in (("2k", "2048"), ("4k", "4096")):
+            shifted = [s for s in samples if s.workload in _HARMLESS and s.size == size and s.timed]
+            _add_speedup(results, f"{name}_{label}_ttft_speedup", arm, shifted)
+    for name, arm, workloads in (
+        (f"{kind}_harmless_em_drop", POSITION_FIX, _HARMLESS),
+        (f"{kind}_verified_em_drop", VERIFIED, (*_HARMLESS, HEADER_TRAP)),
+    ):
+        chosen = [s for s in samples if s.workload in workloads]
+        drop, cold = exact_match_drop(chosen, arm), exact_match(chosen, COLD)
+        if drop is not None and cold is not None:
+            answers = sum(s.arm == COLD and s.exact_match is not None for s in chosen)
+            results.add(name, drop, "exact match", f"cold: {cold:.3f} of {answers} answers", MAX_EM_DROP)
     trap = [s for s in samples if s.workload == HEADER_TRAP]
     cold, ours = exact_match(trap, COLD), exact_match(trap, POSITION_FIX)
     if cold is not None and ours is not None:
@@ -490,21 +430,10 @@ def end_to_end_rows(
     return results.rows
 
 
-def _add_speedup(results: Results, name: str, arm: str, size: str, samples: Sequence[Sample]) -> None:
-    shifted = [s for s in samples if s.workload in _HARMLESS and s.size == size and s.timed]
-    ours = [s for s in shifted if s.arm == arm]
-    speedup, cold = median(s.speedup for s in ours), median(s.ttft_s for s in shifted if s.arm == COLD)
+def _add_speedup(results: Results, name: str, arm: str, timed: Sequence[Sample]) -> None:
+    ours = [s for s in timed if s.arm == arm]
+    speedup, cold = median(s.speedup for s in ours), median(s.ttft_s for s in timed if s.arm == COLD)
     prompt, computed = mean(s.prompt_tokens for s in ours), mean(s.computed_tokens for s in ours)
     if speedup is not None and cold is not None:
         baseline = f"cold: {cold * 1e3:,.0f} ms for {prompt:,.0f} tokens, of which {arm} computes {computed:,.0f}"
-        results.add(name, speedup, "x", baseline, MIN_SPEEDUP, "higher")
-
-
-def _add_exact_match(
-    results: Results, name: str, arm: str, workloads: Sequence[str], samples: Sequence[Sample]
-) -> None:
-    chosen = [s for s in samples if s.workload in workloads]
-    drop, cold = exact_match_drop(chosen, arm), exact_match(chosen, COLD)
-    if drop is not None and cold is not None:
-        answers = sum(s.arm == COLD and s.exact_match is not None for s in chosen)
-        results.add(name, drop, "exact match", f"cold: {cold:.3f} of {answers} answers", MAX_EM_DROP)
+        results.add(name, speedup, "x", baseline, GateBounds().min_speedup, "higher")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 Better = Literal["higher", "lower"]
 
-_NAME, _DATE = re.compile(r"[A-Za-z0-9_.<>-]+"), re.compile(r"\d{4}-\d{2}-\d{2}")
 _DISTRIBUTIONS = ("semblend-trt", "torch", "transformers", "numpy", "numba", "tokenizers", "triton", "rouge-score")
 
 
@@ -68,7 +68,7 @@ class Row:
     date: str
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not re.fullmatch(r"[A-Za-z0-9_.<>-]+", self.name):
             raise ValueError(f"{self.name!r} cannot name a row; use letters, digits and _.<>-")
         for figure in (self.value, 0.0 if self.goal is None else self.goal):
             if not math.isfinite(figure):
@@ -77,8 +77,9 @@ class Row:
             raise ValueError(f"the row {self.name} has better={self.better!r}; it is higher or lower")
         if self.holds is not _holds(self.value, self.goal, self.better):
             raise ValueError(f"the row {self.name} says holds={self.holds}, its figures say otherwise")
-        texts = (self.unit, self.baseline, self.command)
-        if not all(isinstance(each, str) for each in texts) or not _DATE.match(self.date):
+        if not all(isinstance(each, str) for each in (self.unit, self.baseline, self.command)) or not re.match(
+            r"\d{4}-\d{2}-\d{2}", self.date
+        ):
             raise ValueError(f"the row {self.name} has no texts in unit, baseline and command, or no date")
         if not (isinstance(self.machine, dict) and isinstance(self.versions, dict)):
             raise ValueError(f"the row {self.name} has no objects in machine and versions")
@@ -116,17 +117,10 @@ class Results:
     ) -> None:
         self.rows: list[Row] = []
         self.measured = measured or Measured.now(command(arguments), device)
-        self.dry = dry
-        self._is_shown = is_shown
+        self.dry, self._is_shown = dry, is_shown
 
     def add(
-        self,
-        name: str,
-        value: float,
-        unit: str,
-        baseline: str,
-        goal: float | None = None,
-        better: Better = "lower",
+        self, name: str, value: float, unit: str, baseline: str, goal: float | None = None, better: Better = "lower"
     ) -> None:
         """Adds a figure and shows it at once, so that a run that is cut short has shown what it measured.
 
@@ -162,8 +156,10 @@ def say(line: str) -> None:
 
 
 def command(arguments: Sequence[str] | None = None) -> str:
-    """The command line of this run as a reader can repeat it; `arguments` stand in for the program's own."""
-    return f"{_program()} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
+    """The command line of this run as a reader can repeat it; `arguments` take the place of the program's own."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = sys.argv[0] if module is None else f"-m {module.name.removesuffix('.__main__')}"
+    return f"python {program} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
 
 
 def today() -> str:
@@ -177,25 +173,27 @@ def versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         found["cuda"] = str(torch.version.cuda)
     for name in (*_DISTRIBUTIONS, "vllm"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def describe(device: str | None = None, name: str | None = None) -> dict[str, Any]:
     """The machine as a row shows it: with the card where `device` is one, by default where torch sees one.
 
-    `name` is the folder of its results, derived when not given: `cpu-2core`, or the card's such as `nvidia-h200`.
+    `name` is the folder of its results, by default `cpu-2core`, or the card's such as `nvidia-h200`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     card = torch.cuda.get_device_properties(device) if device.startswith("cuda") else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    model = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     derived = f"cpu-{cores}core" if card is None else re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
     return {
         "name": name or derived,
-        "cpu": _cpu_model(),
+        "cpu": model or platform.processor() or platform.machine(),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -204,21 +202,6 @@ def describe(device: str | None = None, name: str | None = None) -> dict[str, An
         "multiprocessors": None if card is None else card.multi_processor_count,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _program() -> str:
-    module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return f"python {sys.argv[0]}" if module is None else f"python -m {module.name.removesuffix('.__main__')}"
 
 
 def _holds(value: float, goal: float | None, better: Better) -> bool:

@@ -1,34 +1,99 @@
-"""Samples, an arm's answer compared with cold's; and lines, all samples of one family and arm."""
+"""Answers, and where their prompts' KV came from; samples, which compare an answer with cold's; lines, which sum up all
+samples of one family and arm."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from validation import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import torch
+
     from validation.arms import Arm
     from validation.cases import Case
     from validation.metrics import NonInferiority
-    from validation.serving import Answer
 
-# A family whose cold exact match is lower shows nothing.
-MIN_COLD_SCORE = 0.5
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Where a prompt's tokens came from, in tokens, and how the request ended for the connector.
+
+    `cached`: the engine's own exact prefix; `offered`: the plan's spans; `sampled`, and `checked` after it: compared
+    with the donor's KV; `reused`: the donor's KV was kept; `recomputed`: offered and not reused. `largest_kept`:
+    largest deviation of a token that was compared and is reused. `generation`: the highest of the plan's donors.
+    `spans`: where its runs begin in the prompt, and their lengths.
+    """
+
+    cached: int = 0
+    offered: int = 0
+    checked: int = 0
+    reused: int = 0
+    recomputed: int = 0
+    largest_kept: float = 0.0
+    sampled: int = 0
+    outcome: str | None = None
+    reason: str | None = None
+    generation: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the KV is a cold run's: nothing was placed, or a check has rejected all of it."""
+        return not self.reused and bool(self.checked or self.sampled or not self.offered)
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Reuse:
+        """From the audit events `request_settled` and, of a plan that was carried out, `plan_dispatched`."""
+        return cls(
+            cached=event["exact_prefix_tokens"],
+            offered=event["offered_tokens"],
+            checked=event["checked_tokens"] or 0,
+            reused=event["reused_tokens"],
+            recomputed=event["offered_tokens"] - event["reused_tokens"],
+            largest_kept=event["largest_kept"] or 0.0,
+            sampled=event["sampled_tokens"] or 0,
+            outcome=event["outcome"],
+            reason=event["reason"],
+            generation=0 if plan is None else plan["generation"],
+            spans=() if plan is None else tuple((start, length) for _, _, start, length in plan["spans"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to one prompt.
+
+    `tokens` and `text`: the greedy answer, or the likeliest token at each position of a forced answer. `logits`
+    [tokens, vocabulary] gave `tokens`. `loss`: mean negative log-likelihood of a forced answer, nats a token.
+    `likelihood`: see Sample. `ttft_s`: seconds to the first token, None where it is not known.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    logits: torch.Tensor
+    loss: float | None
+    ttft_s: float | None
+    reuse: Reuse
+    likelihood: float | None = None
+
+    def with_first_row(self) -> Answer:
+        """The answer with the logits of its first token only, on the host."""
+        return replace(self, logits=self.logits[:1].float().cpu().clone())
 
 
 def is_known(exact_match: float | None, loss: float | None, vocabulary: int) -> bool:
-    """Whether a model knows a family, by the means of its cold answers; whatever reuse does to another shows nothing.
+    """Whether a model knows a family, by the means of its cold answers; what reuse does to others shows nothing.
 
-    Where one answer is right, it gives that often enough. A text's `loss`, in nats a token, is below that of a blind
-    guess among the `vocabulary`'s tokens.
+    It gives half of the right answers; a text's `loss`, in nats a token, is below a blind guess's among `vocabulary`.
     """
-    if exact_match is not None:
-        return exact_match >= MIN_COLD_SCORE
-    return loss is None or loss < math.log(vocabulary)
+    return exact_match >= 0.5 if exact_match is not None else loss is None or loss < math.log(vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +101,7 @@ class Sample:
     """One arm's answer to one case, compared with cold's; None where the case does not define the figure.
 
     Token counts, `generation` and `spans` are as in `Reuse`. `computed_share`: tokens times layers that were computed,
-    of those behind the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
+    of those after the engine's own exact prefix. `expected_exact_tokens`: tokens that the prompt shares from position
     0 on with a donor that this arm computed exactly, in whole units of the engine, and that the arm exact_prefix
     reuses. `exact_match`: only where one answer is right. `follows_donor`: the answer is the wrong one of the
     donors' text. Scores `*_cold` compare with cold's answer, `*_reference` with the reference. `loss` (nats a
@@ -92,18 +157,25 @@ class Sample:
     generation: int = 0
     spans: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def may_reuse(self) -> bool:
+        return self.expects in ("reuse", "any")
+
+
+_REUSE_TOKENS = ("offered", "sampled", "checked", "reused", "recomputed")
+
 
 def sample_of(
     arm: Arm, case: Case, ours: Answer, cold: Answer, num_layers: int, repeat: int = 0, expected_exact_tokens: int = 0
 ) -> Sample:
     """One arm's answer beside cold's; `num_layers` are the model's, for the rest see Sample."""
     reuse, reference = ours.reuse, case.reference
-    uncached = max(1, ours.prompt_tokens - reuse.cached)
-    # Behind a sample only tokens that were compared ran in the lowest layers.
+    # After a sample only tokens that were compared ran in the lowest layers.
     run_below = min(reuse.reused, reuse.sampled + reuse.checked) if reuse.sampled else reuse.reused
+    moved = reuse.reused - run_below * arm.full_layers / num_layers
     rouge1_cold, rouge_l_cold, token_f1_cold = metrics.closeness(ours.text, cold.text)
     known = (None, None, None) if reference is None else metrics.closeness(ours.text, reference.strip())
-    perplexity = None if ours.loss is None else metrics.perplexity(ours.loss)
+    perplexity, colds = (None if each.loss is None else metrics.perplexity(each.loss) for each in (ours, cold))
     is_timed = case.is_timed and ours.ttft_s is not None and cold.ttft_s is not None
     return Sample(
         case_id=case.id,
@@ -122,16 +194,9 @@ def sample_of(
         answer_tokens=len(ours.tokens),
         exact_prefix_tokens=reuse.cached,
         expected_exact_tokens=expected_exact_tokens,
-        offered_tokens=reuse.offered,
-        sampled_tokens=reuse.sampled,
-        checked_tokens=reuse.checked,
-        reused_tokens=reuse.reused,
-        recomputed_tokens=reuse.recomputed,
-        computed_tokens=ours.computed_tokens,
-        computed_share=1.0 - (reuse.reused - run_below * arm.full_layers / num_layers) / uncached,
-        largest_kept=reuse.largest_kept,
-        outcome=reuse.outcome,
-        reason=reuse.reason,
+        **{f"{name}_tokens": getattr(reuse, name) for name in _REUSE_TOKENS},
+        computed_tokens=ours.prompt_tokens - reuse.cached - reuse.reused,
+        computed_share=1.0 - moved / max(1, ours.prompt_tokens - reuse.cached),
         exact_match=metrics.exact_match(ours.text, reference) if case.known_answer and reference else None,
         follows_donor=None if case.donor_answer is None else metrics.exact_match(ours.text, case.donor_answer),
         rouge1_cold=rouge1_cold,
@@ -142,14 +207,11 @@ def sample_of(
         token_f1_reference=known[2],
         loss=ours.loss,
         perplexity=perplexity,
-        perplexity_ratio=None
-        if perplexity is None or cold.loss is None
-        else perplexity / metrics.perplexity(cold.loss),
+        perplexity_ratio=None if perplexity is None or colds is None else perplexity / colds,
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
         token_agreement=metrics.token_agreement(ours.tokens, cold.tokens),
         likelihood=ours.likelihood,
-        generation=reuse.generation,
-        spans=reuse.spans,
+        **{name: getattr(reuse, name) for name in ("largest_kept", "outcome", "reason", "generation", "spans")},
     )
 
 
@@ -158,9 +220,8 @@ class Line:
     """One family under one arm: means over samples, and sums of tokens.
 
     `loss`: of the references, nats a token. `ppl_ratio`: exp of the mean difference of losses. `follows_donor`: share
-    of answers that are the donors' wrong one.
-    The bounds compare with cold: exact match minus cold's, and cold's loss minus the arm's. `reused_share`: reused over
-    offered tokens. `largest_kept` and `generation`: the maxima over samples.
+    of answers that are the donors' wrong one. The bounds compare with cold: exact match minus cold's, and cold's loss
+    minus the arm's. `reused_share`: reused over offered tokens. `largest_kept` and `generation`: the maxima.
     """
 
     family: str
@@ -217,51 +278,36 @@ def line_of(
     is_bounded: bool = True,
 ) -> Line:
     """One line of the given samples, of which there is at least one; without what needs bounds unless `is_bounded`."""
-    exact = loss = None
-    if is_bounded:
-        exact = _bound(samples, cold, lambda sample: sample.exact_match, seed)
-        loss = _bound(samples, cold, lambda sample: None if sample.loss is None else -sample.loss, seed)
-    offered, sampled, checked, reused, recomputed = (
-        sum(getattr(sample, f"{name}_tokens") for sample in samples)
-        for name in ("offered", "sampled", "checked", "reused", "recomputed")
-    )
-    agreement, first_token_kl, computed_share = (
-        math.fsum(getattr(sample, name) for sample in samples) / len(samples)
-        for name in ("token_agreement", "first_token_kl", "computed_share")
-    )
+
+    def bound(score: Callable[[Sample], float | None]) -> NonInferiority | None:
+        scores = [(score(sample), score(cold[sample.case_id]), sample.group) for sample in samples if is_bounded]
+        found = [(ours - theirs, group) for ours, theirs, group in scores if ours is not None and theirs is not None]
+        return metrics.non_inferiority([each for each, _ in found], [group for _, group in found], seed=seed)
+
+    def average(name: str) -> float:
+        return math.fsum(getattr(sample, name) for sample in samples) / len(samples)
+
+    tokens: dict[str, Any] = {
+        name: sum(getattr(sample, f"{name}_tokens") for sample in samples) for name in _REUSE_TOKENS
+    }
+    loss = bound(lambda sample: None if sample.loss is None else -sample.loss)
     return Line(
         family=family,
         arm=arm,
         samples=len(samples),
         groups=len({sample.group for sample in samples}),
         exact_match=metrics.mean(sample.exact_match for sample in samples),
-        exact_match_bound=exact,
+        exact_match_bound=bound(lambda sample: sample.exact_match),
         follows_donor=metrics.mean(sample.follows_donor for sample in samples),
         loss=metrics.mean(sample.loss for sample in samples),
         ppl_ratio=None if loss is None else math.exp(-loss.difference),
         loss_bound=loss,
-        agreement=agreement,
-        first_token_kl=first_token_kl,
+        agreement=average("token_agreement"),
+        first_token_kl=average("first_token_kl"),
         fires=sum(sample.reused_tokens > 0 for sample in samples),
-        offered=offered,
-        sampled=sampled,
-        checked=checked,
-        reused=reused,
-        recomputed=recomputed,
-        reused_share=reused / offered if offered else None,
-        computed_share=computed_share,
+        **tokens,
+        reused_share=tokens["reused"] / tokens["offered"] if tokens["offered"] else None,
+        computed_share=average("computed_share"),
         largest_kept=max(sample.largest_kept for sample in samples),
         generation=max(sample.generation for sample in samples),
     )
-
-
-def _bound(
-    samples: Sequence[Sample], cold: Mapping[str, Sample], score: Callable[[Sample], float | None], seed: int
-) -> NonInferiority | None:
-    differences, clusters = [], []
-    for sample in samples:
-        ours, theirs = score(sample), score(cold[sample.case_id])
-        if ours is not None and theirs is not None:
-            differences.append(float(ours) - float(theirs))
-            clusters.append(sample.group)
-    return metrics.non_inferiority(differences, clusters, seed=seed)

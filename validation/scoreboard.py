@@ -1,10 +1,9 @@
 """All result rows in the terminal, and the tables that pages make from them.
 
-On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A pattern is a shell pattern
-that matches a row's name, its file's `machine/file`, or both as `machine/file/name`. With
-`<!-- results:HEADING=PATTERN ... -->` the values stand in columns, side by side: such a pattern matches a row's name or
-`machine/file/name`, and what its one `*` stands for names the line. A heading that is given again goes on with its
-column.
+On a page, a table stands between `<!-- results:PATTERN ... -->` and `<!-- /results -->`. A shell pattern matches a
+row's name, its file's `machine/file`, or both as `machine/file/name`. With `<!-- results:HEADING=PATTERN ... -->` the
+values stand side by side: such a pattern matches a row's name or `machine/file/name`, and its one `*` names the line. A
+heading that is given again continues its column.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BLOCK = re.compile(r"(<!-- results:(?P<patterns>[^>]*?) -->\n)(?P<table>.*?)(<!-- /results -->)", re.DOTALL)
-_OPENING = re.compile(r"<!-- results:")
 
 
 def read_rows(root: Path) -> dict[str, list[Row]]:
     """Rows of all JSON files under `root`, by `machine/file` without the extension, sorted.
 
-    Raises ConfigurationError naming the file when it does not hold rows, when a row's `holds` contradicts its figures,
-    or when a machine has two rows of one name.
+    Raises ConfigurationError as `rows_of` does, and when a machine has two rows of one name.
     """
     if not root.is_dir():
         raise ConfigurationError(f"{root} is not a folder of results; give one with --results.")
@@ -68,32 +65,23 @@ def terminal_table(rows: dict[str, list[Row]]) -> Table:
     headings = ("row", "value", "unit", "goal", "holds", "against", "where", "date")
     table = output.table_of("Results", headings, ("value", "goal"), ("row",))
     for place, each in ((place, each) for place, found in rows.items() for each in found):
-        table.add_row(
-            each.name,
-            figure(each.value),
-            _shown(each.unit),
-            goal_of(each),
-            "yes" if each.holds else "[bold red]no[/]",
-            _shown(each.baseline),
-            _shown(place),
-            _shown(each.date),
-        )
+        # A Text is no markup.
+        unit, baseline, where, date = (Text(printable(cell)) for cell in (each.unit, each.baseline, place, each.date))
+        holds = "yes" if each.holds else "[bold red]no[/]"
+        table.add_row(each.name, figure(each.value), unit, goal_of(each), holds, baseline, where, date)
     return table
 
 
 def with_tables(text: str, rows: dict[str, list[Row]]) -> str:
-    """Returns the document with every results table made anew.
-
-    Raises ConfigurationError for a marker that is not closed or a pattern that no row matches.
-    """
-    if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
+    """Returns the document with every results table made from the rows. Raises ConfigurationError for a marker that is
+    not closed or a pattern that no row matches."""
+    if text.count("<!-- results:") != len(_BLOCK.findall(text)):
         raise ConfigurationError("A `<!-- results:... -->` marker is not followed by `<!-- /results -->`; close it.")
     return _BLOCK.sub(lambda found: found[1] + markdown_table(found["patterns"], rows) + found[4], text)
 
 
 def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
-    """The Markdown table of the rows that match any of the blank-separated patterns, in the order of the patterns, or
-    of the columns `HEADING=PATTERN`.
+    """The Markdown table of the rows that match the blank-separated patterns, in their order.
 
     Raises ConfigurationError for a pattern that no row matches or, in columns, that is ambiguous.
     """
@@ -109,17 +97,11 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
         }
         if not matching:
             raise ConfigurationError(f"No result row matches {pattern!r}; measure it or correct the marker.")
-        chosen.update((key, each) for key, each in matching.items() if key not in chosen)
+        chosen |= matching
     lines = []
     for (place, name), each in chosen.items():
-        cells = (
-            f"`{name}`",
-            f"{figure(each.value)} {each.unit}".strip(),
-            goal_of(each),
-            "yes" if each.holds else "**no**",
-            each.baseline,
-            place.partition("/")[0],
-        )
+        value, machine = f"{figure(each.value)} {each.unit}".strip(), place.partition("/")[0]
+        cells = (f"`{name}`", value, goal_of(each), "yes" if each.holds else "**no**", each.baseline, machine)
         lines.append([printable(cell).replace("|", "\\|") for cell in cells])
     return output.markdown_table("row | value | goal | holds | against | machine", lines) + "\n"
 
@@ -127,12 +109,11 @@ def markdown_table(patterns: str, rows: dict[str, list[Row]]) -> str:
 def _column_table(columns: Sequence[str], rows: dict[str, list[Row]]) -> str:
     """A line for each name that the columns' stars stand for; values that miss their goal are bold."""
     cells: dict[str, dict[str, str]] = {}
-    headings = dict.fromkeys(column.partition("=")[0] for column in columns)
-    for column in columns:
-        heading, _, pattern = column.partition("=")
+    for heading, _, pattern in (column.partition("=") for column in columns):
         for line, each in _starred(pattern, rows).items():
             value = figure(each.value)
             cells.setdefault(line, {})[heading] = value if each.holds else f"**{value}**"
+    headings = dict.fromkeys(column.partition("=")[0] for column in columns)
     lines = ((f"`{line}`", *(found.get(heading, "-") for heading in headings)) for line, found in cells.items())
     return output.markdown_table(" | ".join(("", *headings)), lines) + "\n"
 
@@ -156,16 +137,9 @@ def _starred(pattern: str, rows: dict[str, list[Row]]) -> dict[str, Row]:
     return found
 
 
-def _shown(text: str) -> Text:
-    """A cell that is no markup."""
-    return Text(printable(text))
-
-
 def goal_of(row: Row) -> str:
     """The goal with its direction, `-` for a row without one."""
-    if row.goal is None:
-        return "-"
-    return f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
+    return "-" if row.goal is None else f"{'>=' if row.better == 'higher' else '<='} {figure(row.goal)}"
 
 
 def figure(value: float) -> str:

@@ -14,7 +14,7 @@ import torch
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment
+from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,16 +23,11 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.request import RequestOutput
     from engine_wrapper.embedded.sampling import SamplingParams
     from validation.arms import Arm
-    from validation.engines import ArmEngine, Asked, EngineSettings
+    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
 
 STOCK_CONNECTOR, WRAPPER = "semblend_trt.connector", "engine_wrapper.connector"
-# The workers inherit only variables whose names begin with TRTLLM.
-_PREFIX = "TRTLLM_"
-# Answers are compared here, so that a slow first look-up may not time out.
-_PATIENCE = {_PREFIX + "SEMBLEND_LOOKUP_DEADLINE_MS": "10000"}
-# Saves end in another process. When its audit log has not grown for so long, they count as ended.
+# Saves end in another process. They count as ended when its audit log has not grown for this time.
 QUIET_SECONDS = 0.25
-_MAX_SETTLE_SECONDS = 20.0
 
 
 def trtllm_api() -> Any:
@@ -60,12 +55,14 @@ def open_llm(
     """
     # `tensorrt_llm.llmapi` itself has KvCacheConfig only.
     api = import_module("tensorrt_llm.llmapi.llm_args")
-    # V1 is not main's default.
-    first = {name: False for name in ("use_kv_cache_manager_v2",) if name in api.KvCacheConfig.model_fields}
-    fields = {**first, "enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, **(cache or {})}
-    inherited = {_PREFIX + name: value for name, value in variables.items()}
+    fields = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.6, **(cache or {})}
+    if "use_kv_cache_manager_v2" in api.KvCacheConfig.model_fields:
+        fields["use_kv_cache_manager_v2"] = False  # V1 is not main's default
+    # Answers are compared here, so that a slow first look-up may not time out.
+    variables = {"SEMBLEND_LOOKUP_DEADLINE_MS": "10000", **variables}
     try:
-        with environment({**_PATIENCE, **inherited}):
+        # The workers inherit only variables whose names begin with TRTLLM.
+        with environment({f"TRTLLM_{name}": value for name, value in variables.items()}):
             return trtllm_api().LLM(
                 model=model,
                 enable_chunked_prefill=True,
@@ -79,9 +76,9 @@ def open_llm(
 
 
 def wait_for_quiet(audit_path: Path) -> None:
-    """Waits until another process's audit log has not grown for QUIET_SECONDS, for _MAX_SETTLE_SECONDS at most."""
-    deadline = time.monotonic() + _MAX_SETTLE_SECONDS
+    """Waits until another process's audit log has not grown for QUIET_SECONDS, for 20 s at most."""
     size, since = -1, time.monotonic()
+    deadline = since + 20.0
     while (now := time.monotonic()) < deadline and now - since <= QUIET_SECONDS:
         found = audit_path.stat().st_size if audit_path.is_file() else 0
         if found != size:
@@ -90,78 +87,69 @@ def wait_for_quiet(audit_path: Path) -> None:
 
 
 class TrtllmEngines:
-    """Engines of TensorRT-LLM over one model, a folder or a hub id, one after the other.
-
-    `dtype` is the engine's argument of that name. Raises ConfigurationError where tensorrt_llm cannot be imported or
-    the model cannot be read, UnsupportedModelError for one whose KV cannot be moved.
-    """
+    """Engines of TensorRT-LLM over one model, a folder or a hub id, one after the other. Raises ConfigurationError if
+    tensorrt_llm or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved."""
 
     starts_slowly = True
     prefix_unit = 1
-    notes = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
+    notes: tuple[str, ...] = ("TensorRT-LLM's API gives no time to the first token, so that it serves no timed run.",)
 
     def __init__(self, model: str, dtype: str = "auto") -> None:
         trtllm_api()
         self._model, self._dtype = model, dtype
         self.facts = model_facts(model)
         self.tokenizer: Any = load_tokenizer(model)
-
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.facts.num_layers * self.facts.kv_heads * self.facts.head_dim * torch.float32.itemsize
+        self.token_bytes = token_bytes(self.facts, torch.float32)
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """The arm's engine with the wrapper's connector. Raises SemBlendError when it does not start."""
         connector = None if arm.variables is None else WRAPPER
-        variables = connector_variables(arm, settings, str(audit_path))
-        chunks = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
+        options: dict[str, Any] = {} if arm.chunk_tokens is None else {"max_num_tokens": arm.chunk_tokens}
+        arguments = import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
+        if "gather_generation_logits" in getattr(arguments, "model_fields", ()):
+            options["gather_generation_logits"] = True  # older versions give logits only where this is asked for
         llm = open_llm(
             self._model,
             connector,
-            variables,
+            connector_variables(arm, settings, str(audit_path)),
             cache={"max_tokens": settings.pool_tokens},
             dtype=self._dtype,
             max_batch_size=settings.batch_size,
-            **chunks,
-            **_logits_argument(),
+            **options,
         )
         return TrtllmEngine(llm, None if connector is None else audit_path)
 
 
 class TrtllmEngine:
-    """One engine at work; `llm` is an LLM of TensorRT-LLM, `audit_path` its connector's log, None without one.
-
-    Its API cannot force tokens. So each token of a forced answer is a request of its own, whose prompt ends with the
-    tokens before it.
-    """
+    """One engine at work; `llm` is TensorRT-LLM's, `audit_path` its connector's log, None without one. Its API cannot
+    force tokens, so each token of a forced answer is a request whose prompt ends with the tokens before it."""
 
     def __init__(self, llm: Any, audit_path: Path | None) -> None:
         self._llm, self._audit_path = llm, audit_path
         self._asked = 0
 
     def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-        cache_salt: Sequence[str | None] | str | None = None,
+        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> list[RequestOutput]:
         """Answers all prompts together; the outputs have no text and no times. Raises SemBlendError."""
         asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
         found = []
         for each, output in zip(asked, self._ask(asked), strict=True):
-            logits = [_logits_of(output)]
-            forced = each.params.forced_token_ids or ()
+            completion, forced = output.outputs[0], each.params.forced_token_ids or ()
+            outputs = [output]
             if len(forced) > 1:
-                begun = [[*each.prompt, *forced[:count]] for count in range(1, len(forced))]
-                rest = self._ask(asked_of(self._asked + 1, begun, each.params, each.salt))
-                logits += [_logits_of(one) for one in rest]
-            found.append(_output_of(each, output, logits, forced))
+                longer = [[*each.prompt, *forced[:count]] for count in range(1, len(forced))]
+                outputs += self._ask(asked_of(self._asked + 1, longer, each.params, each.salt))
+            # float32 [tokens, vocabulary], None where none were asked for; of a forced answer, one row a request.
+            logits = [one.outputs[0].generation_logits for one in outputs]
+            rows = [one.reshape(-1, one.shape[-1])[: 1 if forced else None] for one in logits if one is not None]
+            stacked = torch.cat(rows).float().cpu() if rows else None
+            found.append(answered(each, list(forced or completion.token_ids), completion.finish_reason, stacked))
         return found
 
     def _ask(self, asked: Sequence[Asked]) -> list[Any]:
-        salts = [each.salt for each in asked]
-        # Versions before 1.2 do not know salts; without one to give, none is named.
-        options = {"cache_salt": salts} if any(salts) else {}
+        # Versions before 1.2 do not know salts.
+        options = {"cache_salt": [each.salt for each in asked]} if any(each.salt for each in asked) else {}
         self._asked += len(asked)
         try:
             params = [_sampling(each.params) for each in asked]
@@ -178,12 +166,6 @@ class TrtllmEngine:
         self._llm.shutdown()
 
 
-def _logits_argument() -> dict[str, bool]:
-    """Older versions give logits only where the engine was built to keep them."""
-    fields = getattr(import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs, "model_fields", ())
-    return {name: True for name in ("gather_generation_logits",) if name in fields}
-
-
 def _sampling(params: SamplingParams) -> Any:
     return trtllm_api().SamplingParams(
         max_tokens=1 if params.forced_token_ids else params.max_tokens,
@@ -192,18 +174,3 @@ def _sampling(params: SamplingParams) -> Any:
         ignore_eos=params.ignore_eos,
         return_generation_logits=params.return_generation_logits,
     )
-
-
-def _logits_of(output: Any) -> torch.Tensor | None:
-    """float32 [tokens, vocabulary], None where none were asked for."""
-    logits = output.outputs[0].generation_logits
-    return None if logits is None else logits.reshape(-1, logits.shape[-1]).float().cpu()
-
-
-def _output_of(
-    asked: Asked, output: Any, logits: Sequence[torch.Tensor | None], forced: Sequence[int]
-) -> RequestOutput:
-    completion = output.outputs[0]
-    rows = [each if not forced else each[:1] for each in logits if each is not None]
-    tokens = list(forced or completion.token_ids)
-    return answered(asked, tokens, completion.finish_reason, torch.cat(rows) if rows else None)

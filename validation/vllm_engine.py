@@ -15,7 +15,7 @@ from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer
-from validation.engines import answered, asked_of, connector_variables, environment
+from validation.engines import answered, asked_of, connector_variables, environment, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
     from engine_wrapper.embedded.request import RequestOutput
     from validation.arms import Arm
-    from validation.engines import ArmEngine, Asked, EngineSettings
+    from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
 
-# Tokens of a block; on a card vLLM 0.25.1 gives layers with a window the shorter ones, and all are to be alike.
-_BLOCK_SIZE, _WINDOWED_BLOCK_SIZE = 32, 16
 # What KVTransferConfig takes, but for the settings of a connector.
 TRANSFER = {
     "kv_connector": "SemBlendConnector",
@@ -34,21 +32,15 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-# Of a card's memory so much has to be free when an engine starts.
-_LEAST_FREE = 0.1
-# A save begins in one step and is told of in a later one.
-_SETTLING_STEPS = 1_000
 
 
 class VllmEngines:
-    """Engines of vLLM over one model, a folder or a hub id, one after the other.
-
-    `dtype` and `kv_dtype` are the engine's arguments dtype and kv_cache_dtype. Raises ConfigurationError where vllm
-    cannot be imported or the model cannot be read, UnsupportedModelError for one whose KV cannot be moved.
-    """
+    """Engines of vLLM over one model, a folder or a hub id, one after the other; `dtype` and `kv_dtype` are the dtype
+    and kv_cache_dtype of vLLM. Raises ConfigurationError where vllm or the model cannot be read, UnsupportedModelError
+    for one whose KV cannot be moved."""
 
     starts_slowly = True
-    notes = (
+    notes: tuple[str, ...] = (
         "vLLM holds one engine a process: arms are served one after the other, and a change of the machine's speed "
         "shows as a difference between them (cold_again beside cold tells how much).",
         "vLLM runs eager, without async scheduling and with its V1 model runner here, in every arm: logits are read "
@@ -67,12 +59,9 @@ class VllmEngines:
         self._model, self._dtype, self._kv_dtype = model, dtype, kv_dtype
         self.facts = model_facts(model, None, True)  # vLLM tells the scales of its caches
         self.tokenizer: Any = load_tokenizer(model)
-        is_windowed = any(self.facts.windows) and torch.cuda.is_available()
-        self.prefix_unit = _WINDOWED_BLOCK_SIZE if is_windowed else _BLOCK_SIZE
-
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.facts.num_layers * self.facts.kv_heads * self.facts.head_dim * torch.float32.itemsize
+        self.token_bytes = token_bytes(self.facts, torch.float32)
+        # Tokens of a block; on a card vLLM 0.25.1 gives layers with a window the shorter ones, and all are to be alike.
+        self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
 
     def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
         """The arm's engine with our connector. Raises SemBlendError when it does not start."""
@@ -87,11 +76,11 @@ class VllmEngines:
         if torch.cuda.is_available():
             # Or vLLM asks for nearly all of the card, which others may use as well.
             options["kv_cache_memory_bytes"] = blocks * self.prefix_unit * self.token_bytes
-            options["gpu_memory_utilization"] = _LEAST_FREE
+            options["gpu_memory_utilization"] = 0.1  # what has to be free when an engine starts
         if arm.chunk_tokens is not None:
             options["long_prefill_token_threshold"] = min(arm.chunk_tokens, self.facts.max_positions)
-        variables = connector_variables(arm, settings, str(audit_path))
         if arm.variables is not None:
+            variables = connector_variables(arm, settings, str(audit_path))
             options["kv_transfer_config"] = KVTransferConfig(**TRANSFER, kv_connector_extra_config=variables)
         try:
             with environment({}):
@@ -113,8 +102,7 @@ class VllmEngines:
 
 @dataclass(slots=True)
 class _Reading:
-    """One answer under way: the tokens that it is forced to, its rows of logits, float32 [vocabulary] each, and the
-    seconds from when it was asked for to its first token."""
+    """An answer under way; `rows` of logits are float32 [vocabulary] each, `first_token` is in seconds from `began`."""
 
     forced: tuple[int, ...]
     rows: list[torch.Tensor] = field(default_factory=list)
@@ -137,10 +125,7 @@ class VllmEngine:
         self._model.compute_logits = self._logits
 
     def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-        cache_salt: Sequence[str | None] | str | None = None,
+        self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
     ) -> list[RequestOutput]:
         """Answers all prompts together; the outputs have no text. Raises SemBlendError."""
         asked = asked_of(self._asked + 1, prompts, sampling_params, cache_salt)
@@ -154,7 +139,7 @@ class VllmEngine:
         return found
 
     def settle(self) -> None:
-        """Waits until what has ended is saved; steps of short requests tell of it. Raises SemBlendError."""
+        """Waits until what has ended is saved. Raises SemBlendError."""
         settle(self._core, lambda: self.generate([[0]], SamplingParams(max_tokens=1)))
 
     def shutdown(self) -> None:
@@ -203,15 +188,13 @@ class VllmEngine:
 
 
 def settle(core: Any, ask_shortly: Callable[[], object]) -> None:
-    """Waits until what has ended in an engine's core is saved; steps of short requests tell of it.
-
-    Raises SemBlendError.
-    """
-    for _ in range(_SETTLING_STEPS):
+    """Waits until what has ended in an engine's core is saved. Raises SemBlendError."""
+    # A save begins in one step and is reported in a later one, so short requests are served.
+    for _ in range(1_000):
         if not core.scheduler.requests:  # those that have ended are there until they are saved
             return
         ask_shortly()
-    raise SemBlendError(f"saves have not ended after {_SETTLING_STEPS} steps")
+    raise SemBlendError("saves have not ended after 1000 steps")
 
 
 def _sampling(params: SamplingParams) -> Any:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine_wrapper.embedded.model_runner import ModelRunner
     from validation.cases import Case
     from validation.results import Results
-    from validation.serving import Answer
+    from validation.samples import Answer
 
 # Families in which the donor's text before what is shared decides what the shared text says.
 CONSTRUCTIONS = (

@@ -13,8 +13,9 @@ from prometheus_client import REGISTRY
 
 from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.donors.disk_tier import FOLDER
+from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_prefixes, find_donors
 from validation.documents import stock_list
-from validation.embedded_engine import disk_tier, drain, evict_prefixes, find_donors, open_cold, open_llm
+from validation.embedded_engine import open_cold, open_llm
 from validation.models import load, shipped_model
 from validation.prompts import render
 

@@ -1,8 +1,6 @@
 """Samples and rows that several tests build."""
 
-from __future__ import annotations
-
-from typing import Any
+from dataclasses import MISSING, fields
 
 import pytest
 
@@ -13,47 +11,16 @@ from validation.models import load
 from validation.results import Measured
 from validation.samples import Sample
 
-_SAMPLE: dict[str, Any] = {
-    "case_id": "case",
-    "workload": "reordered",
-    "size": "2048",
-    "group": "case",
-    "expects": "reuse",
-    "arm": "position_fix",
-    "repeat": 0,
-    "timed": True,
-    "answer": "42",
-    "reference": "42",
-    "ttft_s": 0.1,
-    "speedup": 4.0,
-    "prompt_tokens": 2000,
-    "answer_tokens": 3,
-    "exact_prefix_tokens": 0,
-    "expected_exact_tokens": 0,
-    "offered_tokens": 1900,
-    "sampled_tokens": 0,
-    "checked_tokens": 1900,
-    "reused_tokens": 1900,
-    "recomputed_tokens": 0,
-    "computed_tokens": 100,
-    "computed_share": 0.4,
-    "largest_kept": 0.1,
-    "outcome": "backend_materialized_reuse",
-    "reason": None,
-    "exact_match": True,
-    "follows_donor": None,
-    "rouge1_cold": 1.0,
-    "rouge_l_cold": 1.0,
-    "token_f1_cold": 1.0,
-    "rouge1_reference": 1.0,
-    "rouge_l_reference": 1.0,
-    "token_f1_reference": 1.0,
-    "loss": None,
-    "perplexity": 1.1,
-    "perplexity_ratio": 1.0,
-    "first_token_kl": 0.001,
-    "token_agreement": 1.0,
-}
+_SAMPLE = dict.fromkeys(each.name for each in fields(Sample) if each.default is MISSING)
+_SAMPLE |= dict.fromkeys(("rouge1_cold", "rouge_l_cold", "token_f1_cold", "token_agreement", "perplexity_ratio"), 1.0)
+_SAMPLE |= dict.fromkeys(("rouge1_reference", "rouge_l_reference", "token_f1_reference"), 1.0)
+_SAMPLE |= {"case_id": "case", "group": "case", "workload": "reordered", "size": "2048", "expects": "reuse"}
+_SAMPLE |= {"arm": "position_fix", "repeat": 0, "timed": True, "ttft_s": 0.1, "speedup": 4.0}
+_SAMPLE |= {"answer": "42", "reference": "42", "answer_tokens": 3, "exact_match": True, "perplexity": 1.1}
+_SAMPLE |= {"prompt_tokens": 2000, "exact_prefix_tokens": 0, "expected_exact_tokens": 0, "offered_tokens": 1900}
+_SAMPLE |= {"sampled_tokens": 0, "checked_tokens": 1900, "reused_tokens": 1900, "recomputed_tokens": 0}
+_SAMPLE |= {"computed_tokens": 100, "computed_share": 0.4, "largest_kept": 0.1, "first_token_kl": 0.001}
+_SAMPLE |= {"outcome": "backend_materialized_reuse"}
 
 
 @pytest.fixture(scope="session")

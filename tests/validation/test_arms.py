@@ -1,13 +1,11 @@
 """An arm is a name and its engine's settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from semblend_trt.errors import ConfigurationError
-from validation.arms import ALL_NAMES, Arm, ArmChoices, arms_of, default_names, is_reusing, names_of
+from validation.arms import ALL_NAMES, ArmChoices, arms_of, is_reusing, names_of, names_of_run
 
 CHOICES = ArmChoices(num_layers=8, boundary=2, profile=Path("profile.json"), profile_layers=3)
 
@@ -33,7 +31,7 @@ def test_each_arm_sets_its_own_variables_only(name, policy, others, full_layers)
 
 
 def test_all_arms_can_be_built():
-    arms: dict[str, Arm] = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
+    arms = {arm.name: arm for arm in arms_of(ALL_NAMES, CHOICES)}
     assert tuple(arms) == ALL_NAMES
     assert {name for name, arm in arms.items() if arm.isolated} == {"cold", "cold_again", "wrapper_without_plan"}
     assert all(is_reusing(arm.name) == (arm.serves_donors and arm.variables is not None) for arm in arms.values())
@@ -41,9 +39,9 @@ def test_all_arms_can_be_built():
 
 def test_without_a_profile_verified_is_left_out_or_refused():
     without = ArmChoices(num_layers=8, boundary=2)
-    assert "verified" in default_names(CHOICES, full=False)
-    assert "verified" not in default_names(without, full=True)
-    assert [full for full in (False, True) if "boundary" in default_names(CHOICES, full)] == [True]
+    assert "verified" in names_of_run(None, "position_fix", CHOICES, full=False)
+    assert "verified" not in names_of_run(None, "position_fix", without, full=True)
+    assert [full for full in (False, True) if "boundary" in names_of_run(None, "epic_8", CHOICES, full)] == [True]
     with pytest.raises(ConfigurationError, match="needs a reuse profile"):
         arms_of(["verified"], without)
 

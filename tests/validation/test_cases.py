@@ -7,7 +7,7 @@ import pytest
 
 from semblend_trt.errors import ConfigurationError
 from validation import documents, prompts
-from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, read_cases
+from validation.cases import MAX_FORCED_TOKENS, Case, Expectation, Tokeniser, equal_start, read_cases
 from validation.families.catalog import FamilyRequest, write_cases
 
 GOOD = {"id": "a", "donors": ["first donor", "second"], "prompt": "prompt", "reference": None}
@@ -75,10 +75,10 @@ def test_the_shipped_model_gets_its_marks(shipped):
 
 def test_what_a_prompt_shares_with_each_donor(shipped):
     tokens = Tokeniser(shipped, 8).tokenise(a_case())
-    shared = tokens.shared_prefix(0)
+    shared = equal_start(tokens.donors[0], tokens.prompt)
     assert tokens.donors[0][:shared] == tokens.prompt[:shared]
     assert tokens.donors[0][shared] != tokens.prompt[shared]
-    assert tokens.shared_prefix(1) == len(tokens.prompt)
+    assert equal_start(tokens.donors[1], tokens.prompt) == len(tokens.prompt)
 
 
 def test_a_long_reference_is_scored_in_part(shipped):

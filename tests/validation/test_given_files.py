@@ -1,10 +1,6 @@
 """No file that a command is given makes it wait, whichever reads it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +12,14 @@ from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
 from validation.cases import content_of
-from validation.engines import read_events
 from validation.estimate.figures import recorded_observations
+from validation.engines import AuditFile
 from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of
 
-READERS: list[Callable[[Path], object]] = [
-    *(read_options, load_config, ReuseProfile.read, read_events, content_of, recorded_observations, rows_of, read_text),
-    *(lambda path: tokenizer_file(path.parent), trace_file),
+READERS = [
+    *(read_options, load_config, ReuseProfile.read, content_of, recorded_observations, rows_of, read_text),
+    *(lambda path: tokenizer_file(path.parent), lambda path: AuditFile(path).read(), trace_file),
 ]
 
 

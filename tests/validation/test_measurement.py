@@ -1,7 +1,5 @@
 """Cases in batches: what an engine that is kept over calls answers, and that it is kept."""
 
-from __future__ import annotations
-
 import pytest
 
 from validation.arms import COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX, ArmChoices, arms_of
@@ -18,7 +16,7 @@ class Counted(EmbeddedEngines):
 
     def __init__(self, engines):
         super().__init__(engines.runner)
-        self.arms: list[str] = []
+        self.arms = []
 
     def open(self, arm, settings, audit_path):
         self.arms.append(arm.name)

@@ -1,17 +1,13 @@
 """The page of a run: what it holds, that it escapes all text, and how a browser shows it at a telephone's width."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from contextlib import contextmanager
 from html.parser import HTMLParser
-from typing import Any
 
 import aiohttp
 import pytest
@@ -19,9 +15,6 @@ import pytest
 from validation.cases import Case, Expectation
 from validation.page import marked, page
 from validation.report import Gate, Report
-from validation.samples import Sample
-
-Maker = Callable[..., Sample]
 
 CHROMIUM = shutil.which("chromium")
 ATTACK = "<script>document.title = 'attacked'</script><img src=x onerror=\"document.title = 'attacked'\">"
@@ -38,26 +31,16 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
-def case(name, workload, expects, prompt):
-    return Case(name, workload, "2048", ("donor",), prompt, "42", True, expects, name)
-
-
 @pytest.fixture
 def html(make_sample, measured):
     """The page of a run whose every text is an attack."""
+    moved, document = f"moved {ATTACK}", f"{ATTACK} a document {'word ' * 200}"
     cases = [
-        case(f"moved {ATTACK}", "reordered", Expectation.REUSE, f"{ATTACK} a document {'word ' * 200}"),
-        case("trap", "header_trap", Expectation.REUSE, "x" * 3_000),
+        Case(name, workload, "2048", ("donor",), prompt, "42", True, Expectation.REUSE, name)
+        for name, workload, prompt in ((moved, "reordered", document), ("trap", "header_trap", "x" * 3_000))
     ]
     samples = [
-        make_sample(
-            case_id=each.id,
-            workload=each.workload,
-            arm=arm,
-            answer=ATTACK,
-            ttft_s=0.1 + len(arm) / 100,
-            spans=((2, 50),),
-        )
+        make_sample(case_id=each.id, workload=each.workload, arm=arm, answer=ATTACK, spans=((2, 50),))
         for each in cases
         for arm in ARMS
     ]
@@ -69,7 +52,7 @@ def html(make_sample, measured):
 class Tags(HTMLParser):
     def __init__(self, html):
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.found = []
         self.feed(html)
 
     def handle_starttag(self, tag, attributes):
@@ -83,9 +66,7 @@ def test_no_text_of_a_run_becomes_a_part_of_the_page(html):
 
 
 def test_the_page_loads_nothing(html):
-    tags = Tags(html).found
-    loaded = [value for _, attributes in tags for name, value in attributes.items() if name in ("src", "href")]
-    assert loaded == []
+    assert not [tag for tag, attributes in Tags(html).found if attributes.keys() & {"src", "href"}]
     assert "url(" not in html
     assert "default-src 'none'" in html
 
@@ -121,24 +102,18 @@ class Tab:
     """Commands to one tab, and the events that came meanwhile (Chrome DevTools Protocol)."""
 
     def __init__(self, socket):
-        self.socket, self.session, self.number = socket, {}, 0
-        self.events: list[dict[str, Any]] = []
+        self.socket, self.session, self.number, self.events = socket, {}, 0, []
 
     async def ask(self, method, **params):
         self.number += 1
         await self.socket.send_json({"id": self.number, "method": method, "params": params, **self.session})
-        return (await self._until(lambda message: message.get("id") == self.number))["result"]
+        return (await self.until("id", self.number))["result"]
 
-    async def event(self, method):
-        if all(each.get("method") != method for each in self.events):
-            await self._until(lambda message: message.get("method") == method)
-
-    async def _until(self, is_it):
-        while True:
-            message = json.loads(await self.socket.receive_str())
-            self.events.append(message)
-            if is_it(message):
-                return message
+    async def until(self, key, value):
+        """The first message with that value."""
+        while not (found := [each for each in self.events if each.get(key) == value]):
+            self.events.append(json.loads(await self.socket.receive_str()))
+        return found[0]
 
 
 async def looked_at(address, path, width):
@@ -153,13 +128,12 @@ async def looked_at(address, path, width):
         size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": True}
         await tab.ask("Emulation.setDeviceMetricsOverride", **size)
         await tab.ask("Page.navigate", url=path.as_uri())
-        await tab.event("Page.loadEventFired")
+        await tab.until("method", "Page.loadEventFired")
         found = await tab.ask("Runtime.evaluate", expression=LOOK, returnByValue=True)
-        asked = [each["params"]["request"]["url"] for each in tab.events if each.get("method") == SENT]
-        return found["result"]["value"], asked
+        sent = [each for each in tab.events if each.get("method") == "Network.requestWillBeSent"]
+        return found["result"]["value"], [each["params"]["request"]["url"] for each in sent]
 
 
-SENT = "Network.requestWillBeSent"
 # Contrast as WCAG 2.2 defines it.
 LOOK = """(() => {
   const channel = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;

@@ -1,45 +1,45 @@
 """The command on the shipped model with a few short prompts: its files, its findings, and what it refuses."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from validation import metrics, scoreboard
+from semblend_trt.errors import ConfigurationError
+from validation import metrics, results, scoreboard
 from validation.cli import main
-from validation.quality import QualityReport, _show, quality_rows
-from validation.quality_plot import Point, points_of
-from validation.samples import Sample
-
-Maker = Callable[..., Sample]
+from validation.quality import Point, QualityReport, _show, draw, noise_floor, points_of, quality_rows
 
 OUTPUT = Path("quality.json")
-SHORT = ["--groups", "2", "--questions", "1", "--tokens", "640"]
+
+
+def lines_of_run(folder, *arguments):
+    """The report's lines by family and arm of a run on a few short prompts, and its document."""
+    path = folder / "out" / "quality.json"
+    short = ("--groups", "2", "--questions", "1", "--tokens", "640", "--output", str(path))
+    assert main(["quality", *short, *arguments]) == 0
+    document = json.loads(path.read_text())
+    lines = {(line["family"], line["arm"]): line for line in document["lines"]}
+    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "cold"]["exact_match"] == 1.0
+    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
+    return lines, document
 
 
 def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, capsys):
-    places = ["--output", str(tmp_path / "out" / "quality.json"), "--record", str(tmp_path / "rows"), "--machine", "m"]
-    places += ["--name", "shipped"]
-    arms = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
-    assert main(["quality", *SHORT, *arms, *places]) == 0
-    document = json.loads((tmp_path / "out" / "quality.json").read_text())
-    lines = {(line["family"], line["arm"]): line for line in document["lines"]}
-    assert {arm for _, arm in lines} == {"cold", "cold_again", "wrapper_without_plan", "position_fix"}
-    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
+    places = ["--record", str(tmp_path / "rows"), "--machine", "m", "--name", "shipped"]
+    what = ["--arms", "wrapper_without_plan,position_fix", "--families", "reordered,prose,header_trap,unrelated"]
+    lines, _ = lines_of_run(tmp_path, *what, *places)
+    arms = ("cold", "cold_again", "wrapper_without_plan", "position_fix")
+    assert {arm for _, arm in lines} == set(arms)
     assert lines["reordered", "position_fix"]["reused_share"] == 1.0
-    assert lines["header_trap", "cold"]["exact_match"] == 1.0
-    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
     assert not lines["header_trap", "position_fix"]["non_inferior"]
     assert lines["unrelated", "position_fix"]["fires"] == 0
     assert lines["prose", "position_fix"]["ppl_ratio"] == pytest.approx(1.0, abs=0.02)
-    for family in ("reordered", "prose", "header_trap", "unrelated"):
-        assert lines[family, "wrapper_without_plan"]["first_token_kl"] < 1e-6
-        assert lines[family, "cold_again"]["first_token_kl"] < 1e-6
+    assert all(line["first_token_kl"] < 1e-6 for (_, arm), line in lines.items() if arm in arms[1:3])
     [(place, rows)] = scoreboard.read_rows(tmp_path / "rows").items()
     assert place == "m/quality_shipped"
-    arms = ("cold", "cold_again", "wrapper_without_plan", "position_fix")
     assert {row.name for row in rows} == {
         *(f"cold_em_shipped_{family}" for family in ("reordered", "header_trap", "unrelated")),
         "position_fix_em_shipped_header_trap",
@@ -47,44 +47,37 @@ def test_a_run_shows_that_the_header_trap_bites_and_leaves_its_files(tmp_path, c
         *(f"{kind}_computed_share_shipped_position_fix" for kind in ("harmless", "trap")),
         "unrelated_fires_shipped",
     }
-    assert points_of(tmp_path / "rows" / f"{place}.json") == [
-        Point(arm, line["exact_match"], line["computed_share"])
-        for arm, line in ((arm, lines["header_trap", arm]) for arm in arms)
-    ]
+    trap = [(arm, lines["header_trap", arm]) for arm in arms]
+    points = [Point(arm, line["exact_match"], line["computed_share"]) for arm, line in trap]
+    assert points_of(tmp_path / "rows" / f"{place}.json") == points
     assert capsys.readouterr().out.endswith("/quality.json\n")
 
 
 def test_kv_in_fp8_keeps_the_answers_and_the_trap(tmp_path):
     few = ["--arms", "position_fix", "--families", "reordered,header_trap", "--kv-dtype", "fp8"]
-    assert main(["quality", *SHORT, *few, "--output", str(tmp_path / "quality.json")]) == 0
-    document = json.loads((tmp_path / "quality.json").read_text())
-    lines = {(line["family"], line["arm"]): line for line in document["lines"]}
-    assert document["settings"]["kv_dtype"] == "fp8"
-    assert lines["reordered", "position_fix"]["exact_match"] == lines["reordered", "cold"]["exact_match"] == 1.0
-    assert lines["header_trap", "cold"]["exact_match"] == 1.0
-    assert lines["header_trap", "position_fix"]["follows_donor"] >= 0.5
+    assert lines_of_run(tmp_path, *few)[1]["settings"]["kv_dtype"] == "fp8"
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--groups", "0"], "--groups is 0; it must be at least 1"),
-        (["--seed", "-1"], "--seed is -1"),
-        (["--families", ""], "Argument --families: the name is empty"),
-        (["--arms", " "], "Argument --arms: the name is empty"),
-        (["--families", "reordered,lucky"], "The family 'lucky' is unknown"),
-        (["--families", "squad"], "name their folder with --eval-data"),
-        (["--arms", "lucky"], "--arms names 'lucky'"),
-        (["--arms", "boundary_9"], "the model has 8"),
-        (["--tokens", "100"], "leave"),
-        (["--tokens", "9000"], "the model's context holds 8192"),
-        (["--profile", "missing.json"], "--profile missing.json is not a file"),
-        (["--form", "fancy"], "invalid choice: 'fancy'"),
-        (["--output", "."], "is a folder"),
+        ("--groups 0", "--groups is 0; it must be at least 1"),
+        ("--seed -1", "--seed is -1"),
+        ("--families=", "Argument --families: the name is empty"),
+        ("--arms=", "Argument --arms: the name is empty"),
+        ("--families reordered,lucky", "The family 'lucky' is unknown"),
+        ("--families squad", "name their folder with --eval-data"),
+        ("--arms lucky", "--arms names 'lucky'"),
+        ("--arms boundary_9", "the model has 8"),
+        ("--tokens 100", "leave"),
+        ("--tokens 9000", "the model's context holds 8192"),
+        ("--profile missing.json", "--profile missing.json is not a file"),
+        ("--form fancy", "invalid choice: 'fancy'"),
+        ("--output .", "is a folder"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_leaves_nothing(arguments, sentence, check_refused):
-    check_refused(["quality", *arguments], sentence)
+    check_refused(["quality", *arguments.split()], sentence)
 
 
 ARMS = ("cold", "cold_again", "position_fix", "verified")
@@ -135,26 +128,20 @@ def test_rows_have_the_values_and_goals_of_the_run(report):
     assert "8 unrelated prompts under each of position_fix, verified" in rows["unrelated_fires"].baseline
 
 
-def test_a_published_budget_has_its_rows_beside_those_of_reuse_without_a_check(report):
+def test_unchecked_arms_say_what_they_make_of_every_trap_that_is_answered_cold(report):
     unchecked = [each for each in report.samples if each.arm == "position_fix"]
+    traps = [each for each in report.samples if each.workload == "header_trap"]
     samples = [*report.samples, *(replace(each, arm="cacheblend_15") for each in unchecked)]
-    rows = {row.name: row for row in quality_rows(replace(report, samples=samples), "_m")}
-    assert (rows["cacheblend_15_em_m_header_trap"].value, rows["cacheblend_15_em_m_header_trap"].goal) == (0.0, None)
+    samples += [replace(each, workload="state", case_id=f"s{each.case_id}") for each in traps]
+    changes = {"workload": "edited_field", "exact_match": False}
+    samples += [replace(each, case_id=f"e{each.case_id}", **changes) for each in traps]
+    kinds = {**KINDS, "state": "trap", "edited_field": "trap"}
+    rows = {row.name: row for row in quality_rows(replace(report, samples=samples, kinds=kinds), "_m")}
+    for name in ("cacheblend_15_em_m_header_trap", "position_fix_em_m_state"):
+        assert (rows[name].value, rows[name].goal) == (0.0, None)
     assert rows["trap_em_m_cacheblend_15"].value == 0.0
     assert rows["trap_computed_share_m_cacheblend_15"].value == pytest.approx(0.4)
-
-
-def test_every_trap_that_is_answered_cold_says_what_reuse_without_a_check_makes_of_it(report):
-    traps = [each for each in report.samples if each.workload == "header_trap"]
-    known = [replace(each, workload="state", case_id=f"s{each.case_id}") for each in traps]
-    unknown = [replace(each, workload="edited_field", case_id=f"e{each.case_id}", exact_match=False) for each in traps]
-    kinds = {**KINDS, "state": "trap", "edited_field": "trap"}
-    rows = {
-        row.name: row for row in quality_rows(replace(report, samples=[*report.samples, *known, *unknown], kinds=kinds))
-    }
-    assert (rows["position_fix_em_state"].value, rows["position_fix_em_state"].goal) == (0.0, None)
-    assert "position_fix_em_edited_field" not in rows
-    assert "position_fix_em_reordered" not in rows
+    assert not {"position_fix_em_m_edited_field", "position_fix_em_m_reordered"} & set(rows)
 
 
 def test_a_family_that_the_model_cannot_answer_gets_no_row(report):
@@ -209,3 +196,62 @@ def test_every_bound_is_taken_once(report, monkeypatch):
     quality_rows(report)
     _show(report, OUTPUT)
     assert len(taken) == sum(len(line.bounds) for line in (*report.lines, *report.kind_lines)) > 0
+
+
+@pytest.fixture
+def folder(tmp_path, measured):
+    """Rows of two runs, the second of a name with another one's name in front."""
+    for name, score in (("tiny", 0.2), ("tiny_fp8", 0.4)):
+        values = {
+            f"trap_em_{name}_cold": 0.98,
+            f"trap_em_{name}_cold_again": 0.95,
+            f"trap_em_{name}_epic_16": score,
+            f"trap_computed_share_{name}_epic_16": 0.25,
+            f"harmless_em_{name}_epic_16": 1.0,
+        }
+        rows = [results.row(each, value, "", baseline="", measured=measured) for each, value in values.items()]
+        results.write_rows(tmp_path / f"quality_{name}.json", rows)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "score"), [("tiny", 0.2), ("tiny_fp8", 0.4)])
+def test_a_file_gives_the_arms_of_its_run(folder, name, score):
+    assert points_of(folder / f"quality_{name}.json") == [
+        Point("cold", 0.98, 1.0),
+        Point("cold_again", 0.95, 1.0),
+        Point("epic_16", score, 0.25),
+    ]
+
+
+def test_the_command_draws_all_files_again_alike(folder, capsys):
+    files = [str(folder / f"quality_{name}.json") for name in ("tiny", "tiny_fp8")]
+    plots = [folder / "one.png", folder / "two.png"]
+    for plot in plots:
+        assert main(["quality-plot", *files, "--plot", str(plot)]) == 0
+    assert plots[0].read_bytes() == plots[1].read_bytes()
+    assert plots[0].read_bytes().startswith(b"\x89PNG")
+    assert str(plots[0]) in capsys.readouterr().out
+
+
+def test_a_file_without_traps_is_named_and_nothing_is_drawn(folder, capsys):
+    other = folder / "other.json"
+    other.write_text((folder / "quality_tiny.json").read_text())
+    with pytest.raises(ConfigurationError, match=r"other\.json has no row trap_em"):
+        points_of(other)
+    assert main(["quality-plot", str(other), "--plot", str(folder / "plot.png")]) == 2
+    assert "other.json has no row" in capsys.readouterr().err
+    assert not (folder / "plot.png").exists()
+
+
+def test_the_band_is_the_noise_floor_and_at_least_the_margin():
+    cold, again = Point("cold", 0.9, 1.0), Point("cold_again", 0.87, 1.0)
+    assert noise_floor([cold, again]) == pytest.approx((0.87, 0.93))
+    assert noise_floor([cold]) == pytest.approx((0.89, 0.91))
+    assert noise_floor([Point("verified", 0.9, 0.2)]) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_any_number_of_panels_and_every_arm_can_be_drawn(count):
+    arms = ("cold", "exact_prefix", "position_fix", "epic_8", "cacheblend_30", "boundary", "boundary_3", "verified")
+    panels = {f"run {index}": [Point(arm, 0.5, 0.5) for arm in arms] for index in range(count)}
+    assert draw(panels, "title").startswith(b"\x89PNG")

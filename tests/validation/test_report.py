@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 
 import pytest
 
@@ -11,21 +10,8 @@ from validation.arms import DEFAULT_NAMES
 from validation.engines import AuditCounts
 from validation.exactness import Exactness
 from validation.output import write_json
-from validation.report import (
-    COUNTED,
-    Gate,
-    GateBounds,
-    Report,
-    end_to_end_rows,
-    exact_prefix_untouched,
-    gates_of,
-    summaries,
-)
-from validation.samples import Sample
+from validation.report import COUNTED, Gate, GateBounds, Report, end_to_end_rows, gates_of, summaries
 
-Maker = Callable[..., Sample]
-
-LOST = "the trap that breaks unchecked reuse: NOT caught, 1 of 1 answers lost"
 BUSY = AuditCounts(100, 10, 8, 8, 16_000, 15_000, 8)
 
 
@@ -37,12 +23,8 @@ def gate(name, samples, audit=BUSY, exactness=None):
 @pytest.mark.parametrize(
     ("value", "bound", "better", "holds"),
     [
-        (1.05, 1.05, "higher", True),
-        (1.0499, 1.05, "higher", False),
-        (0.02, 0.02, "lower", True),
-        (0.0201, 0.02, "lower", False),
-        (math.nan, 0.02, "lower", False),
-        (None, 1.0, "higher", True),
+        *[(1.05, 1.05, "higher", True), (1.0499, 1.05, "higher", False), (None, 1.0, "higher", True)],
+        *[(0.02, 0.02, "lower", True), (0.0201, 0.02, "lower", False), (math.nan, 0.02, "lower", False)],
     ],
 )
 def test_a_gate_includes_its_bound(value, bound, better, holds):
@@ -54,15 +36,12 @@ def test_a_failed_gate_names_value_and_bound():
     assert sentence == "speedup is 0.9, at least 1.05 is required (what it reads)"
 
 
-def test_speedup_is_the_median_of_timed_prompts_with_expected_reuse(make_sample):
+def test_speedup_is_the_median_of_timed_prompts_and_closeness_a_mean_over_the_named_arm(make_sample):
     samples = [make_sample(case_id=str(i), speedup=value) for i, value in enumerate((1.0, 5.0, 2.0))]
     samples += [make_sample(case_id="question", timed=False, speedup=None)]
     samples += [make_sample(case_id="unrelated", expects="none", speedup=0.1)]
     samples += [make_sample(case_id=str(i), arm="boundary", speedup=0.1) for i in range(3)]
     assert gate("speedup", samples).value == 2.0
-
-
-def test_closeness_is_a_mean_over_the_named_arm(make_sample):
     samples = [make_sample(rouge1_cold=0.2, token_f1_cold=0.0), make_sample(rouge1_cold=0.4, token_f1_cold=0.1)]
     assert gate("rouge1", samples).value == pytest.approx(0.3)
     assert not gate("rouge1", samples).holds
@@ -86,8 +65,7 @@ def test_one_fire_on_an_unrelated_prompt_in_any_reusing_arm_fails(make_sample):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"exact_prefix_tokens": 1984}, {"reused_tokens": 15}, {"answer": "43"}, {"first_token_kl": 0.1}],
+    "change", [{"exact_prefix_tokens": 1984}, {"reused_tokens": 15}, {"answer": "43"}, {"first_token_kl": 0.1}]
 )
 def test_a_repeat_must_be_served_from_the_exact_prefix_alone(make_sample, change):
     served = {"expects": "exact_prefix", "reused_tokens": 0, "first_token_kl": 0.0}
@@ -101,8 +79,8 @@ def test_a_repeat_must_be_served_from_the_exact_prefix_alone(make_sample, change
 def test_reuse_beside_an_exact_prefix_is_allowed(make_sample):
     prefix = {"exact_prefix_tokens": 64, "expected_exact_tokens": 64}
     exact = make_sample(arm="exact_prefix", **prefix)
-    assert exact_prefix_untouched([exact]) is None
-    assert exact_prefix_untouched([exact, make_sample(**prefix, reused_tokens=1800)]) == 1.0
+    assert gate("exact_prefix_untouched", [exact]).value is None
+    assert gate("exact_prefix_untouched", [exact, make_sample(**prefix, reused_tokens=1800)]).value == 1.0
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -122,8 +100,8 @@ def test_exactness_may_differ_by_the_engines_own_noise(make_sample, difference, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("min_speedup", value) for value in (-1.0, math.nan, math.inf)),
-        *(("min_rouge1", 1.01), ("min_token_f1", -0.1), ("min_token_f1", math.nan), ("min_semantic_hits", -1)),
+        *[("min_speedup", value) for value in (-1.0, math.nan, math.inf)],
+        *[("min_rouge1", 1.01), ("min_token_f1", -0.1), ("min_token_f1", math.nan), ("min_semantic_hits", -1)],
     ],
 )
 def test_a_bound_out_of_range_is_refused(name, value):
@@ -139,17 +117,9 @@ def report(make_sample, measured):
         for arm in DEFAULT_NAMES
     ]
     samples.append(make_sample(workload="unrelated", expects="none", reason="no_runs", outcome="cold_fallback"))
-    return Report(
-        model="tiny",
-        policy="position_fix",
-        samples=samples,
-        audit={"position_fix": AuditCounts(5, 3, 2, 2, rejection_reasons=(("no_runs", 1),))},
-        audit_path="audit.jsonl",
-        gates=[Gate("speedup", 2.0, 1.05, "higher", "reads"), Gate("rouge1", 0.1, 0.35, "higher", "reads")],
-        settings={"seed": 0},
-        measured=measured,
-        seconds=1.5,
-    )
+    audit = {"position_fix": AuditCounts(5, 3, 2, 2, rejection_reasons=(("no_runs", 1),))}
+    gates = [Gate("speedup", 2.0, 1.05, "higher", "reads"), Gate("rouge1", 0.1, 0.35, "higher", "reads")]
+    return Report("tiny", "position_fix", samples, audit, "audit.jsonl", gates, {"seed": 0}, measured, 1.5)
 
 
 def test_json_has_every_sample_and_the_old_names(report, tmp_path):
@@ -170,10 +140,8 @@ def look(make_sample, measured, *arms):
     for arm, answer, speedup, trapped in arms:
         samples += [make_sample(arm=arm, case_id=str(i), speedup=speedup, answer="7") for i in range(2)]
         samples.append(make_sample(arm=arm, case_id="2", timed=False, speedup=None, answer=answer))
-        right = trapped == "8"
-        samples.append(
-            make_sample(arm=arm, case_id="t", workload="header_trap", speedup=99.0, answer=trapped, exact_match=right)
-        )
+        trap = {"case_id": "t", "workload": "header_trap", "speedup": 99.0, "answer": trapped}
+        samples.append(make_sample(arm=arm, exact_match=trapped == "8", **trap))
         samples.append(make_sample(arm=arm, workload="unrelated", expects="none", reused_tokens=0))
     exactness = Gate("wrapper_exactness", 1.26e-5, 1e-4, "lower", "reads")
     return Report("tiny", "verified", samples, {}, "", [exactness], {}, measured, 1.0)
@@ -187,14 +155,13 @@ def test_the_headline_counts_what_changed_and_says_whether_the_trap_is_caught(ma
         "trap's among them; the trap that breaks unchecked reuse: caught"
     )
     lost = look(make_sample, measured, unchecked, ("verified", "7", 2.0, "1")).headline()
-    assert lost.endswith("checked: 2.0x, 1 of 4, the trap's among them; " + LOST)
+    assert lost.endswith(
+        "1 of 4, the trap's among them; the trap that breaks unchecked reuse: NOT caught, 1 of 1 answers lost"
+    )
     toothless = look(make_sample, measured, ("position_fix", "7", 9.7, "8"), checked).headline()
     assert toothless.endswith("the trap that breaks unchecked reuse: does not bite here")
-    assert (
-        look(make_sample, measured, unchecked)
-        .headline()
-        .endswith("checked: not measured; the trap that breaks unchecked reuse: bites")
-    )
+    alone = look(make_sample, measured, unchecked).headline()
+    assert alone.endswith("checked: not measured; the trap that breaks unchecked reuse: bites")
     assert look(make_sample, measured, checked).headline() == "checked: 2.0x, 0 of 4, the trap's among them"
 
 
@@ -204,10 +171,8 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, meas
     lines = report.screen()
     assert len(lines) <= 20
     assert max(map(len, lines)) <= 80
-    assert [name for name, _ in report.figures()] == [
-        *("cold", "cold again", "prefix cache", "unchecked", "checked", "controls")
-    ]
     figures = dict(report.figures())
+    assert list(figures) == ["cold", "cold again", "prefix cache", "unchecked", "checked", "controls"]
     assert figures["cold"] == "400 ms to the first token, median of 3, about 2,000 tokens each"
     assert figures["checked"] == "100 ms, 2.0x, 95% reused, 0 of 3 changed; trap: 0 of 1 wrong"
     assert figures["controls"] == "0 of 2 unrelated prompts reused KV; logits within 1.3e-05"
@@ -215,8 +180,8 @@ def test_a_first_look_is_one_screen_with_all_figures_and_gates(make_sample, meas
 
 
 def test_grids_have_a_line_for_each_workload_and_arm(report):
-    for grid in report.grids():
-        lines = [row[:3] for row in grid.rows]
+    for _, _, rows in report.grids():
+        lines = [tuple(row[:3]) for row in rows]
         assert len(lines) >= len(set(lines)) > 1
         assert {arm for _, _, arm in lines} == set(DEFAULT_NAMES)
         assert "unrelated" in {workload for workload, *_ in lines}

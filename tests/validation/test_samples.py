@@ -1,17 +1,14 @@
 """A sample stands beside cold's, and a line says what its samples add up to."""
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from validation.arms import Arm
 from validation.cases import Case, Expectation
-from validation.samples import Sample, is_known, line_of, lines_of, sample_of
-from validation.serving import Answer, Reuse
-
-Maker = Callable[..., Sample]
+from validation.samples import Answer, Reuse, is_known, line_of, lines_of, sample_of
 
 CASE = Case("case", "header_trap", "1k", ("donor",), "prompt", "42", True, Expectation.REUSE, "case", donor_answer="17")
 
@@ -55,21 +52,14 @@ def test_a_model_knows_what_it_answers_or_predicts_better_than_a_blind_guess(exa
 
 def test_lines_are_by_family_and_arm_and_compare_with_cold(make_sample):
     arms = ("cold", "verified")
+    counts = {"offered_tokens": 900, "reused_tokens": 880, "recomputed_tokens": 20}
     samples = [
-        make_sample(
-            case_id=f"{family}-{i}",
-            workload=family,
-            group=f"{family}-{i // 2}",
-            arm=arm,
-            exact_match=arm == "cold" or i > 0,
-            offered_tokens=900,
-            reused_tokens=880,
-            recomputed_tokens=20,
-        )
+        make_sample(workload=family, group=f"{family}-{i // 2}", arm=arm, exact_match=arm == "cold" or i > 0, **counts)
         for arm in arms
         for family in ("reordered", "header_trap")
         for i in range(4)
     ]
+    samples = [replace(each, case_id=f"{each.workload}-{index % 4}") for index, each in enumerate(samples)]
     cold = {sample.case_id: sample for sample in samples if sample.arm == "cold"}
     lines = {(line.family, line.arm): line for line in lines_of(samples, cold)}
     assert len(lines) == 4

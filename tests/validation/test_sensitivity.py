@@ -6,7 +6,6 @@ list counts: every answer hangs on which list stands where.
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,6 @@ from validation.cases import Case, Expectation
 from validation.measurement import Measurement, ServingSettings
 from validation.models import shipped_model
 from validation.report import summary
-
-Figures = dict[str, dict[str, Any]]
 
 PLACES = 6
 ARMS = arms_of((COLD, COLD_AGAIN, EXACT_PREFIX, POSITION_FIX), ArmChoices(num_layers=8, boundary=2))
@@ -39,15 +36,12 @@ def exchanged(moves, target, rotation):
         return
     first, second = moves
     length = min(first.length, second.length)
-    ends = [
-        Move(m.source, m.source_start + length, m.target_start + length, m.length - length)
-        for m in moves
-        if m.length > length
-    ]
     swapped = [
         Move(second.source, second.source_start, first.target_start, length),
         Move(first.source, first.source_start, second.target_start, length),
     ]
+    longer = (m for m in moves if m.length > length)
+    ends = [Move(m.source, m.source_start + length, m.target_start + length, m.length - length) for m in longer]
     kv_move([*swapped, *ends], target, rotation)
 
 
@@ -62,19 +56,10 @@ def replaced_lists(seed):
     )
     shown = [document.text for document in [*earlier, *later]]
     asked = [rng.choice(document.questions) for document in later]
+    text, known = prompts.SYSTEM_PROMPTS[3], (True, Expectation.REUSE, f"{seed}")
     return [
-        Case(
-            id=f"{seed}" if index == 0 else f"{seed}-{index}",
-            workload="replaced_lists",
-            size="1k",
-            donors=donors,
-            prompt=prompts.render(prompts.SYSTEM_PROMPTS[3], shown, question.text),
-            reference=question.answer,
-            known_answer=True,
-            expects=Expectation.REUSE,
-            group=f"{seed}",
-        )
-        for index, question in enumerate(asked)
+        Case(id, "replaced_lists", "1k", donors, prompts.render(text, shown, question.text), question.answer, *known)
+        for id, question in zip((f"{seed}", *(f"{seed}-{index}" for index in range(1, PLACES))), asked, strict=True)
     ]
 
 

@@ -1,10 +1,7 @@
 """What is asked through TensorRT-LLM's arguments is answered as the embedded engine answers it."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -47,17 +44,16 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(shipped
     cases = write_cases(shipped, FamilyRequest(("reordered",), groups=1, questions=1, tokens=512))
     [arm] = arms_of([POSITION_FIX], ArmChoices(8, boundary=1))
     ended = audit.ended_requests
-    monkeypatch.setattr("validation.serving.ended_requests", lambda events, asked: ended(events[:-8], asked))
+    monkeypatch.setattr("validation.measurement.ended_requests", lambda events, asked: ended(events[:-8], asked))
     with pytest.raises(SemBlendError, match="audit log tells the end of"):
         BatchServer(shipped, cases, SETTINGS).answers(arm)
 
 
 class Named:
-    """An LLM that tells how it was called, and fails when told."""
+    """An LLM that notes the options of a call, or raises `error`."""
 
     def __init__(self, error=None):
-        self.options: dict[str, Any] = {}
-        self.error = error
+        self.options, self.error = {}, error
 
     def generate(self, prompts, params, **options):
         if self.error is not None:
@@ -66,13 +62,12 @@ class Named:
         return []
 
 
-def test_salts_are_named_only_where_there_are_some():
+@pytest.mark.parametrize(("salts", "named"), [([None, None], set()), (["a", None], {"cache_salt"})])
+def test_salts_are_named_only_where_there_are_some(salts, named):
     llm = Named()
-    engine = TrtllmEngine(llm, None)
-    for salts, named in (([None, None], set()), (["a", None], {"cache_salt"})):
-        with pytest.raises(ValueError, match="zip"):
-            engine.generate([[1], [2]], SamplingParams(max_tokens=1), salts)
-        assert set(llm.options) - {"use_tqdm"} == named
+    with pytest.raises(ValueError, match="zip"):
+        TrtllmEngine(llm, None).generate([[1], [2]], SamplingParams(max_tokens=1), salts)
+    assert set(llm.options) - {"use_tqdm"} == named
 
 
 def test_what_the_engine_raises_is_one_sentence():

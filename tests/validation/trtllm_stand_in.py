@@ -4,19 +4,16 @@ After `tensorrt_llm/llmapi/llm.py` and `tensorrt_llm/executor/result.py`. What t
 processes above all, is not here.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 from engine_wrapper.embedded import llm as embedded
 from engine_wrapper.embedded.llm_args import LlmArgs
 from engine_wrapper.embedded.model_runner import ModelRunner
 
-_runners: dict[tuple[str, str], ModelRunner] = {}
+_runners = {}
 
 
 class TorchLlmArgs(LlmArgs):
@@ -62,8 +59,7 @@ class RequestOutput:
     """A request on its way: `result` waits for it, `abort` cancels it, and it can be iterated over."""
 
     def __init__(self, llm, stream, params):
-        self._llm, self._stream, self._params = llm, stream, params
-        self.output: Any = None
+        self._llm, self._stream, self._params, self.output = llm, stream, params, None
 
     def __iter__(self):
         return self
@@ -113,25 +109,23 @@ class LLM(embedded.LLM):
         dtype="auto",
         enable_iter_perf_stats=False,
         gather_generation_logits=False,
-        **options,
+        **rest,
     ):
         key = (str(model), "float32" if dtype == "auto" else dtype)
         if key not in _runners:
             _runners[key] = ModelRunner(*key, "cpu")
         with mock.patch.object(embedded, "LlmArgs", TorchLlmArgs):
-            super().__init__(model, runner=_runners[key].share(), **options)
+            super().__init__(model, runner=_runners[key].share(), **rest)
         self.has_connector = self.connector_scheduler is not None
         self._has_stats, self._left_to_leak = enable_iter_perf_stats, self.leaks
 
-    def generate(  # type: ignore[override]
-        self, inputs, sampling_params=None, use_tqdm=True, cache_salt=None
-    ):
+    def generate(self, inputs, sampling_params=None, use_tqdm=True, cache_salt=None):
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(inputs)
         salts = cache_salt if isinstance(cache_salt, list) else [cache_salt] * len(inputs)
         asked = [self._ask(*each) for each in zip(inputs, params, salts, strict=True)]
         return [each.result() for each in asked]
 
-    def generate_async(self, inputs, sampling_params=None, streaming=False):  # type: ignore[override]
+    def generate_async(self, inputs, sampling_params=None, streaming=False):
         return self._ask(inputs, sampling_params, None, streaming)
 
     def get_stats(self, timeout=2):
@@ -152,9 +146,9 @@ class LLM(embedded.LLM):
 def install(monkeypatch):
     """Makes `tensorrt_llm` importable, and waits for no other process."""
     package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi.llm_args")
-    package.LLM, package.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]
-    api.KvCacheConfig, api.TorchLlmArgs = KvCacheConfig, TorchLlmArgs  # type: ignore[attr-defined]
-    api.KvCacheConnectorConfig = embedded.KvCacheConnectorConfig  # type: ignore[attr-defined]
+    package.LLM, package.SamplingParams = LLM, SamplingParams
+    api.KvCacheConfig, api.TorchLlmArgs = KvCacheConfig, TorchLlmArgs
+    api.KvCacheConnectorConfig = embedded.KvCacheConnectorConfig
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi.llm_args", api)
     monkeypatch.setattr("validation.trtllm_engine.QUIET_SECONDS", 0.0)

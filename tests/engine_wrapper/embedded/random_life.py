@@ -22,8 +22,9 @@ from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
+from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_block
 from tests.random_models import random_model
-from validation.embedded_engine import RANDOM_WEIGHTS, disk_tier, drain, evict_block, open_llm
+from validation.embedded_engine import RANDOM_WEIGHTS, open_llm
 
 BLOCK, BLOCKS = 8, 60
 TEXTS, TEXT_TOKENS, VOCABULARY = 5, 160, 251

@@ -19,7 +19,7 @@ from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
 from semblend_trt.runtime import ActivePlans
 from semblend_trt.transfer.save import DonorSaver
 from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
-from validation.embedded_engine import evict_prefixes
+from tests.engine_wrapper.embedded_llm import evict_prefixes
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
 ALL = (*CASES, *HABIT_CASES)
