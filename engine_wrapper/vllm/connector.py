@@ -1,4 +1,4 @@
-"""SemBlendConnector: our connector as vLLM loads it, one object for each of its two roles.
+"""SemBlendConnector: the connector as vLLM loads it, one object for each of its two roles.
 
 Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32).
 """
@@ -12,9 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
 from engine_wrapper.vllm.refusals import engine_refusal_of
-from engine_wrapper.vllm.scheduler import VllmScheduler
+from engine_wrapper.vllm.scheduler import StepMetadata, VllmScheduler
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
-from engine_wrapper.vllm.steps import StepMetadata
 from engine_wrapper.vllm.worker import VllmWorker
 from semblend_trt.runtime import runtime_for
 
@@ -23,19 +22,16 @@ if TYPE_CHECKING:
 
 
 class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Serves requests from other requests' KV (see `docs/vllm.md`). What is refused is served as without it."""
+    """Serves requests from other requests' KV (see `docs/vllm.md`). What is refused is served as stock."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
-        self._scheduler: VllmScheduler | None = None
-        self._worker: VllmWorker | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = VllmScheduler(arguments)
-        else:
-            self._worker = VllmWorker(arguments, vllm_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._scheduler = VllmScheduler(arguments) if is_scheduler else None
+        self._worker = None if is_scheduler else VllmWorker(arguments, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -62,11 +58,11 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduling.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """True while the blocks are held, and the receipt, which vLLM's server puts into the answer."""
+        """True while the blocks are held; the receipt, which vLLM's server puts into the answer."""
         return self._scheduling.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """True when no donor is reused any more; vLLM asks so where its weights may change (`/pause`)."""
+        """True if no donor is reused any more; vLLM asks for it if its weights may change (`/pause`)."""
         return self._scheduling.reset_cache()
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -75,13 +71,13 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- worker ----------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the caches, unless another connector (MultiConnector) hands them on: each has a part of a step."""
+        """Takes the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
             self._refuse("other_connector")
         self._working.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begins the step: vLLM 0.32 calls `start_load_kv` behind the forward where no load was promised."""
+        """Begins the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""
         super().bind_connector_metadata(connector_metadata)
         self._working.start_load_kv(self._step)
 
@@ -106,7 +102,7 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
-        """Empty in the worker's role: some versions ask the scheduler's only where the worker has any."""
+        """Empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
         return ReuseStats() if self._scheduler is None else self._scheduler.stats.take()
 
     @classmethod
@@ -117,10 +113,8 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_prom_metrics(cls, *arguments: Any, **options: Any) -> ReuseMetrics:
         return ReuseMetrics(*arguments, **options)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
     def shutdown(self) -> None:
-        """Called in the worker's role, and in the scheduler's where vLLM does so."""
+        """Called in the worker's role, and in some versions in the scheduler's."""
         for half in (self._worker, self._scheduler):
             if half is not None:
                 half.close()

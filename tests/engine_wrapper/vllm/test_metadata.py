@@ -4,7 +4,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from engine_wrapper.vllm.steps import Steps
+from engine_wrapper.vllm.scheduler import Steps
 
 NUMBERS = {"a": 7, "b": 8}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_wrapper.vllm.steps import Recovery
+from engine_wrapper.vllm.scheduler import Recovery
 from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, both_schedulings, fail_planned, near, taught
 
 

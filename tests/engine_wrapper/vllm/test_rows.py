@@ -20,8 +20,8 @@ from engine_wrapper.deviation_check import choose
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows, own_builder
-from engine_wrapper.vllm.cuda_graphs import StepGraphs
 from engine_wrapper.vllm.decoder import unfused_of
+from engine_wrapper.vllm.hooks import StepGraphs
 from semblend_trt.plan import SpanCheck
 from tests.engine_wrapper.vllm.conftest import near, random_tokens
 
@@ -135,7 +135,7 @@ def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were():
     nothing = torch.empty(0)
     schedule: Any = SimpleNamespace(positions=nothing, token_ids=nothing)
     with override_forward_context(SimpleNamespace()), VllmRows(parts, schedule, sparse=False) as rows:  # type: ignore[arg-type]
-        rows._begin()
+        rows._begun()
         assert [op() for op in ops] == ["kernel"] * 3
     assert [op() for op in ops] == kinds
 

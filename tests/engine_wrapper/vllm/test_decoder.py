@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
+from engine_wrapper.vllm.decoder import in_order, layered_pool, layout_of
 
 BLOCKS, HEADS, SIZE, DIM = 5, 2, 4, 8
 FP8 = torch.float8_e4m3fn
