@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
-LayerHook = Callable[[int], None]
 EvidenceSink = Callable[["CheckEvidence"], None]
 
 
@@ -267,49 +266,23 @@ class LayerRows(Protocol):
         """The final norm of some rows, int64; returns [len(rows), hidden]."""
 
 
-def no_hook(layer: int) -> None:
-    """Does nothing."""
-
-
-def follow(
-    rows: LayerRows,
-    schedule: LayerSchedule,
-    num_layers: int,
-    ranks: Ranks,
-    begun: int | None = None,
-    before: LayerHook = no_hook,
-    after: LayerHook = no_hook,
-) -> torch.Tensor | None:
-    """Runs a schedule that begins within layer `begun`, or at the lowest. Returns the deviations of its check."""
+def follow(rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ranks) -> torch.Tensor | None:
+    """Runs one schedule; returns the deviations of its check."""
     for stage, layers in schedule.layers_of_stages(num_layers):
         rows.enter(stage)
         for layer in layers:
-            if layer != begun:
-                before(layer)
             rows.run(layer)
-            after(layer)
-    if schedule.check is None:
-        return None
-    before(schedule.check.layer)
-    return rows.compare(schedule.check, ranks)
+    return None if schedule.check is None else rows.compare(schedule.check, ranks)
 
 
 def follow_all(
-    rows: LayerRows,
-    schedule: LayerSchedule,
-    num_layers: int,
-    ranks: Ranks,
-    sink: EvidenceSink | None = None,
-    before: LayerHook = no_hook,
-    after: LayerHook = no_hook,
+    rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ranks, sink: EvidenceSink | None = None
 ) -> torch.Tensor:
     """Runs all layers, from check to check; returns the output rows. `sink` gets each check's evidence."""
-    begun: int | None = None
     while True:
-        found = follow(rows, schedule, num_layers, ranks, begun, before, after)
+        found = follow(rows, schedule, num_layers, ranks)
         if schedule.check is None or found is None:
             return rows.output(schedule.output_rows)
-        begun = schedule.check.layer
         schedule, evidence = schedule.check.decide(found)
         if sink is not None:
             for each in evidence:

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from engine_wrapper.layer_schedule import follow, follow_all, no_hook, schedule_of
+from engine_wrapper.layer_schedule import follow, follow_all, schedule_of
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import PoolLayer, indexable, layer_view
@@ -36,11 +36,13 @@ from semblend_trt.ranks import Ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
+    from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
 _OLD = "Transformers {} caches K and V of every head, where the model has one latent row a token; install a newer one"
+# Called with a layer's index.
+LayerHook = Callable[[int], None]
 # Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
 Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
 
@@ -176,13 +178,21 @@ def cache_keyword(forward: Callable[..., Any]) -> str:
 class PagedDecoder:
     """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
 
-    A check's layer runs for all rows when they are compared; dropped rows leave after that layer.
+    A check's layer runs for all rows when they are compared; dropped rows leave after that layer. The hooks are called
+    around every layer.
     """
 
-    def __init__(self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        self._geometry = geometry
+    def __init__(
+        self,
+        decoder: Any,
+        schedule: LayerSchedule,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        before: LayerHook | None,
+        after: LayerHook | None,
+    ) -> None:
+        self._decoder, self._pool, self._geometry = decoder, pool, geometry
+        self._before, self._after = before, after
         # Granite's decoder multiplies its embeddings; others have no factor.
         self._hidden = decoder.embed_tokens(schedule.token_ids[None])
         if (factor := getattr(decoder, "embedding_multiplier", None)) is not None:
@@ -211,6 +221,8 @@ class PagedDecoder:
     def run(self, layer: int) -> None:
         if layer != self._compared:
             self._run(layer, None)
+        if self._after is not None:
+            self._after(layer)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         found: list[torch.Tensor] = []
@@ -227,6 +239,8 @@ class PagedDecoder:
         return normed
 
     def _run(self, layer: int, watch: Watch | None) -> None:
+        if self._before is not None:
+            self._before(layer)
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
         paged = PagedAttention(self._pool, self._geometry, sequences, watch)
@@ -270,9 +284,8 @@ class SparseForward:
         host waits for the device at checks only. Raises ValueError if a sequence exceeds its blocks or a block id the
         pool.
         """
-        before, after = before_layer or no_hook, after_layer or no_hook
-        layers = self._geometry.num_layers
-        return follow_all(self._rows(schedule), schedule, layers, self._ranks, evidence_sink, before, after)
+        rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
+        return follow_all(rows, schedule, self._geometry.num_layers, self._ranks, evidence_sink)
 
     @torch.inference_mode()
     def lowest(
@@ -282,11 +295,12 @@ class SparseForward:
 
         Returns the deviations of the checked tokens, float32, without waiting for them.
         """
+        rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
+        deviations = follow(rows, schedule, self._geometry.num_layers, self._ranks)
         assert schedule.check is not None
-        before, after = before_layer or no_hook, after_layer or no_hook
-        deviations = follow(self._rows(schedule), schedule, self._geometry.num_layers, self._ranks, None, before, after)
         assert deviations is not None
-        after(schedule.check.layer)
+        if after_layer is not None:
+            after_layer(schedule.check.layer)
         return deviations
 
     @torch.inference_mode()
@@ -311,6 +325,3 @@ class SparseForward:
             sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
             works = works_of([sequence], geometry.num_layers)
             forward(schedule_of(works, geometry.num_layers).to(pool.device))
-
-    def _rows(self, schedule: LayerSchedule) -> PagedDecoder:
-        return PagedDecoder(self._model.model, schedule, self._pool, self._geometry)
