@@ -117,13 +117,7 @@ def expected(sampled, tmp_path):
     ],
     ids=str,
 )
-def test_samples_find_what_they_do_in_the_embedded_engine(
-    engine,
-    sampled,
-    expected,
-    options,
-    monkeypatch,
-):
+def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expected, options, monkeypatch):
     served, most, enter = engine("boundary", sampled, **options), [0], VllmRows.enter
 
     def watched(rows, stage):
@@ -148,11 +142,7 @@ def test_samples_find_what_they_do_in_the_embedded_engine(
 
 @pytest.mark.parametrize("problem", ["alibi", "no kernel for this card"])
 def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_engines(
-    engine,
-    sampled,
-    problem,
-    monkeypatch,
-    caplog,
+    engine, sampled, problem, monkeypatch, caplog
 ):
     def fails(*_):
         raise RuntimeError(problem)
