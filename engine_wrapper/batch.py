@@ -209,23 +209,19 @@ class Batch:
         hidden, done = [], 0
         for parts in micro_batches(works, num_layers, forward.max_rows):
             end = done + sum(part.scheduled for part in parts)
-            own = forward.run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
+            schedule = schedule_of([part.work for part in parts], num_layers).to(self.input_ids.device)
+            tokens = schedule.token_ids.to(self.input_ids.dtype)
+            # In each sequence the scheduled tokens are after the plan's rows.
+            if len(parts) == 1:  # most often: nothing has to be copied to the device
+                tokens[len(tokens) - (end - done) :] = self.input_ids[done:end]
+            else:
+                ends = np.cumsum([len(part.work.positions) for part in parts])
+                rows = [np.arange(last - part.scheduled, last) for last, part in zip(ends, parts, strict=True)]
+                tokens[to_device(torch.from_numpy(np.concatenate(rows)), tokens.device)] = self.input_ids[done:end]
+            own = forward.run(replace(schedule, token_ids=tokens), sink)
             asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
             if not asked.all():
                 own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
             hidden.append(own)
             done = end
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
-
-
-def _schedule(parts: Sequence[Part], input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:
-    """`input_ids`: the parts' scheduled tokens; in each sequence they are after the plan's rows."""
-    schedule = schedule_of([part.work for part in parts], num_layers).to(input_ids.device)
-    tokens = schedule.token_ids.to(input_ids.dtype)
-    if len(parts) == 1:  # most often: nothing has to be copied to the device
-        tokens[len(tokens) - len(input_ids) :] = input_ids
-    else:
-        ends = np.cumsum([len(part.work.positions) for part in parts])
-        own = [np.arange(end - part.scheduled, end) for end, part in zip(ends, parts, strict=True)]
-        tokens[to_device(torch.from_numpy(np.concatenate(own)), input_ids.device)] = input_ids
-    return replace(schedule, token_ids=tokens)

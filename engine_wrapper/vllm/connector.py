@@ -29,9 +29,11 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
-        is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._scheduler = VllmScheduler(arguments) if is_scheduler else None
-        self._worker = None if is_scheduler else VllmWorker(arguments, vllm_config)
+        # Each role has its half, and vLLM calls only its methods.
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = VllmScheduler(arguments)
+        else:
+            self._worker = VllmWorker(arguments, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -43,43 +45,43 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """True: a replayed full graph would run no plan."""
         return True
 
-    # -- scheduler -------------------------------------------------------------------------------------------------
+    # The scheduler's role.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduling.bind_gpu_block_pool(gpu_block_pool)
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduling.get_num_new_matched_tokens(request, num_computed_tokens), False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduling.build_connector_meta(scheduler_output)
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """True while the blocks are held; the receipt, which vLLM's server puts into the answer."""
-        return self._scheduling.request_finished(request, block_ids)
+        return self._scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         """True if no donor is reused any more; vLLM asks for it if its weights may change (`/pause`)."""
-        return self._scheduling.reset_cache()
+        return self._scheduler.reset_cache()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduling.update_connector_output(connector_output)
+        self._scheduler.update_connector_output(connector_output)
 
-    # -- worker ----------------------------------------------------------------------------------------------------
+    # The worker's role.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
             self._refuse("other_connector")
-        self._working.register_kv_caches(kv_caches)
+        self._worker.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begins the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""
         super().bind_connector_metadata(connector_metadata)
-        self._working.start_load_kv(self._step)
+        self._worker.start_load_kv(self._step)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Nothing to do: the step has begun."""
@@ -91,19 +93,19 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self) -> None:
-        self._working.wait_for_save(self._step)
+        self._worker.wait_for_save(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002 - the step names them
-        return self._working.get_finished(self._step), None
+        return self._worker.get_finished(self._step), None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.take_failed_blocks()
+        return self._worker.recovery.take_failed_blocks()
 
-    # -- metrics ---------------------------------------------------------------------------------------------------
+    # Both roles.
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
         """Empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
-        return ReuseStats() if self._scheduler is None else self._scheduler.stats.take()
+        return ReuseStats() if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReuseStats:
@@ -115,22 +117,11 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Called in the worker's role, and in some versions in the scheduler's."""
-        for half in (self._worker, self._scheduler):
-            if half is not None:
-                half.close()
+        half = self._worker if self.role is KVConnectorRole.WORKER else self._scheduler
+        half.close()
 
     def _refuse(self, reason: str | None) -> None:
         self._runtime.refusal = self._runtime.refusal or reason
-
-    @property
-    def _scheduling(self) -> VllmScheduler:
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def _working(self) -> VllmWorker:
-        assert self._worker is not None
-        return self._worker
 
     @property
     def _step(self) -> StepMetadata:

@@ -67,9 +67,10 @@ class VllmWorker:
         self._worker = _Worker(arguments)
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
+        self._max_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._forward: PlannedForward | None = None
         self._undo = ExitStack()
-        self._recovery = recovery_for(arguments)
+        self.recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
@@ -102,7 +103,7 @@ class VllmWorker:
         """Applies the step's metadata: places plans' spans, on the current stream of the model runner."""
         self._begin(metadata.step)
         if metadata.is_unread:
-            self._recovery.compute_all_again()
+            self.recovery.compute_all_again()
         self._saving.update(metadata.saving)
         self._worker.bind_connector_meta(metadata.told)
         try:
@@ -127,7 +128,7 @@ class VllmWorker:
             self._fail(plan)
         names = {each.number: name for name, each in metadata.step.items()}
         for plan in metadata.told.plans:
-            tell_used(self._recovery.scheduler, names.get(plan.request_id), plan, self._runtime.scheduler)
+            tell_used(self.recovery.scheduler, names.get(plan.request_id), plan, self._runtime.scheduler)
         self._begin({})
         self._worker.wait_for_save(None)
 
@@ -136,10 +137,6 @@ class VllmWorker:
         """Begins to save requests that have ended; returns vLLM's ids of those whose blocks may go now."""
         ended, _ = self._worker.get_finished(list(metadata.saving), [])
         return {self._saving.pop(number) for number in ended if number in self._saving} or None
-
-    def take_failed_blocks(self) -> set[int]:
-        """The blocks that were promised and not loaded since the last call."""
-        return self._recovery.take_failed_blocks()
 
     def close(self) -> None:
         """Ends what is being saved, and leaves the model as it was found."""
@@ -156,7 +153,7 @@ class VllmWorker:
         first, last = plan.num_computed_tokens // plan.block_size, -(-plan.prefix_end // plan.block_size)
         self._runtime.active_plans.take(plan.request_id)
         self._runtime.failed_loads.append(plan.request_id)
-        self._recovery.compute_again(blocks[first:last])
+        self.recovery.compute_again(blocks[first:last])
 
     def _pool_of(self, caches: Mapping[str, torch.Tensor]) -> LayeredPool | None:
         try:
@@ -246,7 +243,3 @@ class VllmWorker:
             head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
             unfused=unfused_of(model.model) if pool.is_cuda else (),
         )
-
-    @property
-    def _max_rows(self) -> int:
-        return int(self._config.scheduler_config.max_num_batched_tokens)
