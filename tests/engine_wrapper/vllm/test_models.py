@@ -4,12 +4,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch.cuda import is_available
-from transformers import AutoModelForCausalLM
 from vllm.forward_context import get_forward_context
 
-from engine_wrapper.embedded.sampling import SamplingParams
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import layer_calls_of
 from tests.conftest import MIXTURES, save_with_images
@@ -24,9 +21,6 @@ from tests.engine_wrapper.vllm.conftest import (
     taught,
 )
 from tests.engine_wrapper.vllm.place import exact
-from validation.arms import COLD, ArmChoices, arms_of
-from validation.engines import EngineSettings
-from validation.vllm_engine import VllmEngines
 
 pytestmark = pytest.mark.usefixtures("blocks_for_windows")
 
@@ -113,23 +107,6 @@ def test_a_model_that_takes_images_is_served_for_text_alone(engine, tiny, cold_o
     wanted = cold_of(tiny(family), MOVED)
     model = save_with_images(tiny(family), tmp_path)
     assert_cold(taught(engine(*AGAIN, model=model, language_model_only=True)), Case(family), wanted)
-
-
-@pytest.mark.parametrize("part", ["text", pytest.param("whole", marks=needs_torchvision)])
-def test_validation_serves_gemma_without_a_connector_too(tiny, part, tmp_path):
-    path = tiny("gemma3_text") if part == "text" else save_with_images(tiny("gemma3_text"), tmp_path / "whole")
-    engines = VllmEngines(str(path), "float32")
-    settings = EngineSettings(str(path), 4096, 1 << 24, 64, 4)
-    (arm,) = arms_of([COLD], ArmChoices(engines.facts.num_layers, boundary=1))
-    engine = engines.open(arm, settings, tmp_path / "cold.jsonl")
-    try:
-        (answer,) = engine.generate([DOCUMENT], SamplingParams(max_tokens=2, return_generation_logits=True))
-    finally:
-        engine.shutdown()
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.tensor([DOCUMENT])).logits
-    first = answer.outputs[0].generation_logits[0]
-    rounding = 1e-2 if is_available() else 1e-3  # the plain forward runs on the CPU
-    torch.testing.assert_close(first[: plain.shape[-1]], plain[0, -1].float(), rtol=rounding, atol=rounding)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

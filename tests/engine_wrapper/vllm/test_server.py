@@ -135,17 +135,6 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet):
     wait_for(lambda: all(f"{each} {len(others)}.0\n" in served.metrics() for each in series))
 
 
-def test_a_stream_is_sent_on(fleet):
-    prompt, expected = prompts(0)[1]
-    holder = fleet.holder(prompt)
-    completions, options = fleet.client("acme").completions.with_raw_response, {"include_usage": True}
-    raw = completions.create(prompt=prompt, **GREEDY, stream=True, stream_options=options)
-    assert raw.headers["X-SemBlend-Worker"] == holder
-    *parts, last = raw.parse()
-    assert "".join(part.choices[0].text for part in parts).strip() == expected
-    assert last.usage.prompt_tokens_details.cached_tokens > 400
-
-
 def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(fleet):
     prompt, _ = prompts(0)[1]
     holder = fleet.holder(prompt)
