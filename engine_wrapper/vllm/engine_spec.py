@@ -179,9 +179,9 @@ _REPLACEMENT_OF = {key: by for keys, by in _REPLACED.items() for key in keys.spl
 def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `extra` gives, by their fields; they win over the environment.
 
-    A key is a variable's name with or without its prefix, or the setting's field, in any case. A value may be of any
-    JSON type and means what its text would mean in the variable; null and "" count as unset. One warning names replaced
-    keys, another one unknown keys. Raises ConfigurationError if two keys give one setting two values.
+    A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count
+    as unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
+    setting two values.
     """
     named = {}
     for setting in Settings.model_fields:
@@ -191,8 +191,11 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     found, old = dict[str, Any](), dict[str, Any]()
     replaced, unknown = dict[str, str](), list[str]()
     for given, value in extra.items():
-        key, text = str(given).lower(), _text(value)
-        if text is None:
+        key, text = str(given).lower(), value.strip() if isinstance(value, str) else value
+        # A value of another type means what its text would mean in the variable.
+        if isinstance(text, (bool, int, float)):
+            text = json.dumps(text)
+        if text in (None, ""):
             continue
         if key in named:
             setting = named[key]
@@ -223,10 +226,3 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 def settings_off() -> dict[str, Any]:
     """The default settings, none of them read from the environment."""
     return {name: setting.default for name, setting in Settings.model_fields.items()}
-
-
-def _text(value: object) -> Any:
-    """A value as a variable has it, None if it counts as unset. Lists and objects stay as they are."""
-    if isinstance(value, str):
-        return value.strip() or None
-    return json.dumps(value) if isinstance(value, (bool, int, float)) else value

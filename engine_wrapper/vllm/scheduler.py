@@ -200,20 +200,13 @@ class PublicationGuard:
     """Keeps blocks that hold approximate KV out of vLLM's exact prefix cache, and out of its KV events.
 
     vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the limit is set at the
-    look-up, and holds until the request has ended: what is generated after approximate KV is approximate too. `limit`
-    and `release` go by vLLM's request id; the other methods are called in the place of the block pool's.
+    look-up, and holds until the request has ended: what is generated after approximate KV is approximate too.
+    `exact_tokens`, by vLLM's request id: the first tokens within which a limited request's blocks are published. The
+    methods are called in the place of the block pool's.
     """
 
     def __init__(self) -> None:
-        self._exact: dict[str, int] = {}
-
-    def limit(self, request_id: str, exact_tokens: int) -> None:
-        """From now on only blocks within the request's first `exact_tokens` tokens are published."""
-        self._exact[request_id] = exact_tokens
-
-    def release(self, request_id: str) -> None:
-        """Forgets the request: all of its KV is exact, or it has ended."""
-        self._exact.pop(request_id, None)
+        self.exact_tokens: dict[str, int] = {}
 
     def full(
         self,
@@ -227,7 +220,7 @@ class PublicationGuard:
         **options: Any,
     ) -> Any:
         """Publishes full blocks, those of a limited request up to its limit."""
-        exact = self._exact.get(request.request_id)
+        exact = self.exact_tokens.get(request.request_id)
         if exact is not None:
             num_full_blocks = min(num_full_blocks, exact // block_size)
             if num_full_blocks <= num_cached_blocks:
@@ -238,7 +231,7 @@ class PublicationGuard:
 
     def partly(self, stock: Callable[..., Any], request: Any, *arguments: Any, **options: Any) -> Any:
         """Publishes a block that is not full, none of a limited request."""
-        return None if request.request_id in self._exact else stock(request, *arguments, **options)
+        return None if request.request_id in self.exact_tokens else stock(request, *arguments, **options)
 
 
 class VllmScheduler:
@@ -283,13 +276,13 @@ class VllmScheduler:
         Before vLLM publishes any of them, the guard knows how many are exact.
         """
         number = self._number_of(request.request_id)
-        self._guard.release(request.request_id)
+        self._guard.exact_tokens.pop(request.request_id, None)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
             return 0  # planned rows could not yet compute what fails to load
         if tokens and plan is not None and not plan.is_exact:
-            self._guard.limit(request.request_id, plan.exact_token_count)
+            self._guard.exact_tokens[request.request_id] = plan.exact_token_count
         return tokens
 
     @never_raises(lambda: None)
@@ -330,7 +323,7 @@ class VllmScheduler:
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
-        self._guard.release(request.request_id)
+        self._guard.exact_tokens.pop(request.request_id, None)
         if (report := self._scheduler.outcomes.of(number)) is None:
             return is_saving, None
         self.stats.request_ended(report)

@@ -43,13 +43,13 @@ def published(blocks):
 def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, asked, other = guarded(pool), request("a"), request("b")
-    guard.limit("a", 2 * SIZE + 5)
+    guard.exact_tokens["a"] = 2 * SIZE + 5
     own, others = pool.get_new_blocks(4), pool.get_new_blocks(4)
     for first, end in ((0, 1), (1, 3), (3, 4)):
         pool.cache_full_blocks(asked, own, first, end, SIZE, 0)
         pool.cache_full_blocks(other, others, first, end, SIZE, kv_cache_group_id=0)
     assert (published(own), published(others)) == ([True, True, False, False], [True] * 4)
-    guard.release("a")
+    del guard.exact_tokens["a"]
     pool.cache_full_blocks(asked, own, 2, 4, SIZE, 0)
     assert published(own) == [True] * 4
 
@@ -61,7 +61,7 @@ def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_en
 def test_a_mask_of_blocks_is_cut_with_them():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, own = guarded(pool), pool.get_new_blocks(4)
-    guard.limit("a", 3 * SIZE)
+    guard.exact_tokens["a"] = 3 * SIZE
     pool.cache_full_blocks(request("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
     assert published(own) == [True, False, True, False]
 
@@ -71,7 +71,7 @@ def test_a_mask_of_blocks_is_cut_with_them():
 def test_no_part_of_a_block_is_published():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, [own, another] = guarded(pool), pool.get_new_blocks(2)
-    guard.limit("a", 4 * SIZE)
+    guard.exact_tokens["a"] = 4 * SIZE
     pool.cache_partial_block(request("a"), own, 3 * SIZE, 0, 2 * SIZE)
     pool.cache_partial_block(request("b"), another, 3 * SIZE, 0, 2 * SIZE)
     assert published([own, another]) == [False, True]
