@@ -56,8 +56,8 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int 
     """
     found: list[list[Part]] = [[]]
     for owner, work in enumerate(works):
-        rest: SequenceWork | None = work
-        while rest is not None:
+        rest = work
+        while True:
             end = rows = len(rest.positions)
             room = rows if max_rows is None else max_rows - sum(len(part.work.positions) for part in found[-1])
             if rows > room:
