@@ -1,14 +1,13 @@
 """The sequences of one forward as an engine scheduled them, and the forwards that run them once plans add rows.
 
 A plan may compute more tokens than the engine has scheduled, so an iteration is divided into forwards of bounded size
-(micro-batches). The rows of a sequence are divided in the order of their positions: each part attends to the KV that
-the parts before it have left in the pool.
+(micro-batches), by position: each part attends to the KV that the parts before it have written.
 
 A check's sample has a forward of its own. What it most likely leaves runs before it.
 
-Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many for that, their
-lowest layers run first, part by part, and the check decides once, over all parts. Rows that leave are then done. The
-others enter layer 0 again, because the parts' hidden rows are not kept.
+Rows that are compared, or that leave before the last layer, stay in one forward. If they are too many, their lowest
+layers run first, part by part, and the check decides once, over all parts. The rows that go on enter layer 0 again,
+because the parts' hidden rows are not kept.
 """
 
 from __future__ import annotations
@@ -32,21 +31,17 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.plan import SemanticKvPlan
 
-# Runs all rows of a work up to K and V of a layer, as `lowest_schedule` has it. Returns the deviations of its checked
-# tokens, float32 [tokens].
+# Runs a work's `lowest_schedule` up to a layer; returns the deviations of its checked tokens, float32 [tokens].
 RunLowest = Callable[[SequenceWork, int], torch.Tensor]
 Output = TypeVar("Output")
 
-# At most this many rows run before a sample: they are computed again where the sample speaks against them.
+# At most this many rows run before a sample: if it fails, they are computed again.
 MAX_SPECULATIVE_ROWS = 512
 
 
 class Part(NamedTuple):
-    """Rows of one work in one forward; `owner`: the work's index in the iteration.
-
-    `scheduled`: how many of the rows the engine has scheduled. A part has an output row even if that is 0; the output
-    is then not used.
-    """
+    """Rows of one work, by its index `owner`, in one forward. If none of them is `scheduled` by the engine, the part's
+    output row is not used."""
 
     work: SequenceWork
     owner: int
@@ -56,40 +51,28 @@ class Part(NamedTuple):
 def micro_batches(works: Sequence[SequenceWork], num_layers: int, max_rows: int | None) -> list[list[Part]]:
     """`works` in as few forwards of at most `max_rows` rows as possible; None puts them into one.
 
-    A forward is larger only if rows that stay together, with one row behind them, are more than `max_rows`;
+    A forward is larger only if rows that stay together, with one row after them, are more than `max_rows`;
     `with_lowest_layers_run` leaves no such work.
     """
     found: list[list[Part]] = [[]]
     for owner, work in enumerate(works):
-        rest: SequenceWork | None = work
-        while rest is not None:
-            taken = sum(len(part.work.positions) for part in found[-1])
-            end = _end(rest, num_layers, len(rest.positions) if max_rows is None else max_rows - taken)
-            if end is None and found[-1]:
+        rest = work
+        while True:
+            end = rows = len(rest.positions)
+            room = rows if max_rows is None else max_rows - sum(len(part.work.positions) for part in found[-1])
+            if rows > room:
+                together = rest.together(num_layers)
+                end = together.start if together.start < room <= together.stop else max(0, room)
+            if not end and found[-1]:
                 found.append([])
                 continue
-            own, scheduled, rest = _divide(rest, end or len(rest.positions))
-            found[-1].append(Part(own, owner, scheduled))
+            if end in (0, rows):
+                found[-1].append(Part(rest, owner, rest.outputs))
+                break
+            scheduled = max(0, end - (rows - rest.outputs))
+            found[-1].append(Part(rest.part(0, end, max(1, scheduled)), owner, scheduled))
+            rest = rest.part(end, rows, rest.outputs - scheduled)
     return found
-
-
-def _end(work: SequenceWork, num_layers: int, room: int) -> int | None:
-    """How many of the first rows of `work` fit into `room` rows; None when none can be split off."""
-    if len(work.positions) <= room:
-        return len(work.positions)
-    together = work.together(num_layers)
-    if not together or room > together.stop or room <= together.start:
-        return room if room > 0 else None
-    return together.start or None
-
-
-def _divide(work: SequenceWork, end: int) -> tuple[SequenceWork, int, SequenceWork | None]:
-    """The first `end` rows of `work`, how many of them were scheduled, and the other rows."""
-    rows = len(work.positions)
-    if end == rows:
-        return work, work.outputs, None
-    scheduled = max(0, end - (rows - work.outputs))
-    return work.part(0, end, max(1, scheduled)), scheduled, work.part(end, rows, work.outputs - scheduled)
 
 
 def run_works(
@@ -102,12 +85,11 @@ def run_works(
     *,
     is_arriving: bool = False,
 ) -> Output:
-    """Runs the samples of checks and the lowest layers of what needs parts, then by `run` what they leave of `works`;
-    returns what `run` does. `evidence_sink` gets what is known before `run`.
+    """Runs the samples of checks, the lowest layers of what needs parts, then `run` with what they leave of `works`.
 
-    Few rows are left if every sample lets all pass. They run first, so that the host prepares the samples meanwhile. If
-    one does not, `run` gets the works that are left then, and writes over what was written. Where KV `is_arriving`, the
-    samples, which need the lowest layers alone, run while that of the others is on its way.
+    Returns what `run` does; `evidence_sink` gets what is known before. Few rows are left if every sample lets all pass.
+    They run first, so that the host prepares the samples meanwhile. If a sample fails, `run` writes over what they
+    wrote. If KV `is_arriving`, the samples run first: they need the lowest layers alone.
     """
 
     def run_left(left: Sequence[SequenceWork]) -> Output:
@@ -138,12 +120,11 @@ def run_works(
 def with_lowest_layers_run(
     work: SequenceWork, num_layers: int, max_rows: int | None, run: RunLowest, evidence_sink: EvidenceSink | None
 ) -> SequenceWork:
-    """`work`, or the rest of it, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
+    """`work`, or its rest, such that `micro_batches` can divide it into forwards of at most `max_rows` rows.
 
-    Most works can be divided as they are, and nothing runs; None needs no division. Otherwise `run` gets their parts,
-    and `evidence_sink` what the check found; the host waits for the device there.
+    Most works need nothing. For others `run` gets their parts and `evidence_sink` what the check found; the host waits
+    for the device.
     """
-    # This runs in every iteration; rows of cold requests and of decode steps are only counted.
     while max_rows is not None and len(work.positions) > max_rows <= len(rows := work.together(num_layers)):
         layer = _layer_of(work)
         found = _run_parts(work.part(0, rows.stop, 0), layer, max_rows, run)
@@ -156,23 +137,23 @@ def with_lowest_layers_run(
 
 
 def _layer_of(work: SequenceWork) -> int:
-    """The layer in which rows are compared, else the last one before the first rows leave."""
+    """The layer in which rows are compared, else the last one before rows leave."""
     return int(work.drops_at.min()) - 1 if work.pending is None else work.pending.check.layer
 
 
 def _run_parts(work: SequenceWork, layer: int, max_rows: int | None, run: RunLowest) -> torch.Tensor:
     """Runs the lowest layers of all rows; returns the deviations of the checked ones, float32, on the device."""
     rows = len(work.positions)
-    step = rows if max_rows is None else max_rows
+    step = max_rows or rows
     return torch.cat([run(work.part(start, min(start + step, rows), 0), layer) for start in range(0, rows, step)])
 
 
 @dataclass(frozen=True, slots=True)
 class EngineForward:
-    """How one engine runs a schedule on its device. KV that it writes has this `geometry`.
+    """How one engine runs a schedule of at most `max_rows` rows on its device, over KV of this `geometry`.
 
-    `run` returns the output rows, [rows, hidden], and tells a sink what the checks found. `lowest` runs a schedule up
-    to its check and returns the deviations. No forward has more than `max_rows` rows; `keys_per_row` as for `works_of`.
+    `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink. `lowest` runs a schedule up
+    to its check and returns the deviations. `keys_per_row` as for `works_of`.
     """
 
     geometry: KvGeometry
@@ -184,7 +165,7 @@ class EngineForward:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of one forward, by index: request id, first position and number of tokens; `contexts` come first.
+    """The sequences of one forward: request id, first position and number of tokens of each; `contexts` come first.
 
     `input_ids`: [tokens], on the engine's device; the newest tokens are known only there.
     """
@@ -202,56 +183,45 @@ class Batch:
         forward: EngineForward,
         evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden], in its
-        order.
+        """Runs as many forwards as needed; returns the hidden rows that the engine scheduled, [tokens, hidden].
 
-        `plans` by request id; `blocks`: every request's block ids. Raises PlanError when a plan does not fit its
-        request, ValueError when a block is missing.
+        `plans` by request id; `blocks`: every request's block ids. Raises PlanError if a plan does not fit its request,
+        ValueError if a block is missing.
         """
-        geometry, max_rows, device = forward.geometry, forward.max_rows, self.input_ids.device
-        num_layers = geometry.num_layers
+        num_layers, slices = forward.geometry.num_layers, []
+        for request_id, begin, length, held in zip(self.request_ids, self.begins, self.lengths, blocks, strict=True):
+            plan, end = plans.get(request_id), begin + length
+            # Without a plan nobody reads the tokens.
+            tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin:end].tolist())
+            own = held[: forward.geometry.blocks_for(end)]
+            slices.append(SequenceSlice(request_id, begin, tokens, tuple(own), plan))
 
         def below(work: SequenceWork, layer: int) -> torch.Tensor:
-            return forward.lowest(lowest_schedule(work, layer, num_layers).to(device))
+            return forward.lowest(lowest_schedule(work, layer, num_layers).to(self.input_ids.device))
 
-        slices = [
-            self._slice(index, plans.get(request_id), blocks[index], geometry.block_size)
-            for index, request_id in enumerate(self.request_ids)
-        ]
         works = works_of(slices, num_layers, forward.keys_per_row)
         run = partial(self._run, forward=forward, sink=evidence_sink)
-        return run_works(works, num_layers, max_rows, below, evidence_sink, run)
+        return run_works(works, num_layers, forward.max_rows, below, evidence_sink, run)
 
     def _run(self, works: Sequence[SequenceWork], forward: EngineForward, sink: EvidenceSink | None) -> torch.Tensor:
-        """Runs works that can be divided, one forward behind the other; returns as `run` does."""
+        """Runs works that can be divided, forward by forward; returns as `run` does."""
         num_layers = forward.geometry.num_layers
         hidden, done = [], 0
         for parts in micro_batches(works, num_layers, forward.max_rows):
             end = done + sum(part.scheduled for part in parts)
-            own = forward.run(_schedule(parts, self.input_ids[done:end], num_layers), sink)
+            schedule = schedule_of([part.work for part in parts], num_layers).to(self.input_ids.device)
+            tokens = schedule.token_ids.to(self.input_ids.dtype)
+            # In each sequence the scheduled tokens are after the plan's rows.
+            if len(parts) == 1:  # most often: nothing has to be copied to the device
+                tokens[len(tokens) - (end - done) :] = self.input_ids[done:end]
+            else:
+                ends = np.cumsum([len(part.work.positions) for part in parts])
+                rows = [np.arange(last - part.scheduled, last) for last, part in zip(ends, parts, strict=True)]
+                tokens[to_device(torch.from_numpy(np.concatenate(rows)), tokens.device)] = self.input_ids[done:end]
+            own = forward.run(replace(schedule, token_ids=tokens), sink)
             asked = np.repeat([part.scheduled > 0 for part in parts], [part.work.outputs for part in parts])
             if not asked.all():
                 own = own.index_select(0, to_device(torch.from_numpy(np.flatnonzero(asked)), own.device))
             hidden.append(own)
             done = end
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
-
-    def _slice(self, index: int, plan: SemanticKvPlan | None, blocks: list[int], block_size: int) -> SequenceSlice:
-        """One sequence; its tokens are 0 if no plan knows them."""
-        begin, length = self.begins[index], self.lengths[index]
-        needed = -(-(begin + length) // block_size)
-        tokens = (0,) * length if plan is None else tuple(plan.prompt_token_ids[begin : begin + length].tolist())
-        return SequenceSlice(self.request_ids[index], begin, tokens, tuple(blocks[:needed]), plan)
-
-
-def _schedule(parts: Sequence[Part], input_ids: torch.Tensor, num_layers: int) -> LayerSchedule:
-    """`input_ids`: the parts' tokens that the engine scheduled; they stand behind the plans' rows of each sequence."""
-    schedule = schedule_of([part.work for part in parts], num_layers).to(input_ids.device)
-    tokens = schedule.token_ids.to(input_ids.dtype)
-    if len(parts) == 1:  # most often, and then the host has nothing to tell the device
-        tokens[len(tokens) - len(input_ids) :] = input_ids
-        return replace(schedule, token_ids=tokens)
-    ends = np.cumsum([len(part.work.positions) for part in parts])
-    own = [np.arange(end - part.scheduled, end) for end, part in zip(ends, parts, strict=True)]
-    tokens[to_device(torch.from_numpy(np.concatenate(own)), input_ids.device)] = input_ids
-    return replace(schedule, token_ids=tokens)

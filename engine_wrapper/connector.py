@@ -1,7 +1,7 @@
 """The connector whose worker also attaches to the engine: `connector_module="engine_wrapper.connector"`.
 
-Once it is attached, blocks that hold approximate KV are never published. If the engine's decoder can be hooked, it
-computes only holes and suffix. If nothing can be attached, the connector does what it does on a stock engine.
+Attached, it keeps blocks with approximate KV unpublished, and has a decoder that can be hooked compute only holes and
+suffix. If nothing can be attached, it does what the stock connector does.
 """
 
 from __future__ import annotations
@@ -23,37 +23,15 @@ from semblend_trt.plan import EngineMode
 if TYPE_CHECKING:
     import torch
 
-    from semblend_trt.runtime import Runtime
-
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["SemBlendKvConnectorScheduler", "SemBlendKvConnectorWorker"]
 
 
-def attach_to_embedded(runtime: Runtime) -> None:
-    """Attaches plan execution and the publication guard to the embedded engine, unless the worker refused its caches.
-
-    The engine's runner then waits for loads layer by layer and reports what its checks find.
-    """
-    if runtime.pool is None:
-        return
-    runner, blocks = runtime.engine.model_runner, runtime.engine.block_manager
-    runner.plan_source = runtime.active_plans.take
-    runner.readiness = runtime.readiness
-    runtime.readiness.is_awaited = True
-    runner.evidence_sink = runtime.note_evidence
-    blocks.publication = runtime.active_plans
-    runtime.publication_guard = True
-    runtime.mode = EngineMode.WRAPPER
-    runtime.weights = weights = Weights(runner.model)
-    blocks.on_reset = weights.prefix_cache_reset
-
-
 class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
-    """The stock scheduler. Outside the embedded engine a request that holds approximate KV becomes a donor with a
-    generation above 0, or not at all: its exact part alone is not saved.
-    """
+    """The stock scheduler. Outside the embedded engine a request with approximate KV becomes a donor of a generation
+    above 0, or none: its exact part alone is not saved."""
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -68,7 +46,7 @@ class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
 
 
 class SemBlendKvConnectorWorker(StockKvConnectorWorker):
-    """The stock worker. It attaches to its engine once the caches are registered.
+    """The stock worker, which attaches to its engine once the caches are registered.
 
     `attachment`: what was attached to TensorRT-LLM's executor; None with the embedded engine.
     """
@@ -78,8 +56,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         self.attachment: Attachment | None = None
 
     def _kv_scales(self) -> str | None:
-        """As the stock worker's, read from the attention of the executor that registers its caches; the embedded
-        engine's are 1."""
+        """As the stock worker's, from the attention of the executor that registers its caches; 1 if embedded."""
         if self._runtime.engine is not None and self._facts is not None:
             return digest_of((1.0,) * self._facts.num_layers)
         parts = find_executor(self)
@@ -90,16 +67,22 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
             return None
 
     def _attach(self, pool: torch.Tensor) -> None:
-        if self._runtime.engine is not None:
-            attach_to_embedded(self._runtime)
-        else:
-            self.attachment = attach_to_executor(self, self._engine, self._facts, self._runtime, pool)
+        runtime = self._runtime
+        if runtime.engine is None:
+            self.attachment = attach_to_executor(self, self._engine, self._facts, runtime, pool)
+        elif runtime.pool is not None:  # else the worker has refused the caches
+            # The runner waits for loads layer by layer, and reports what its checks find.
+            runner, blocks = runtime.engine.model_runner, runtime.engine.block_manager
+            runner.plan_source, runner.readiness = runtime.active_plans.take, runtime.readiness
+            runner.evidence_sink = runtime.note_evidence
+            runtime.readiness.is_awaited = runtime.publication_guard = True
+            runtime.mode = EngineMode.WRAPPER
+            runtime.weights = weights = Weights(runner.model)
+            blocks.publication, blocks.on_reset = runtime.active_plans, weights.prefix_cache_reset
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Ends this iteration's loads.
-
-        Raises SemBlendError when TensorRT-LLM ran a forward without asking for its plans: holes were not computed.
-        """
+        """Ends this iteration's loads. Raises SemBlendError if TensorRT-LLM ran a forward without asking for its plans:
+        holes were not computed."""
         forward = None if self.attachment is None else self.attachment.forward
         if forward is None or self._runtime.mode is not EngineMode.WRAPPER or not len(self._runtime.active_plans):
             super().wait_for_save(stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +32,6 @@ class SpanChoice:
 
     @property
     def kept_tokens(self) -> int:
-        """Checked tokens that keep the donor's KV."""
         return int(self.computed.size - np.count_nonzero(self.computed))
 
 
@@ -46,14 +45,18 @@ def choose(
 ) -> SpanChoice:
     """Decides one plan. `deviations`: float32 [checked tokens], span after span; `lengths`: tokens of each span.
 
-    `exact_tokens` of the `promised` tokens are saved in any case. A deviation that is not a number exceeds every
-    threshold. `widened` adds tokens that are cheaper to compute than to skip to those computed, bool [checked tokens].
+    `exact_tokens` of the `promised` tokens are saved in any case. NaN exceeds every threshold. `widened` adds tokens
+    that are cheaper to compute than to skip, bool [checked tokens].
     """
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     tokens = np.asarray(lengths, dtype=np.int64)
     deviating = _deviating(check, deviations)
     if check.window_threshold is not None:
-        deviating |= _deviating_windows(deviations, windows_of(lengths, check.window_tokens), check.window_threshold)
+        # Windows whose mean deviation is above the threshold are computed whole.
+        starts = np.flatnonzero(np.diff(windows_of(lengths, check.window_tokens), prepend=-1))
+        sizes = np.diff(starts, append=deviations.size)
+        above = np.add.reduceat(deviations, starts, dtype=np.float64) > check.window_threshold * sizes
+        deviating |= np.repeat(above, sizes)
     counts = np.add.reduceat(deviating, np.cumsum(tokens) - tokens, dtype=np.int64)
     computed = deviating | np.repeat(counts > check.max_span_share * tokens, tokens)
     if widened is not None:
@@ -75,19 +78,8 @@ def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDA
     return deviating
 
 
-def _deviating_windows(
-    deviations: npt.NDArray[np.float32], window_of: npt.NDArray[np.int64], threshold: float
-) -> npt.NDArray[np.bool_]:
-    """Every token of the windows whose mean deviation is above the threshold. `window_of`: as `windows_of` returns."""
-    starts = np.flatnonzero(np.diff(window_of, prepend=-1))
-    sizes = np.diff(starts, append=deviations.size)
-    above = np.add.reduceat(deviations, starts, dtype=np.float64) > threshold * sizes
-    return np.repeat(above, sizes)
-
-
 def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt.NDArray[np.int64]:
-    """Which of the checked tokens a sample compares, int64, ascending: see `SpanCheck`. `lengths`: of the spans;
-    `window`: tokens of a window."""
+    """The checked tokens that a sample compares, int64, ascending (see `SpanCheck`). `lengths`: of the spans."""
     rng = np.random.default_rng(seed)
     found, first = [], 0
     for length in lengths:
@@ -100,8 +92,7 @@ def sample_of(lengths: Sequence[int], every: int, window: int, seed: int) -> npt
 
 
 def windows_of(lengths: Sequence[int], window: int) -> npt.NDArray[np.int64]:
-    """Of each checked token the number of its window, int64. `lengths`: of the spans, each of which begins one;
-    `window`: tokens of a window."""
+    """The number of each checked token's window, int64. Every span, by its length, begins a window."""
     tokens = np.asarray(lengths, dtype=np.int64)
     windows = -(-tokens // window)  # of each span
     sizes = np.full(int(windows.sum()), window)
@@ -117,10 +108,9 @@ def suspects_of(
     exact_tokens: int,
     promised: int,
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens are in windows that a sample does not let pass, bool [checked tokens].
+    """The tokens in windows that fail a sample, bool [checked tokens]; a window without a sampled token fails.
 
-    `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`. One that is not a
-    number exceeds every threshold. A window without any is not let pass.
+    `compared` are the sample's tokens, `deviations` theirs, float32; the rest is as for `choose`.
     """
     deviations = np.where(np.isnan(deviations), np.float32(np.inf), deviations)
     window_of = windows_of(lengths, check.window_tokens)
@@ -140,7 +130,7 @@ def suspects_of(
 
 
 def stretches(spans: Sequence[range], suspects: npt.NDArray[np.bool_]) -> Iterator[range]:
-    """The parts of the spans that are suspects, bool [tokens of all spans], one range each."""
+    """Yields the parts of the spans that are suspects, bool [tokens of all spans]."""
     first = 0
     for span in spans:
         own = np.flatnonzero(suspects[first : first + len(span)])
@@ -154,9 +144,9 @@ def closed(
 ) -> npt.NDArray[np.bool_]:
     """Adds the rows of short gaps between two computed rows to `computed`, bool [rows]; 0 adds none.
 
-    Skipping a gap makes attention read all keys before the gap's end once more, which costs as much as one row for each
-    `keys_per_row` keys. A gap is short if its rows cost no more than that. `positions`: int64 [rows], rising. A gap in
-    which some positions have no row stays open.
+    To skip a gap, attention reads all keys before the gap's end once more, at the cost of a row for each `keys_per_row`
+    keys. A gap is short if its rows cost no more. `positions`: int64 [rows], rising. A gap in which some positions have
+    no row stays open.
     """
     found = np.flatnonzero(computed)
     if not keys_per_row:
@@ -174,30 +164,29 @@ def closed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFound:
-    """What the sample of a check found, of `tokens` tokens: `kept_tokens` are in windows that it let pass, and
-    `largest_kept` is the largest deviation there. `of_rows`: float32 [checked tokens], the deviations of those in the
-    other windows, 0.0 where the sample has none."""
+    """What the sample of a check found, of `tokens` tokens: `kept_tokens` are in windows that passed, `largest_kept` is
+    the largest deviation there, and `of_rows`, float32, the deviations in the other windows, 0.0 if not sampled."""
 
-    tokens: int
-    kept_tokens: int
-    largest_kept: float
-    of_rows: npt.NDArray[np.float32]
+    tokens: int = 0
+    kept_tokens: int = 0
+    largest_kept: float = 0.0
+    of_rows: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCheck:
     """A plan whose check has not decided yet.
 
-    `rows`: the request's rows that are compared, one range for each checked span; all are computed until the check has
-    decided. `keys_per_row` as for `works_of`. In the forward of a sample, `sampled` are the rows that are compared,
-    int64, and `rows` is empty. After it, `sample` is what it found.
+    `rows`: the request's rows that are compared, a range for each checked span; all are computed until the check has
+    decided. `keys_per_row` as for `works_of`. In a sample's forward `sampled` are the compared rows, int64, and `rows`
+    is empty. After it, `sample` is what it found.
     """
 
     plan: SemanticKvPlan
     rows: tuple[range, ...]
     keys_per_row: int = 0
     sampled: npt.NDArray[np.int64] | None = None
-    sample: SampleFound | None = None
+    sample: SampleFound = field(default_factory=SampleFound)
 
     @property
     def check(self) -> SpanCheck:
@@ -206,7 +195,6 @@ class PendingCheck:
 
     @property
     def lengths(self) -> list[int]:
-        """Checked tokens of each span."""
         return [len(rows) for rows in self.rows]
 
     @property
@@ -218,11 +206,11 @@ class PendingCheck:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens that are reused whatever the check finds: exact ones, and those that the sample has let pass."""
-        return self.plan.exact_tokens + (0 if self.sample is None else self.sample.kept_tokens)
+        """Tokens that are reused whatever the check finds: exact ones, and those that passed the sample."""
+        return self.plan.exact_tokens + self.sample.kept_tokens
 
     def within(self, start: int, stop: int) -> PendingCheck | None:
-        """The check of the rows start..stop-1, counted from the first of them; None if none is compared."""
+        """The check of the rows start..stop-1, counted from `start`; None if no row is compared."""
         if self.sampled is not None:
             own = self.sampled[(self.sampled >= start) & (self.sampled < stop)] - start
             return replace(self, sampled=own) if len(own) else None
@@ -233,7 +221,7 @@ class PendingCheck:
     def judge(
         self, compared: npt.NDArray[np.int64], deviations: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.bool_], SampleFound]:
-        """Which checked tokens a sample of `compared` ones leaves suspect, bool [checked tokens], and what it found."""
+        """The tokens that a sample of `compared` ones leaves suspect, bool [checked tokens], and what it found."""
         suspects = suspects_of(
             self.check, compared, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens
         )
@@ -252,14 +240,13 @@ class PendingCheck:
             found: npt.NDArray[np.bool_] = closed(stays, positions, self.keys_per_row)[checked]
             return found
 
-        if self.sample is not None:
-            # The sample's own KV lies in the pool by now, and a token does not deviate from itself.
+        if self.sample.of_rows is not None:
+            # The pool holds the sample's own KV by now, and a token does not deviate from itself.
             deviations = np.maximum(deviations, self.sample.of_rows)
         return choose(self.check, deviations, self.lengths, self.saved_tokens, self.plan.matched_tokens, widened)
 
     def evidence(self, choice: SpanChoice) -> CheckEvidence:
-        """What the check has found, with what its sample had let pass."""
-        sample = self.sample or SampleFound(0, 0, 0.0, np.empty(0, dtype=np.float32))
+        """What the check and its sample have found."""
         offered, reused = self.plan.reused_tokens, self.saved_tokens + choice.kept_tokens
         return CheckEvidence(
             request_id=self.plan.request_id,
@@ -267,11 +254,7 @@ class PendingCheck:
             checked_tokens=choice.computed.size,
             reused_tokens=reused,
             recomputed_tokens=offered - reused,
-            largest_kept=max(choice.largest_kept, sample.largest_kept),
+            largest_kept=max(choice.largest_kept, self.sample.largest_kept),
             is_dropped=choice.is_dropped,
-            sampled_tokens=sample.tokens,
+            sampled_tokens=self.sample.tokens,
         )
-
-    def evidence_of_sample(self) -> CheckEvidence:
-        """What the sample has found where it left nothing to check."""
-        return self.evidence(SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0))

@@ -1,8 +1,7 @@
-"""Which positions are computed in which layer, for every request of one iteration, and the loop that runs them.
+"""Which positions each layer computes, for every request of one iteration, and the loop that runs them.
 
-Fewer rows are active in higher layers: a row's input to a layer is its output of the layer below, so a dropped row
-cannot come back. A schedule ends at a deviation check, which decides which rows are dropped and gives the next
-schedule.
+A row's input to a layer is its output of the layer below, so a dropped row cannot come back. A schedule ends at a
+deviation check, which decides which rows are dropped and gives the next schedule.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ if TYPE_CHECKING:
     from semblend_trt.plan import CheckEvidence
     from semblend_trt.ranks import Ranks
 
-LayerHook = Callable[[int], None]
 EvidenceSink = Callable[["CheckEvidence"], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers from `first_layer` to the next stage's: the same rows are active in all of them.
+    """Layers in which the same rows are active, from `first_layer` to the next stage's.
 
-    `keep`: int64 [rows], sorted, the rows of the stage before that stay active; None keeps all of them. `sequences`
-    cover the active rows in order.
+    `keep`: int64 [rows], sorted, the previous stage's rows that stay active; None keeps all. `sequences` cover the
+    active rows in order.
     """
 
     first_layer: int
@@ -49,12 +47,11 @@ class Stage:
 
     @property
     def num_rows(self) -> int:
-        """Active rows."""
         return sum(sequence.count for sequence in self.sequences)
 
     @property
     def vectors(self) -> list[torch.Tensor]:
-        """Its tensors, in the order in which `moved` takes them."""
+        """The stage's tensors, in the order in which `moved` takes them."""
         own = [] if self.keep is None else [self.keep]
         return own + [each for sequence in self.sequences for each in (sequence.positions, sequence.block_ids)]
 
@@ -66,10 +63,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class LayerSchedule:
-    """The stages up to the next deviation check, or to the last layer where there is none.
+    """The stages up to the next deviation check, or to the last layer.
 
-    `output_rows`: int64 [output rows], into the last stage's rows, in the order in which the executor scheduled them.
-    `token_ids`: int64 [rows of stages[0]]; empty in a schedule that continues within a layer, behind a check.
+    `output_rows`: int64, indices of the last stage's rows, in the executor's order. `token_ids`: int64 [rows of
+    stages[0]]; empty in a schedule that continues within a layer, after a check.
     """
 
     stages: tuple[Stage, ...]
@@ -79,33 +76,29 @@ class LayerSchedule:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of the first stage's rows, int64 [rows]."""
+        """The positions of the first stage's rows, int64 [rows]."""
         return torch.cat([sequence.positions for sequence in self.stages[0].sequences])
 
     def layers_of_stages(self, num_layers: int) -> Iterator[tuple[Stage, range]]:
-        """Each stage with its layers below the check; the last stage may have none of them."""
-        end = num_layers if self.check is None else self.check.layer
-        bounds = [*(stage.first_layer for stage in self.stages), end]
+        """Yields each stage with its layers below the check; the last stage may have none."""
+        bounds = [*(stage.first_layer for stage in self.stages), self.check.layer if self.check else num_layers]
         for stage, (first, last) in zip(self.stages, pairwise(bounds), strict=True):
             yield stage, range(first, last)
 
     def to(self, device: torch.device | str) -> LayerSchedule:
         """The same schedule with its tensors on `device`, in one copy that the host does not wait for."""
         vectors = [self.output_rows, self.token_ids, *(each for stage in self.stages for each in stage.vectors)]
-        outputs, tokens, *rest = all_to_device(vectors, device)
-        moved = iter(rest)
-        return replace(
-            self, stages=tuple(stage.moved(moved) for stage in self.stages), output_rows=outputs, token_ids=tokens
-        )
+        moved = iter(all_to_device(vectors, device))
+        outputs, tokens = next(moved), next(moved)
+        return LayerSchedule(tuple(stage.moved(moved) for stage in self.stages), outputs, self.check, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviationCheck:
-    """The layer in which fresh K and V of some rows are compared with what lies in the pool at their positions.
+    """The layer in which fresh K and V of some rows are compared with the pool's at their positions.
 
-    K and V of that layer are computed and written for all active rows. One small read off the device then decides, for
-    all requests that are checked in this layer, which rows go on to its attention and to the layers above. `works` are
-    the batch's.
+    K and V of that layer are computed and written for all active rows. One small read from the device then decides, for
+    all requests that are checked in this layer, which rows go on to its attention. `works` are the batch's.
     """
 
     layer: int
@@ -114,7 +107,7 @@ class DeviationCheck:
 
     @property
     def is_sample(self) -> bool:
-        """Whether single rows of one work are compared, in a forward of their own."""
+        """True if single rows of one work are compared, in a forward of their own."""
         return any(work.pending is not None and work.pending.sampled is not None for work in self.works)
 
     def deviations(
@@ -126,39 +119,34 @@ class DeviationCheck:
         ranks: Ranks,
         head_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
+        """The deviation of each checked token, float32 [tokens], on the pool's device; the host does not wait for it.
 
         `keys`, `values`: [active rows, kv_heads, head_dim], rotated, not in the pool yet; any strides. Without values
-        `keys` are latent rows (MLA). If `ranks` share the KV heads, it is the deviation over all heads, with the same
-        bits on each rank, so that all decide alike. `head_scales`, float32 [kv_factor, kv_heads]: what a head's stored
-        numbers are multiplied by, where heads differ in it; there are no samples then. Raises ValueError when a
-        position lies beyond its request's blocks.
+        `keys` are latent rows (MLA). If `ranks` share the KV heads, all get the deviation over all heads, to the bit,
+        so that all decide alike. `head_scales`, float32 [kv_factor, kv_heads]: the factors of heads' stored numbers if
+        heads differ in them; there are no samples then. Raises ValueError if a position is beyond its request's blocks.
         """
         # What is compared is what would be stored.
         fresh = FreshRows(saturated(keys, pool.dtype), None if values is None else saturated(values, pool.dtype))
+        # The donor's keys were rotated when they were placed into the pool.
+        placed = still(geometry.head_dim)
         if self.is_sample:
             (work,) = self.works
-            sums = self._of_sample(work, fresh, pool, geometry)
-        elif head_scales is None:
-            # The donor's keys were rotated when they were placed into the pool.
-            moves, placed = self._moves(pool, geometry), still(geometry.head_dim)
-            if ranks.size == 1:
-                return deviation(moves, fresh, self.layer, placed).amax(0)
-            sums = squares(moves, fresh, self.layer, placed)
-        else:
+            assert work.pending is not None
+            active, sampled = work.active(self.layer), work.pending.checked
+            rows = torch.from_numpy((np.cumsum(active) - active)[sampled])
+            positions = torch.from_numpy(work.positions[sampled])
+            sums = row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
+        elif head_scales is not None:
             sums = _scaled_squares(self._moves(pool, geometry), fresh, self.layer, head_scales)
+        elif ranks.size == 1:
+            return deviation(self._moves(pool, geometry), fresh, self.layer, placed).amax(0)
+        else:
+            sums = squares(self._moves(pool, geometry), fresh, self.layer, placed)
         return relative(ranks.total(sums)).amax(0)
 
-    def _of_sample(self, work: SequenceWork, fresh: FreshRows, pool: Pool, geometry: KvGeometry) -> torch.Tensor:
-        """The sums of squares of single rows, as `row_squares`."""
-        assert work.pending is not None
-        active, sampled = work.active(self.layer), work.pending.checked
-        rows = torch.from_numpy((np.cumsum(active) - active)[sampled])
-        positions = torch.from_numpy(work.positions[sampled])
-        return row_squares(fresh, rows, PagedKv(pool, work.block_ids, geometry), positions, self.layer)
-
     def _moves(self, pool: Pool, geometry: KvGeometry) -> list[Move]:
-        """The checked spans of all works, each from its positions in the pool to the rows' places."""
+        """The checked spans of all works, from their positions in the pool to the rows' places."""
         found, first_row = [], 0
         for work in self.works:
             active = work.active(self.layer)
@@ -173,9 +161,9 @@ class DeviationCheck:
         return found
 
     def decide(self, deviations: torch.Tensor) -> tuple[LayerSchedule, tuple[CheckEvidence, ...]]:
-        """The schedule from this layer on, its tensors on the host, and the checks' evidence.
+        """The schedule from this layer on, on the host, and the checks' evidence. Waits for `deviations`.
 
-        Waits for `deviations` of this check. The first stage's `keep` are the active rows that go on.
+        The first stage's `keep` are the active rows that go on.
         """
         read = deviations.cpu().numpy()
         works, evidence = [], []
@@ -191,37 +179,33 @@ class DeviationCheck:
 
 def _scaled_squares(moves: Sequence[Move], fresh: FreshRows, layer: int, head_scales: torch.Tensor) -> torch.Tensor:
     """As `squares`, of what is stored times `head_scales`, float32 [kv_factor, kv_heads], head by head."""
-    found, placed = [], still(fresh.k.shape[-1])
+    found = []
     for head, scales in enumerate(head_scales.unbind(1)):
-        part = slice(head, head + 1)
+        part, own = slice(head, head + 1), []
+        for move in moves:
+            kv = move.source
+            assert isinstance(kv, PagedKv)
+            kinds = (layer_view(kv.pool, kv.geometry, layer, kind)[:, part] for kind in range(kv.geometry.kv_factor))
+            geometry, pool = replace(kv.geometry, num_layers=1, kv_heads=1), LayeredPool(*((each,) for each in kinds))
+            own.append(replace(move, source=replace(kv, pool=pool, geometry=geometry)))
         rows = FreshRows(fresh.k[:, part], None if fresh.v is None else fresh.v[:, part])
-        own = squares([_of_head(move, layer, part) for move in moves], rows, 0, placed)
-        found.append(own * scales.square()[:, None])
+        found.append(squares(own, rows, 0, still(fresh.k.shape[-1])) * scales.square()[:, None])
     return torch.stack(found).sum(0)
-
-
-def _of_head(move: Move, layer: int, head: slice) -> Move:
-    """The move out of a pool, of one head of one layer."""
-    kv = move.source
-    assert isinstance(kv, PagedKv)
-    kinds = [layer_view(kv.pool, kv.geometry, layer, kind)[:, head] for kind in range(kv.geometry.kv_factor)]
-    geometry = replace(kv.geometry, num_layers=1, kv_heads=1)
-    return replace(move, source=replace(kv, pool=LayeredPool(*((each,) for each in kinds)), geometry=geometry))
 
 
 def schedule_of(works: Sequence[SequenceWork], num_layers: int) -> LayerSchedule:
     """The schedule of one forward over `works`, its tensors on the host.
 
-    A work without a plan computes its own positions in every layer. With a plan, the layers below the recompute
-    boundary and below the check's layer run on all positions from `num_computed_tokens` on. The others run on holes,
-    heads of spans, the slice, and the tokens that the check finds to deviate. Exact spans are computed in no layer.
+    Without a plan every layer computes the work's own positions. With one, the layers below the recompute boundary and
+    below the check's layer run on all positions from `num_computed_tokens` on. The others run on holes, heads of spans,
+    the slice, and the tokens that the check finds to deviate. No layer computes exact spans.
     """
     return _schedule(works, 0, num_layers, [np.ones(len(work.positions), dtype=bool) for work in works], _tokens(works))
 
 
 def lowest_schedule(work: SequenceWork, layer: int, num_layers: int) -> LayerSchedule:
-    """The schedule of all rows of `work` up to K and V of `layer`, where checked rows are compared. It has no output
-    rows; its tensors are on the host."""
+    """The schedule of all rows of `work` up to K and V of `layer`, where checked rows are compared, on the host; it has
+    no output rows."""
     stage = Stage(0, None, _sequence_rows([work.positions], [work]))
     check = DeviationCheck(layer, num_layers, (work,))
     return LayerSchedule((stage,), torch.empty(0, dtype=torch.int64), check, _tokens([work]))
@@ -238,7 +222,7 @@ def _schedule(
     before: list[npt.NDArray[np.bool_]],
     token_ids: torch.Tensor,
 ) -> LayerSchedule:
-    """The schedule from `first_layer` on. `before`: of each work, which rows were active up to there."""
+    """The schedule from `first_layer` on. `before`: the rows of each work that were active up to there."""
     checks = [work.pending.check.layer for work in works if work.pending is not None]
     end = min(checks, default=num_layers - 1)
     drops = {layer for work in works for layer in np.bincount(work.drops_at).nonzero()[0].tolist()}
@@ -273,7 +257,7 @@ class LayerRows(Protocol):
         """Drops the rows that the stage does not keep."""
 
     def run(self, layer: int) -> None:
-        """Runs a layer, or the rest of it behind a check."""
+        """Runs a layer, or its rest after a check."""
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Computes and writes K and V of the check's layer; returns deviations as `DeviationCheck.deviations` does."""
@@ -282,50 +266,23 @@ class LayerRows(Protocol):
         """The final norm of some rows, int64; returns [len(rows), hidden]."""
 
 
-def no_hook(layer: int) -> None:
-    """Does nothing: the hook by default."""
-
-
-def follow(
-    rows: LayerRows,
-    schedule: LayerSchedule,
-    num_layers: int,
-    ranks: Ranks,
-    begun: int | None = None,
-    before: LayerHook = no_hook,
-    after: LayerHook = no_hook,
-) -> torch.Tensor | None:
-    """Runs a schedule that begins within layer `begun`, or at the lowest. Returns its check's deviations, None without
-    a check."""
+def follow(rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ranks) -> torch.Tensor | None:
+    """Runs one schedule; returns the deviations of its check."""
     for stage, layers in schedule.layers_of_stages(num_layers):
         rows.enter(stage)
         for layer in layers:
-            if layer != begun:
-                before(layer)
             rows.run(layer)
-            after(layer)
-    if schedule.check is None:
-        return None
-    before(schedule.check.layer)
-    return rows.compare(schedule.check, ranks)
+    return None if schedule.check is None else rows.compare(schedule.check, ranks)
 
 
 def follow_all(
-    rows: LayerRows,
-    schedule: LayerSchedule,
-    num_layers: int,
-    ranks: Ranks,
-    sink: EvidenceSink | None = None,
-    before: LayerHook = no_hook,
-    after: LayerHook = no_hook,
+    rows: LayerRows, schedule: LayerSchedule, num_layers: int, ranks: Ranks, sink: EvidenceSink | None = None
 ) -> torch.Tensor:
-    """Runs all layers, from check to check; returns the output rows. `sink` gets what each check found."""
-    begun: int | None = None
+    """Runs all layers, from check to check; returns the output rows. `sink` gets each check's evidence."""
     while True:
-        found = follow(rows, schedule, num_layers, ranks, begun, before, after)
+        found = follow(rows, schedule, num_layers, ranks)
         if schedule.check is None or found is None:
             return rows.output(schedule.output_rows)
-        begun = schedule.check.layer
         schedule, evidence = schedule.check.decide(found)
         if sink is not None:
             for each in evidence:

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 
 class _Replacement:
-    """What is called in the place of a method.
-
-    It stands there as a bound method of its own. Of any other callable vLLM keeps the object for good, with its engine
-    (`utils/func_utils.py`, `supports_kw`).
-    """
+    """What is called in the place of a method, as a bound method of its own: of any other callable vLLM keeps the
+    object for good, with its engine (`utils/func_utils.py`, `supports_kw`)."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -62,10 +59,8 @@ def replaced_method(owner: Any, name: str, replacement: Callable[..., Any]) -> I
 
 
 def watch_method(owner: Any, name: str, after: Callable[..., None]) -> Undo:
-    """Have `after(result, *arguments)` called when a method of `owner` has ended.
-
-    The result is None if the method has raised: what it was to write may be written in part.
-    """
+    """Have `after(result, *arguments)` called when a method of `owner` has ended; the result is None if it raised:
+    it may have written in part."""
     stock = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:

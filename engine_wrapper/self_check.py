@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.ranks import Ranks
 
-# At least enough for a hole, a span and a suffix of some blocks each; at most the memory of a small prompt.
+# Enough for a hole, a span and a suffix of some blocks each; at most the memory of a small prompt.
 MIN_TOKENS, MAX_TOKENS = 64, 512
 # A threshold must be finite; this one is above every deviation.
 KEEP_ALL = 1e30
@@ -45,7 +45,7 @@ def check_plan(
 ) -> SemanticKvPlan:
     """A plan that is checked in `layer`: a hole, a span that keeps its place, and a suffix.
 
-    A check in layer 0 lets all layers above run on some of the rows. By default no token of the span deviates.
+    After a check in layer 0 all layers above run on some of the rows. By default no token of the span deviates.
     """
     check = SpanCheck(layer, threshold, sample_every=sample_every, sample_threshold=threshold)
     start, end = len(tokens) // 4, 3 * len(tokens) // 4
@@ -69,14 +69,12 @@ def differences(
     run: Run,
     as_stored: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Iterator[str | None]:
-    """Computes a prompt again: whole, then by a plan in one forward, then by it in several. Yields what differs each
-    time, None where nothing does.
+    """Computes a prompt again: whole, by a plan in one forward, by it in several. Yields each difference, or None.
 
-    `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are of the prompt, and `kv_dtype`
-    is what its KV is stored in. `run` runs a
-    batch of one request, id 0, with plans by id and a bound on the rows of a forward, over the request's blocks.
-    `as_stored`, for an engine that reads a run's own KV before it is rounded: within it, rounded KV is read. A plan's
-    rows are compared with those of the whole prompt there, since both are then of the same KV.
+    `token_ids` [tokens] and `engine_rows`, the engine's hidden rows [tokens, hidden], are the prompt's; `kv_dtype` is
+    the stored dtype. `run` runs a batch of one request, id 0, over its blocks, with plans by id and a bound on the rows
+    of a forward. `as_stored` is for an engine that reads a run's own KV before it is rounded: within it, rounded KV is
+    read. A plan's rows are compared with the whole prompt's there, since both are of the same KV.
     """
     tokens = len(token_ids)
     batch = Batch((0,), (0,), (tokens,), 1, token_ids)
@@ -85,18 +83,18 @@ def differences(
     with nullcontext() if as_stored is None else as_stored():
         expected = engine_rows if as_stored is None else run(batch, {}, None)
         for max_rows in (None, tokens // 4):  # the span has twice as many
-            yield _behind("a plan", plan, token_ids, expected, kv_dtype, run, max_rows)
+            yield _after_span("a plan", plan, token_ids, expected, kv_dtype, run, max_rows)
 
 
 def sample_difference(
     token_ids: torch.Tensor, engine_rows: torch.Tensor, geometry: KvGeometry, kv_dtype: torch.dtype, run: Run
 ) -> str | None:
-    """As `differences`, by a plan all of whose span is a check's sample, in all layers."""
+    """As `differences`, by a plan whose whole span is a check's sample, in all layers."""
     plan = check_plan(token_ids.tolist(), geometry, geometry.num_layers - 1, sample_every=1)
-    return _behind("a sampled plan", plan, token_ids, engine_rows, kv_dtype, run, None)
+    return _after_span("a sampled plan", plan, token_ids, engine_rows, kv_dtype, run, None)
 
 
-def _behind(
+def _after_span(
     what: str,
     plan: SemanticKvPlan,
     token_ids: torch.Tensor,
@@ -105,7 +103,6 @@ def _behind(
     run: Run,
     max_rows: int | None,
 ) -> str | None:
-    """The difference of the rows behind the plan's span."""
     start = plan.prefix_end
     suffix = Batch((0,), (start,), (len(token_ids) - start,), 1, token_ids[start:])
     return difference(f"hidden rows of {what}", run(suffix, {0: plan}, max_rows), engine_rows[start:], kv_dtype)
@@ -113,14 +110,14 @@ def _behind(
 
 def raise_difference(found: Iterable[str | None], ranks: Ranks) -> None:
     """Raises the first difference of any rank on every rank, as LayoutError: a rank that went on alone would hang."""
-    own = [each for each in found if each is not None]  # all is run: the other ranks run it, together with this one
+    own = [each for each in found if each is not None]  # all is run: the other ranks run it together with this one
     problem = next((each for rank in ranks.gather(own) for each in rank), None)
     if problem is not None:
         raise LayoutError("self_check", problem)
 
 
 def difference(what: str, ours: torch.Tensor, theirs: torch.Tensor, kv_dtype: torch.dtype) -> str | None:
-    """How ours differ from the engine's, whose KV is stored in `kv_dtype`; None when they agree."""
+    """How our rows differ from the engine's, whose KV is stored in `kv_dtype`; None if they agree."""
     is_exact = theirs.dtype == kv_dtype == torch.float32 and not theirs.is_cuda
     bound = _EXACT_BOUND if is_exact else _ROUNDED_BOUND
     if ours.shape != theirs.shape:

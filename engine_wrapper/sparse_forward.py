@@ -1,7 +1,12 @@
 """Runs a Hugging Face decoder along a layer schedule: each layer computes its active rows only.
 
 The model's own layers run with another attention: K and V of the active rows are written to the pool, then the queries
-attend to their whole sequence in the pool.
+attend to their whole sequence in the pool. Latent attention (MLA) gets its rows back from the pool, rounded if that is
+in fp8.
+
+Facts: Transformers, `models/deepseek_v3/modeling_deepseek_v3.py`: a layer hands its cache the channels that are free of
+position and those that turn, the first of each pair before the second ones, and expands what it gets back to K and V of
+every head. Older versions cache these.
 """
 
 from __future__ import annotations
@@ -9,32 +14,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from engine_wrapper.latent_cache import LatentCache, latent_attention
-from engine_wrapper.layer_schedule import follow, follow_all, no_hook, schedule_of
+from engine_wrapper.layer_schedule import follow, follow_all, schedule_of
 from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
 from engine_wrapper.token_schedule import SequenceSlice, works_of
-from kernels.layout import PoolLayer
+from kernels.layout import PoolLayer, indexable, layer_view
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
+from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import Ranks
 
 if TYPE_CHECKING:
-    from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerHook, LayerSchedule, Stage
+    from collections.abc import Sequence
+
+    from engine_wrapper.layer_schedule import DeviationCheck, EvidenceSink, LayerSchedule, Stage
     from kernels.layout import KvGeometry
 
 ATTENTION_NAME = "semblend_paged"
-
-
+_OLD = "Transformers {} caches K and V of every head, where the model has one latent row a token; install a newer one"
+# Called with a layer's index.
+LayerHook = Callable[[int], None]
 # Gets K and V, each [rows, kv_heads, head_dim], or latent rows and None, before they are written.
 Watch = Callable[[torch.Tensor, torch.Tensor | None], None]
+
+
+def check_latent_cache(model: Any) -> None:
+    """Raises ConfigurationError if the layers of a model with latent attention cache K and V of every head: they have
+    no `expand_kv` then."""
+    if getattr(model.config, "kv_lora_rank", None) and not hasattr(model.model.layers[0].self_attn, "expand_kv"):
+        raise ConfigurationError(_OLD.format(metadata.version("transformers")))
+
+
+def latent_rows(free: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
+    """Rows as engines keep them, [texts, 1, tokens, channels], from what Transformers caches in place of K and V.
+
+    Raises ConfigurationError if these are K and V of every head.
+    """
+    if free.shape[1] != 1 or turning.shape[1] != 1:
+        raise ConfigurationError(_OLD.format(metadata.version("transformers")))
+    return torch.cat([free, torch.stack(turning.chunk(2, dim=-1), dim=-1).flatten(-2)], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +74,42 @@ class PagedAttention:
     watch: Watch | None = None
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
-        """Write K and V of the active rows, or latent rows and None, after the watch."""
+        """Writes K and V of the active rows, or latent rows and None, after the watch."""
         if self.watch is not None:
             self.watch(keys, values)
         write_rows(keys, values, PoolLayer(self.pool, layer, self.geometry), self.sequences)
+
+    def update(
+        self, free: torch.Tensor, turning: torch.Tensor, layer: int, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the cache of a layer with latent attention: writes the active rows, [1, 1, rows, channels] in two parts.
+
+        Returns the stored rows of all tokens up to each sequence's last row, sequence after sequence, in the rows'
+        dtype. Raises ConfigurationError as `latent_rows` does.
+        """
+        rows = latent_rows(free, turning)[0].transpose(0, 1)
+        self.write(layer, rows, None)
+        pool = indexable(layer_view(self.pool, self.geometry, layer, 0))  # [blocks, 1, block_size, channels]
+        held = torch.cat([pool[each.block_ids].flatten(0, 2)[: each.last_position + 1] for each in self.sequences])
+        held = held.view(self.pool.dtype).to(rows.dtype)  # [tokens, channels]
+        kept, turned = held[None, None].split([free.shape[-1], turning.shape[-1]], dim=-1)
+        return kept, turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def latent_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequence[SequenceRows], scale: float | None
+) -> torch.Tensor:
+    """Attends each row to its own sequence's tokens up to itself. `query`: [1, heads, rows, channels]; `key`, `value`:
+    [1, heads, tokens, channels], from `PagedAttention.update`. Returns [1, rows, heads, channels of V]."""
+    found, begin = [], 0
+    for each in sequences:
+        end = begin + each.last_position + 1
+        own = query[:, :, each.first_row : each.first_row + each.count]
+        seen = torch.arange(end - begin, device=query.device) <= each.positions[:, None]
+        parts = own, key[:, :, begin:end], value[:, :, begin:end]
+        found.append(scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale))
+        begin = end
+    return torch.cat(found, dim=2).transpose(1, 2)
 
 
 def paged_attention(
@@ -68,15 +127,20 @@ def paged_attention(
     """Transformers' attention interface over a paged pool.
 
     `query`: [1, heads, rows, head_dim]; `key`, `value`: [1, kv_heads, rows, head_dim], rotated; `s_aux`: [heads], the
-    sinks of gpt-oss. Over latent rows (MLA) K and V are those of all tokens, from the pool (`latent_cache.py`). Returns
-    [1, rows, heads, head_dim]. Without `paged`, when the model itself is called, it is
-    Transformers' own attention, by SDPA where there are no sinks; its mask holds the window.
+    sinks of gpt-oss. With latent rows K and V are those of all tokens, from the pool. Returns [1, rows, heads,
+    head_dim]. Without `paged`, when the model itself is called, it is Transformers' own attention; its mask holds the
+    window.
     """
-    if paged is None and s_aux is not None:
-        output, _ = eager_attention_forward(module, query, key, value, _added(attention_mask, query, key), scaling)
+    if paged is None and s_aux is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return output, None
     if paged is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        if (mask := attention_mask) is None:
+            rows, tokens = query.shape[2], key.shape[2]
+            mask = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)
+        # What is added to scores: 0 where the mask shows a token.
+        added = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        output, _ = eager_attention_forward(module, query, key, value, added, scaling)
         return output, None
     if paged.geometry.kv_factor == 1:
         return latent_attention(query, key, value, paged.sequences, scaling), None
@@ -87,24 +151,15 @@ def paged_attention(
     return sparse_prefill(queries, kv, paged.sequences, scale, sliding_window, s_aux)[None], None
 
 
-def _added(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What attention adds to scores: 0 where `mask`, or without one all tokens before a row's own, shows a token."""
-    if mask is None:
-        rows, tokens = query.shape[2], key.shape[2]
-        mask = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-
-
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 class _Places:
-    """In the place of Transformers' cache: keeps nothing, and tells Llama 4, which scales its queries by their position
-    and takes rows to be neighbours, how far each of them is from there."""
+    """In place of Transformers' cache: keeps nothing. Llama 4 scales its queries by their position and takes rows to be
+    neighbours; this says how far each row is from there. `positions`: int64 [rows]."""
 
     def __init__(self, positions: torch.Tensor) -> None:
-        """`positions`: int64 [rows]."""
         self._lengths = positions - torch.arange(len(positions), device=positions.device)
 
     def get_seq_length(self, layer: int) -> torch.Tensor:  # noqa: ARG002 - all layers have the same rows
@@ -116,20 +171,28 @@ class _Places:
 
 @cache
 def cache_keyword(forward: Callable[..., Any]) -> str:
-    """By which name the `forward` of a class of Transformers takes its cache: `cache` since version 5.24."""
+    """The name under which a `forward` of Transformers takes its cache: `cache` since version 5.24."""
     return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 class PagedDecoder:
     """The active rows of a forward, as `engine_wrapper.layer_schedule.LayerRows`.
 
-    A check's layer runs for all rows when they are compared; dropped rows leave behind that layer.
+    A check's layer runs for all rows when they are compared; dropped rows leave after that layer. The hooks are called
+    around every layer.
     """
 
-    def __init__(self, decoder: Any, schedule: LayerSchedule, pool: torch.Tensor, geometry: KvGeometry) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        self._geometry = geometry
+    def __init__(
+        self,
+        decoder: Any,
+        schedule: LayerSchedule,
+        pool: torch.Tensor,
+        geometry: KvGeometry,
+        before: LayerHook | None,
+        after: LayerHook | None,
+    ) -> None:
+        self._decoder, self._pool, self._geometry = decoder, pool, geometry
+        self._before, self._after = before, after
         # Granite's decoder multiplies its embeddings; others have no factor.
         self._hidden = decoder.embed_tokens(schedule.token_ids[None])
         if (factor := getattr(decoder, "embedding_multiplier", None)) is not None:
@@ -149,7 +212,6 @@ class PagedDecoder:
             self._hidden, self._positions = (
                 tensor.index_select(1, stage.keep) for tensor in (self._hidden, self._positions)
             )
-        # What rotates the rows of each kind of attention, as the model's own code makes it.
         self._turned = {
             kind: self._decoder.rotary_emb(self._hidden, self._positions, *([] if kind is None else [kind]))
             for kind in set(self._kinds or [None])
@@ -159,6 +221,8 @@ class PagedDecoder:
     def run(self, layer: int) -> None:
         if layer != self._compared:
             self._run(layer, None)
+        if self._after is not None:
+            self._after(layer)
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         found: list[torch.Tensor] = []
@@ -175,14 +239,12 @@ class PagedDecoder:
         return normed
 
     def _run(self, layer: int, watch: Watch | None) -> None:
+        if self._before is not None:
+            self._before(layer)
         has_chunks = self._chunk is not None and self._decoder.config.layer_types[layer] == "chunked_attention"
         sequences = self._in_chunks if has_chunks else self._sequences
         paged = PagedAttention(self._pool, self._geometry, sequences, watch)
-        held = (
-            LatentCache(self._pool, self._geometry, sequences, paged.write)
-            if self._geometry.kv_factor == 1
-            else self._places
-        )
+        held = paged if self._geometry.kv_factor == 1 else self._places
         run = self._decoder.layers[layer]
         self._hidden = run(
             self._hidden,
@@ -199,16 +261,13 @@ class SparseForward:
     """The forward of one model over one pool.
 
     `model`: a `*ForCausalLM` whose decoder has `embed_tokens`, `layers`, `rotary_emb` and `norm`; its attention
-    implementation is set to ours. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's
-    device, in its dtype or in float8_e4m3fn. One model may have several forwards, each with its own pool. `ranks` run
-    the same forward, each with its part of the model's heads.
+    implementation is replaced. `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], on the model's
+    device, in its dtype or in float8_e4m3fn. `ranks` run the same forward, each with its part of the model's heads.
     """
 
     def __init__(self, model: Any, pool: torch.Tensor, geometry: KvGeometry, ranks: Ranks | None = None) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
-        self._model = model
-        self._pool = pool
-        self._geometry = geometry
+        self._model, self._pool, self._geometry = model, pool, geometry
         self._ranks = ranks or Ranks()
 
     @torch.inference_mode()
@@ -221,34 +280,33 @@ class SparseForward:
     ) -> torch.Tensor:
         """Returns the final, normed hidden rows [executor rows, hidden], in the model's dtype.
 
-        `before_layer` and `after_layer` are called with the layer's index around every layer, `evidence_sink` with what
-        each check found. The host waits for the device at checks only. Raises ValueError when a sequence exceeds its
-        blocks or a block id the pool.
+        Calls the hooks with the layer's index around every layer, and `evidence_sink` with each check's evidence. The
+        host waits for the device at checks only. Raises ValueError if a sequence exceeds its blocks or a block id the
+        pool.
         """
-        before, after = before_layer or no_hook, after_layer or no_hook
-        layers = self._geometry.num_layers
-        return follow_all(self._rows(schedule), schedule, layers, self._ranks, evidence_sink, before, after)
+        rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
+        return follow_all(rows, schedule, self._geometry.num_layers, self._ranks, evidence_sink)
 
     @torch.inference_mode()
     def lowest(
         self, schedule: LayerSchedule, before_layer: LayerHook | None = None, after_layer: LayerHook | None = None
     ) -> torch.Tensor:
-        """Runs a schedule up to its check; writes K and V of all rows up to the check's layer.
+        """Runs a schedule up to its check, whose layer's K and V it writes too; hooks and errors as in a call.
 
-        Returns the deviations of the checked tokens, float32, without waiting for them. Hooks and errors as in a call.
+        Returns the deviations of the checked tokens, float32, without waiting for them.
         """
+        rows = PagedDecoder(self._model.model, schedule, self._pool, self._geometry, before_layer, after_layer)
+        deviations = follow(rows, schedule, self._geometry.num_layers, self._ranks)
         assert schedule.check is not None
-        before, after = before_layer or no_hook, after_layer or no_hook
-        deviations = follow(self._rows(schedule), schedule, self._geometry.num_layers, self._ranks, None, before, after)
         assert deviations is not None
-        after(schedule.check.layer)
+        if after_layer is not None:
+            after_layer(schedule.check.layer)
         return deviations
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [rows, hidden] as returned by the call; returns float32 [rows, vocabulary]."""
-        logits: torch.Tensor = self._model.lm_head(hidden)
-        logits = logits.float()
+        logits: torch.Tensor = self._model.lm_head(hidden).float()
         if (scaling := getattr(self._model.config, "logits_scaling", None)) is not None:
             logits = logits / scaling
         cap = getattr(self._model.config, "final_logit_softcapping", None)
@@ -267,6 +325,3 @@ class SparseForward:
             sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
             works = works_of([sequence], geometry.num_layers)
             forward(schedule_of(works, geometry.num_layers).to(pool.device))
-
-    def _rows(self, schedule: LayerSchedule) -> PagedDecoder:
-        return PagedDecoder(self._model.model, schedule, self._pool, self._geometry)

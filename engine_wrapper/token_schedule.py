@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_wrapper.deviation_check import PendingCheck, closed, sample_of, stretches
+from engine_wrapper.deviation_check import PendingCheck, SpanChoice, closed, sample_of, stretches
 from semblend_trt.errors import PlanError
 from semblend_trt.plan import PlanKind, SemanticKvPlan
 from semblend_trt.transfer.load import block_vector
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """What the executor schedules of one request in one iteration: positions begin .. begin + len(token_ids) - 1.
+    """What the executor schedules of one request in one iteration, from position `begin` on.
 
-    `block_ids` are all blocks of the request so far. This slice executes `plan`, so only the first slice of a request
-    has one.
+    `block_ids` are all blocks of the request so far. Only the first slice of a request has a plan, which it executes.
     """
 
     request_id: int
@@ -45,7 +44,7 @@ class SequenceWork:
     """The rows of one request that enter layer 0, and how many layers compute each.
 
     `token_ids`, `positions`: int64 [rows], positions rising. `drops_at`: int64 [rows], how many of the lowest layers
-    compute the row. `outputs`: the last rows, whose output is asked for. `block_ids`: int64, the request's blocks, on
+    compute the row. `outputs`: how many of the last rows need an output. `block_ids`: int64, the request's blocks, on
     the host. `pending` is set until its check has decided.
     """
 
@@ -57,19 +56,18 @@ class SequenceWork:
     pending: PendingCheck | None = None
 
     def active(self, layer: int) -> npt.NDArray[np.bool_]:
-        """Which rows are computed in `layer`, bool [rows]."""
+        """The rows that `layer` computes, bool [rows]."""
         return self.drops_at > layer
 
     def together(self, num_layers: int) -> range:
-        """The range of rows that must stay in one forward: from the first to the last one that is compared, or that
-        leaves before the last layer."""
+        """The rows that must stay in one forward: from the first to the last that is compared, or leaves early."""
         found = np.flatnonzero(self.drops_at < num_layers)
         if self.pending is not None:
             found = np.concatenate([found, self.pending.checked])
         return range(int(found.min()), int(found.max()) + 1) if len(found) else range(0)
 
     def part(self, start: int, stop: int, outputs: int) -> SequenceWork:
-        """The rows start..stop-1, of which the output of the last `outputs` is asked for."""
+        """The rows start..stop-1, of which the last `outputs` need an output."""
         pending = None if self.pending is None else self.pending.within(start, stop)
         return replace(self._of(slice(start, stop)), outputs=outputs, pending=pending)
 
@@ -79,7 +77,7 @@ class SequenceWork:
         return self._of(self.active(min(layer + 1, num_layers - 1)))
 
     def sampled_tokens(self) -> npt.NDArray[np.int64]:
-        """Which of the checked tokens the check's sample compares; none without one."""
+        """The checked tokens that the check's sample compares; none without a sample."""
         pending = self.pending
         if pending is None or not pending.check.sample_every:
             return np.empty(0, dtype=np.int64)
@@ -92,8 +90,7 @@ class SequenceWork:
         return replace(self._of(self._without(self.pending.checked)), pending=None)
 
     def sample(self, compared: npt.NDArray[np.int64]) -> SequenceWork:
-        """The rows of a sample's forward: `compared` of those that are checked, and all others that are computed before
-        the last of them."""
+        """The rows of a sample's forward: the checked ones in `compared`, and all others before the last of them."""
         assert self.pending is not None
         checked = self.pending.checked
         stays = self._without(checked)
@@ -107,7 +104,7 @@ class SequenceWork:
     ) -> tuple[SequenceWork, CheckEvidence | None]:
         """The work that is left once the sample found these deviations; its rows enter layer 0 again.
 
-        Windows that the sample let pass have no rows any more. Where nothing is left to check, the evidence is known.
+        Windows that passed have no rows any more. If nothing is left to check, the evidence is known.
         """
         assert self.pending is not None
         suspects, sample = self.pending.judge(compared, deviations)
@@ -116,11 +113,13 @@ class SequenceWork:
         parts = stretches(self.pending.rows, suspects)
         rows = tuple(range(int(places[part.start]), int(places[part.start]) + len(part)) for part in parts)
         left = replace(self.pending, rows=rows, sample=sample)
-        work = replace(self._of(stays), pending=left if rows else None)
-        return work, None if rows else left.evidence_of_sample()
+        if rows:
+            return replace(self._of(stays), pending=left), None
+        nothing = SpanChoice(np.zeros(0, dtype=bool), is_dropped=False, largest_kept=0.0)
+        return replace(self._of(stays), pending=None), left.evidence(nothing)
 
     def decide(self, deviations: npt.NDArray[np.float32]) -> tuple[SequenceWork, CheckEvidence]:
-        """The work after its check, which found these deviations, and the check's evidence."""
+        """The work after its check found these deviations, and the check's evidence."""
         pending = self.pending
         assert pending is not None
         choice = pending.choose(deviations, self.positions)
@@ -130,30 +129,28 @@ class SequenceWork:
         return replace(self, drops_at=drops_at, pending=None), pending.evidence(choice)
 
     def _without(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which rows are left without `rows`, bool [rows]."""
+        """The rows that are left without `rows`, bool [rows]."""
         stays = np.ones(len(self.positions), dtype=bool)
         stays[rows] = False
         return stays
 
     def _of(self, rows: npt.NDArray[np.bool_] | slice) -> SequenceWork:
-        """These rows alone, the check's as they are."""
         return replace(
             self, token_ids=self.token_ids[rows], positions=self.positions[rows], drops_at=self.drops_at[rows]
         )
 
 
 def _places(stays: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """How many rows stay before each row."""
+    """The number of rows that stay before each row."""
     places: npt.NDArray[np.int64] = np.cumsum(stays) - stays
     return places
 
 
 def works_of(slices: Sequence[SequenceSlice], num_layers: int, keys_per_row: int = 0) -> list[SequenceWork]:
-    """What each slice computes.
+    """What each slice computes. Raises PlanError if a plan does not fit its slice.
 
     Attention may read all keys before a run of neighbouring rows once for the run, and reading `keys_per_row` keys may
-    take as long as computing one more row. A gap between two runs is then computed if that is cheaper; 0 skips all
-    gaps. Raises PlanError when a plan does not fit its slice.
+    take as long as computing one more row. A gap between two runs is then computed if that is cheaper; 0 skips all.
     """
     return [_work_of(sequence, num_layers, keys_per_row) for sequence in slices]
 
@@ -171,7 +168,18 @@ def _work_of(sequence: SequenceSlice, num_layers: int, keys_per_row: int) -> Seq
     # A discovery-only plan reports spans, but promises and moves nothing.
     if plan is None or plan.kind is PlanKind.DISCOVERY_ONLY:
         return own
-    _check_plan(plan, sequence)
+    if sequence.begin != plan.prefix_end:
+        raise PlanError(
+            "slice_not_at_prefix",
+            f"request {plan.request_id}: the slice begins at {sequence.begin}, but the plan promised the positions up "
+            f"to {plan.prefix_end}; a plan is executed by the first slice of its request",
+        )
+    if tuple(plan.prompt_token_ids[sequence.begin : sequence.end].tolist()) != sequence.token_ids:
+        raise PlanError(
+            "plan_of_another_prompt",
+            f"request {plan.request_id}: the scheduled tokens {sequence.begin}..{sequence.end - 1} differ from the "
+            "prompt that the plan was made for",
+        )
     return _with_promise(own, plan, num_layers, keys_per_row)
 
 
@@ -191,7 +199,13 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         computed, positions = np.append(drops_at[rows] == num_layers, True), begin + np.append(rows, end - begin)
         stays = closed(computed, positions, keys_per_row)
         drops_at[rows[stays[:-1]]] = num_layers
-    entering = drops_at > 0
+    entering, checked = drops_at > 0, []
+    row_of = _places(entering)
+    for span in plan.spans:
+        length = span.length - execution.head_tokens
+        if length > 0 and not span.exact:
+            row = int(row_of[span.target_end - length - begin])
+            checked.append(range(row, row + length))
     positions = begin + np.flatnonzero(entering)
     tokens = plan.prompt_token_ids[positions].astype(np.int64)
     return replace(
@@ -199,30 +213,5 @@ def _with_promise(own: SequenceWork, plan: SemanticKvPlan, num_layers: int, keys
         token_ids=np.concatenate([tokens, own.token_ids]),
         positions=np.concatenate([positions, own.positions]),
         drops_at=np.concatenate([drops_at[entering], own.drops_at]),
-        pending=_pending(plan, entering, keys_per_row),
+        pending=PendingCheck(plan, tuple(checked), keys_per_row) if plan.is_checked else None,
     )
-
-
-def _pending(plan: SemanticKvPlan, entering: npt.NDArray[np.bool_], keys_per_row: int) -> PendingCheck | None:
-    """`entering`: bool [promised tokens], those that have a row."""
-    if not plan.is_checked:
-        return None
-    first_rows, head = _places(entering), plan.execution.head_tokens
-    checked = [range(span.target_start + head, span.target_end) for span in plan.spans if not span.exact]
-    starts = [(int(first_rows[each.start - plan.num_computed_tokens]), len(each)) for each in checked if each]
-    return PendingCheck(plan, tuple(range(start, start + length) for start, length in starts), keys_per_row)
-
-
-def _check_plan(plan: SemanticKvPlan, sequence: SequenceSlice) -> None:
-    if sequence.begin != plan.prefix_end:
-        raise PlanError(
-            "slice_not_at_prefix",
-            f"request {plan.request_id}: the slice begins at {sequence.begin}, but the plan promised the positions up "
-            f"to {plan.prefix_end}; a plan is executed by the first slice of its request",
-        )
-    if tuple(plan.prompt_token_ids[sequence.begin : sequence.end].tolist()) != sequence.token_ids:
-        raise PlanError(
-            "plan_of_another_prompt",
-            f"request {plan.request_id}: the scheduled tokens {sequence.begin}..{sequence.end - 1} differ from the "
-            "prompt that the plan was made for",
-        )

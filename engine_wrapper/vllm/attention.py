@@ -1,11 +1,10 @@
 """The active rows of a forward through vLLM's own layers and its own attention.
 
-Every run of neighbouring positions is a sequence of its own to the attention backend: the blocks of its request, its
-rows as queries, and as many keys as its last position. So no kernel of ours is needed, and every model whose layers
-vLLM runs can be planned.
+To the attention backend every run of neighbouring positions is a sequence of its own: the blocks of its request, its
+rows as queries, and the keys up to its last position. So every model whose layers vLLM runs can be planned.
 
-Where most rows stand apart, as those of a sample do, each would read all keys before it. There our own
-kernel takes the backend's place and reads the keys once for a tile of rows, in vLLM's cache as it lies.
+If most rows are single ones, as a sample's are, each would read all keys before it. Then SemBlend's kernel takes the
+backend's place and reads the keys once for a tile of rows, from vLLM's cache.
 
 Facts: vLLM, `v1/attention/backend.py` (CommonAttentionMetadata), `forward_context.py` (which rows of a step are
 padding, that no expert gets; before torch 2.11 also how many layers with experts have run, which tells them apart),
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +25,8 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.decoder import take_fresh
+from engine_wrapper.vllm.decoder import fresh_rows, take_fresh
 from engine_wrapper.vllm.hooks import forward_context, own_kernels, replaced_backend
-from engine_wrapper.vllm.layers import fresh_rows
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill
 from kernels.sparse_prefill.rows import to_device
@@ -41,24 +38,24 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
-    from engine_wrapper.vllm.cuda_graphs import StepGraphs
-    from engine_wrapper.vllm.decoder import Decoder
+    from engine_wrapper.vllm.decoder import Decoder, Rows
+    from engine_wrapper.vllm.hooks import StepGraphs
     from semblend_trt.ranks import Ranks
 
-# A run reads all keys before it, which takes as long as one more row for so many of them (`works_of`): measured on an
-# H200 with FlashAttention 3 at the shape of Qwen2.5-7B, with 8k and 24k keys.
+# A run reads this many keys before it in the time of one more row (`works_of`): measured on an H200 with FlashAttention
+# 3 at the shape of Qwen2.5-7B, with 8k and 24k keys.
 KEYS_PER_ROW = 4096
-# With fewer rows for each gap between them, our kernel attends.
+# With fewer rows for each gap between them, SemBlend's kernel attends.
 ROWS_PER_GAP = 4
-# What vLLM before 0.28 says of a latent attention's prompts: how many rows, the first ones, have tokens before them.
+# Before 0.28 vLLM's count of a latent attention's rows with tokens before them, which come first.
 _WITH_CONTEXT = "prefill_tokens_with_context"
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
-    """A builder beside the engine's own of an attention group, for forwards of up to `max_rows` sequences; of a backend
-    that reserves memory for each, no more of them than the engine's are decodes (`_built`).
+    """A second builder of an attention group, for forwards of up to `max_rows` sequences and no graphs; if the backend
+    reserves memory for decodes, no more than the engine's are decodes (`_built`).
 
-    No graph is captured of what it builds. Raises LayoutError for a backend that is not known to take them.
+    Raises LayoutError for a backend that is not known to take them.
     """
     name = group.backend.get_name()
     if name not in BACKENDS:
@@ -76,13 +73,17 @@ def own_builder(group: Any, max_rows: int) -> Any:
 
 
 def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
-    """The builder's metadata. Where it has room for fewer decodes than there are runs, all runs count as prompts.
+    """The builder's metadata. If it has room for fewer decodes than there are runs, all runs count as prompts.
 
-    Runs stand in the order of their tokens. With latent attention vLLM 0.25 has prompts with tokens before them come
-    first, takes all behind these for prompts without, and shares a workspace among the first, at least a block for
-    each. Facts: its `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
+    Runs are in the order of their tokens. With latent attention vLLM 0.25 has prompts with tokens before them come
+    first, takes all after these for prompts without, and shares a workspace among the first, at least a block for each.
+    Facts: its `model_executor/layers/attention/mla_attention.py`, `build` and `forward_mha`.
     """
-    _make_room(builder, common.num_reqs)
+    if hasattr(builder, "chunked_prefill_workspace"):
+        rows, room = common.num_reqs * builder.page_size, builder.chunked_prefill_workspace
+        if rows > builder.chunked_prefill_workspace_size:
+            builder.chunked_prefill_workspace = room.new_empty((rows, room.shape[1]))
+            builder.chunked_prefill_workspace_size = rows
     are_too_many = common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs
     with as_prompts(builder) if are_too_many else nullcontext():
         metadata = builder.build(0, common)
@@ -94,7 +95,7 @@ def _built(builder: Any, common: CommonAttentionMetadata) -> Any:
 
 @contextmanager
 def as_prompts(builder: Any) -> Iterator[None]:
-    """Has the builder count all runs as prompts, those too that it would count as decodes."""
+    """Has the builder count all runs as prompts, none as a decode."""
     rows_of_a_decode, builder.reorder_batch_threshold = builder.reorder_batch_threshold, 0
     try:
         yield
@@ -102,21 +103,11 @@ def as_prompts(builder: Any) -> Iterator[None]:
         builder.reorder_batch_threshold = rows_of_a_decode
 
 
-def _make_room(builder: Any, runs: int) -> None:
-    """Has a latent attention's workspace hold a block of what lies before each run."""
-    if not hasattr(builder, "chunked_prefill_workspace"):
-        return
-    rows, room = runs * builder.page_size, builder.chunked_prefill_workspace
-    if rows > builder.chunked_prefill_workspace_size:
-        builder.chunked_prefill_workspace = room.new_empty((rows, room.shape[1]))
-        builder.chunked_prefill_workspace_size = rows
-
-
 def _problem_of_prompts(builder: Any) -> str | None:
-    """Why a latent attention's longer runs are not taken; None where they are.
+    """Why a latent attention's longer runs are not taken; None if they are.
 
-    Where FlashAttention 3 and 4 cannot run, vLLM 0.25 pads V, and what lies before a run it joins wrong from the second
-    part on, since it takes one stride for both; many runs make many parts. Facts: its
+    Without FlashAttention 3 and 4 vLLM 0.25 pads V, and joins the tokens before a run wrong from the second part on,
+    since it takes one stride for both; many runs make many parts. Facts: its
     `model_executor/layers/attention/mla_attention.py`, `_compute_prefill_context` and `forward_mha`.
     """
     prefill = getattr(builder, "_prefill_backend", None)
@@ -132,8 +123,8 @@ def _problem_of_prompts(builder: Any) -> str | None:
 
 
 class VllmRows:
-    """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`), within vLLM's forward context. While it is
-    entered the context's metadata is its own. `sparse`: whether our kernel may attend."""
+    """Rows between two layers (`engine_wrapper.layer_schedule.LayerRows`) with their own metadata in vLLM's forward
+    context while they are entered. `sparse`: SemBlend's kernel may attend."""
 
     def __init__(self, parts: Decoder, schedule: LayerSchedule, sparse: bool) -> None:
         self._parts, self._schedule = parts, schedule
@@ -145,12 +136,12 @@ class VllmRows:
         self._left = ExitStack()
 
     def __enter__(self) -> Self:
-        # Graphs were captured of the engine's own batches.
+        # Graphs were captured of the engine's own batches alone.
         own = forward_context(
             attn_metadata=None, slot_mapping=None, cudagraph_runtime_mode=CUDAGraphMode.NONE, is_padding=None
         )
         self._context = context = self._left.enter_context(own)
-        # Each forward within this context, ours and the next, begins at the lowest layer with experts.
+        # Each forward within this context begins at the lowest layer with experts.
         context.moe_layer_index = 0
         self._left.callback(setattr, context, "moe_layer_index", 0)
         return self
@@ -160,6 +151,7 @@ class VllmRows:
 
     def enter(self, stage: Stage) -> None:
         """Drops the rows that the stage does not keep."""
+        # Nothing here waits for the device: the host prepares the forward while donors' KV is moved.
         if stage.keep is not None:
             assert self._hidden is not None
             self._hidden, self._positions = (
@@ -168,10 +160,12 @@ class VllmRows:
             if self._residual is not None:
                 self._residual = self._residual.index_select(0, stage.keep)
         self._sequences = stage.sequences
-        self._row_slots = slots = self._slots()
+        size = self._parts.geometry.block_size
+        pairs = [(each.host_positions.numpy(), each.host_block_ids.numpy()) for each in self._sequences]
+        numbers = np.concatenate([blocks[own // size] * size + own % size for own, blocks in pairs])
+        self._row_slots = slots = to_device(torch.from_numpy(numbers), self._positions.device)
         self._context.slot_mapping = dict.fromkeys(self._parts.names, slots)
-        chunks, size = self._parts.chunks, self._parts.geometry.block_size
-        is_ours, metadata = self._stand_apart(), dict[int | None, Any]()
+        chunks, is_ours, metadata = self._parts.chunks, self._stand_apart(), dict[int | None, Any]()
         if is_ours and not self._is_attending:
             self._left.enter_context(replaced_backend("forward", self._parts.attention, self._attend))
             self._is_attending = True
@@ -191,29 +185,22 @@ class VllmRows:
 
     def run(self, layer: int) -> None:
         """Runs a layer."""
-        if self._hidden is None:
-            self._begin()
-        assert self._hidden is not None
-        rows = self._hidden, self._residual
-        self._hidden, self._residual = self._parts.calls.run(layer, self._positions, rows)
+        self._hidden, self._residual = self._parts.calls.run(layer, self._positions, self._begun())
 
     def compare(self, check: DeviationCheck, ranks: Ranks) -> torch.Tensor:
         """Runs the check's layer up to K and V of all rows, which are written once the deviations are taken."""
-        parts, geometry, layer = self._parts, self._parts.geometry, check.layer
+        parts, layer = self._parts, check.layer
 
         def take(keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
             stored = parts.stored(layer, keys, values)
             scales = parts.head_scales[layer] if parts.head_scales else None
-            deviations = check.deviations(*stored, parts.pool, geometry, ranks, scales)
+            deviations = check.deviations(*stored, parts.pool, parts.geometry, ranks, scales)
             parts.write(layer, keys, values, self._sequences, self._row_slots)
             return deviations
 
-        if self._hidden is None:
-            self._begin()
-        assert self._hidden is not None
-        hidden, residual = self._hidden, self._residual
+        hidden, residual = self._begun()
         if not check.is_sample:
-            # A layer writes into what it is given, and is run again for the rows that go on.
+            # A layer writes into what it is given, and runs again for the rows that go on.
             hidden, residual = hidden.clone(), None if residual is None else residual.clone()
         deviations: torch.Tensor = take_fresh(parts, layer, self._positions, (hidden, residual), take)
         return deviations
@@ -224,12 +211,15 @@ class VllmRows:
         residual = None if self._residual is None else self._residual.index_select(0, rows)
         return self._parts.calls.norm((self._hidden.index_select(0, rows), residual))
 
-    def _begin(self) -> None:
-        self._left.enter_context(own_kernels(self._parts.unfused))
-        self._hidden = self._parts.calls.embed(self._schedule.token_ids)
+    def _begun(self) -> Rows:
+        """Hidden rows and their residual, those that enter the lowest layer at first."""
+        if self._hidden is None:
+            self._left.enter_context(own_kernels(self._parts.unfused))
+            self._hidden = self._parts.calls.embed(self._schedule.token_ids)
+        return self._hidden, self._residual
 
     def _stand_apart(self) -> bool:
-        """Whether our kernel attends."""
+        """True if SemBlend's kernel attends."""
         check = self._schedule.check
         if not self._sparse or (check is not None and check.is_sample):
             return self._sparse
@@ -247,26 +237,17 @@ class VllmRows:
         output: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """In the place of the `forward` of an attention's implementation. The rows' K and V have been written; the last
-        of `kv` is the metadata."""
+        """In place of the `forward` of an attention's implementation, after the rows' K and V have been written; the
+        last of `kv` is the metadata."""
         if not isinstance(kv[-1], tuple):
             return stock(attention, queries, *kv, output=output, **options)
         if any(each is not None for each in options.values()):
             raise LayoutError("model_call", f"layer {layer} asks attention for {', '.join(options)}, not known here")
-        rows = sum(each.count for each in kv[-1])  # a graph's padding is behind them
+        rows = sum(each.count for each in kv[-1])  # a graph's padding comes after them
         cache, impl = self._parts.cache(layer), attention.impl
         window, sinks = getattr(attention, "sliding_window", None), getattr(impl, "sinks", None)
         output[:rows] = sparse_prefill(queries[:rows], cache, kv[-1], impl.scale, window, sinks)
         return output
-
-    # Nothing of the following waits for the device: the host prepares the forward while donors' KV is moved.
-
-    def _slots(self) -> torch.Tensor:
-        """Of the rows' K and V, int64 [rows]."""
-        size = self._parts.geometry.block_size
-        pairs = [(each.host_positions.numpy(), each.host_block_ids.numpy()) for each in self._sequences]
-        slots = np.concatenate([blocks[own // size] * size + own % size for own, blocks in pairs])
-        return to_device(torch.from_numpy(slots), self._positions.device)
 
     def _metadata(self, sequences: Sequence[SequenceRows], slots: torch.Tensor) -> Any:
         """The backend's metadata for the rows, as the sequences that their layers see."""
@@ -276,8 +257,7 @@ class VllmRows:
         runs = [np.split(own, np.flatnonzero(np.diff(own) != 1) + 1) for own in places]
         lengths = np.array([len(run) for own in runs for run in own])
         ends = np.array([run[-1] + 1 for own in runs for run in own])
-        table = np.zeros((len(ends), max(map(len, tables))), dtype=np.int32)
-        row = 0
+        table, row = np.zeros((len(ends), max(map(len, tables))), dtype=np.int32), 0
         for own, blocks in zip(runs, tables, strict=True):
             table[row : row + len(own), : len(blocks)] = blocks
             row += len(own)
@@ -301,23 +281,21 @@ class VllmRows:
 
 
 def own_rows_as_stored(parts: Decoder) -> AbstractContextManager[None]:
-    """Has a latent attention read the rows of a run as its cache holds them; it takes them as they are computed, and
-    what lies before the run from the cache. Facts: vLLM, `model_executor/layers/attention/mla_attention.py`,
-    `forward_mha`, 0.28 and 0.32."""
-    return replaced_backend("forward_mha", parts.attention, partial(_attend_to_stored, parts))
+    """Has a latent attention read a run's own rows as its cache holds them, not as they are computed. Facts: vLLM,
+    `model_executor/layers/attention/mla_attention.py`, `forward_mha`, 0.28 and 0.32."""
 
+    def attend(
+        layer: int,
+        stock: Callable[..., None],
+        queries: torch.Tensor,
+        latent: torch.Tensor,
+        turning: torch.Tensor,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        rows, _ = parts.stored(layer, *fresh_rows((latent, turning), parts.geometry))
+        read = (rows.float() * parts.attention[layer]._k_scale).to(latent.dtype)  # [rows, 1, channels]
+        free, turned = (each.contiguous() for each in read.split([latent.shape[1], turning.shape[-1]], dim=2))
+        stock(queries, free.squeeze(1), turned, *rest, **options)
 
-def _attend_to_stored(
-    parts: Decoder,
-    layer: int,
-    stock: Callable[..., None],
-    queries: torch.Tensor,
-    latent: torch.Tensor,
-    turning: torch.Tensor,
-    *rest: Any,
-    **options: Any,
-) -> None:
-    rows, _ = parts.stored(layer, *fresh_rows((latent, turning), parts.geometry))
-    read = (rows.float() * parts.attention[layer]._k_scale).to(latent.dtype)  # [rows, 1, channels]
-    free, turned = (each.contiguous() for each in read.split([latent.shape[1], turning.shape[-1]], dim=2))
-    stock(queries, free.squeeze(1), turned, *rest, **options)
+    return replaced_backend("forward_mha", parts.attention, attend)

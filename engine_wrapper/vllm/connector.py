@@ -1,4 +1,4 @@
-"""SemBlendConnector: our connector as vLLM loads it, one object for each of its two roles.
+"""SemBlendConnector: the connector as vLLM loads it, one object for each of its two roles.
 
 Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/base.py` (0.25.1 to 0.32).
 """
@@ -12,9 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config
 from engine_wrapper.vllm.refusals import engine_refusal_of
-from engine_wrapper.vllm.scheduler import VllmScheduler
+from engine_wrapper.vllm.scheduler import StepMetadata, VllmScheduler
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats
-from engine_wrapper.vllm.steps import StepMetadata
 from engine_wrapper.vllm.worker import VllmWorker
 from semblend_trt.runtime import runtime_for
 
@@ -23,15 +22,14 @@ if TYPE_CHECKING:
 
 
 class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Serves requests from other requests' KV (see `docs/vllm.md`). What is refused is served as without it."""
+    """Serves requests from other requests' KV (see `docs/vllm.md`). What is refused is served as stock."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         arguments = from_vllm_config(vllm_config)
         self._runtime = runtime_for(arguments)
         self._refuse(arguments.refusal or engine_refusal_of(vllm_config, kv_cache_config))
-        self._scheduler: VllmScheduler | None = None
-        self._worker: VllmWorker | None = None
+        # Each role has its half, and vLLM calls only its methods.
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = VllmScheduler(arguments)
         else:
@@ -47,43 +45,43 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """True: a replayed full graph would run no plan."""
         return True
 
-    # -- scheduler -------------------------------------------------------------------------------------------------
+    # The scheduler's role.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduling.bind_gpu_block_pool(gpu_block_pool)
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduling.get_num_new_matched_tokens(request, num_computed_tokens), False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduling.build_connector_meta(scheduler_output)
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """True while the blocks are held, and the receipt, which vLLM's server puts into the answer."""
-        return self._scheduling.request_finished(request, block_ids)
+        """True while the blocks are held; the receipt, which vLLM's server puts into the answer."""
+        return self._scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """True when no donor is reused any more; vLLM asks so where its weights may change (`/pause`)."""
-        return self._scheduling.reset_cache()
+        """True if no donor is reused any more; vLLM asks for it if its weights may change (`/pause`)."""
+        return self._scheduler.reset_cache()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduling.update_connector_output(connector_output)
+        self._scheduler.update_connector_output(connector_output)
 
-    # -- worker ----------------------------------------------------------------------------------------------------
+    # The worker's role.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the caches, unless another connector (MultiConnector) hands them on: each has a part of a step."""
+        """Takes the caches, unless another connector (MultiConnector) hands them on: each sees a part of a step."""
         if not (has_kv_transfer_group() and get_kv_transfer_group() is self):
             self._refuse("other_connector")
-        self._working.register_kv_caches(kv_caches)
+        self._worker.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begins the step: vLLM 0.32 calls `start_load_kv` behind the forward where no load was promised."""
+        """Begins the step: vLLM 0.32 calls `start_load_kv` after the forward if no load was promised."""
         super().bind_connector_metadata(connector_metadata)
-        self._working.start_load_kv(self._step)
+        self._worker.start_load_kv(self._step)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Nothing to do: the step has begun."""
@@ -95,19 +93,19 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self) -> None:
-        self._working.wait_for_save(self._step)
+        self._worker.wait_for_save(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002 - the step names them
-        return self._working.get_finished(self._step), None
+        return self._worker.get_finished(self._step), None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.take_failed_blocks()
+        return self._worker.recovery.take_failed_blocks()
 
-    # -- metrics ---------------------------------------------------------------------------------------------------
+    # Both roles.
 
     def get_kv_connector_stats(self) -> ReuseStats | None:
-        """Empty in the worker's role: some versions ask the scheduler's only where the worker has any."""
-        return ReuseStats() if self._scheduler is None else self._scheduler.stats.take()
+        """Empty in the worker's role: some versions ask the scheduler's only if the worker has any."""
+        return ReuseStats() if self.role is KVConnectorRole.WORKER else self._scheduler.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReuseStats:
@@ -117,26 +115,13 @@ class SemBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_prom_metrics(cls, *arguments: Any, **options: Any) -> ReuseMetrics:
         return ReuseMetrics(*arguments, **options)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
     def shutdown(self) -> None:
-        """Called in the worker's role, and in the scheduler's where vLLM does so."""
-        for half in (self._worker, self._scheduler):
-            if half is not None:
-                half.close()
+        """Called in the worker's role, and in some versions in the scheduler's."""
+        half = self._worker if self.role is KVConnectorRole.WORKER else self._scheduler
+        half.close()
 
     def _refuse(self, reason: str | None) -> None:
         self._runtime.refusal = self._runtime.refusal or reason
-
-    @property
-    def _scheduling(self) -> VllmScheduler:
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def _working(self) -> VllmWorker:
-        assert self._worker is not None
-        return self._worker
 
     @property
     def _step(self) -> StepMetadata:

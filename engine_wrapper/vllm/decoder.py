@@ -1,12 +1,15 @@
-"""vLLM's decoder as our rows run it: how its layers are called one by one, and what its attention needs.
+"""vLLM's decoder as planned rows run it: its layers' calls, its caches as one pool, and what its attention needs.
 
-How a layer is called is read once from the signature of its `forward`. Most layers take and give hidden rows and what
-is still to be added to them (`llama.py`), some hidden rows alone (`granite.py`, `olmo3.py`). Models that vLLM has no
-layers for run those of Transformers (`transformers/base.py`), whose rows have a first dimension of 1.
+A layer's call is read once from the signature of its `forward`. Most layers take and give hidden rows and a residual
+(`llama.py`), some hidden rows alone (`granite.py`, `olmo3.py`). Models that vLLM has no layers for run those of
+Transformers (`transformers/base.py`), whose rows have a first dimension of 1.
 
-vLLM may rotate keys by another file than the one that is read here, or by its own reading of it. A wrong rotation shows
-in no prompt that keeps its place. So every layer computes the K of a few rows at two places, of which one has to be the
-other one moved.
+A cache's layout depends on version, backend and processor, and none is believed: the attention backend itself writes
+random tokens into a small cache, and the layout's views must read them.
+
+vLLM may rotate keys by another file than the one that is read here, or by its own reading of it. No prompt that keeps
+its place shows a wrong rotation. So every layer computes the K of a few rows at two places, and one must be the other
+one moved.
 
 Facts: vLLM, the decoders under `model_executor/models/` (0.25.1 to 0.32), and `transformers_utils/config.py`: of a
 folder with `params.json` and `consolidated*.safetensors` it reads the former rather than `config.json`.
@@ -15,6 +18,7 @@ folder with `params.json` and `consolidated*.safetensors` it reads the former ra
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,33 +26,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.custom_op import CustomOp
 
+from engine_wrapper.kv_scales import head_scales
 from engine_wrapper.self_check import LayoutError, difference
 from engine_wrapper.vllm.hooks import own_kernels, replaced_attention
-from engine_wrapper.vllm.layers import fresh_rows, write
-from kernels.layout import PoolLayer
+from kernels.layout import LayeredPool, PoolLayer, indexable
 from kernels.rope import rotate_keys
 from kernels.sparse_prefill import write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from engine_wrapper.vllm.layers import CacheLayout
-    from kernels.layout import KvGeometry, LayeredPool
+    from engine_wrapper.kv_scales import Scale
+    from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from kernels.sparse_prefill import SequenceRows
     from semblend_trt.connector.model_facts import ModelFacts
 
-_ROWS = 16
-# From about there on engines lose what is behind the point of a position times a frequency, in float32.
-_FARTHEST = 1 << 15
-
-
-# Hidden rows and what is still to be added to them, both [rows, hidden].
+# Hidden rows and their residual, both [rows, hidden].
 Rows = tuple["torch.Tensor", "torch.Tensor | None"]
+# K and V, or the latent rows alone.
+Views = tuple[torch.Tensor, ...]
+
+_ROTATED_ROWS = 16
+# From about this position on engines lose the fraction of a position times a frequency, in float32.
+_FARTHEST = 1 << 15
+# Over the layers of Transformers vLLM names an attention by its number alone.
+_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.|^(\d+)\.attn$")
+_PROBE_BLOCKS = 2
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 class LayerCalls:
-    """The calls of a decoder whose layers take `positions`, `hidden_states` and `residual`, all [rows, ...]."""
+    """The calls of layers that take `positions`, `hidden_states` and `residual`, all [rows, ...]."""
 
     def __init__(self, model: Any) -> None:
         """`model`: the one that the runner calls, whose `model` is the decoder."""
@@ -61,7 +72,7 @@ class LayerCalls:
         return rows if factor is None else rows * factor
 
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
-        """The rows behind a layer; it may write into what it is given."""
+        """The rows after a layer, which may write into what it is given."""
         hidden, residual = self._decoder.layers[layer](positions=positions, hidden_states=rows[0], residual=rows[1])
         return hidden, residual
 
@@ -72,8 +83,6 @@ class LayerCalls:
 
 
 class _HiddenOnly(LayerCalls):
-    """Layers that take `positions` and `hidden_states`, and give hidden rows."""
-
     def run(self, layer: int, positions: torch.Tensor, rows: Rows) -> Rows:
         return self._decoder.layers[layer](positions=positions, hidden_states=rows[0]), None
 
@@ -124,15 +133,175 @@ def layer_calls_of(model: Any) -> LayerCalls:
     raise LayoutError("layer_call", f"a layer takes {', '.join(sorted(named))}, which is not known here")
 
 
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def in_order(names: Mapping[str, Any]) -> list[str] | None:
+    """The names of the caches by layer, lowest first; None if they do not count layers from 0 without a gap."""
+    found = {int(match[1] or match[2]): name for name in names if (match := _INDEX.search(name))}
+    return [found[index] for index in range(len(names))] if sorted(found) == list(range(len(names))) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheLayout:
+    """Where a cache holds K and V, or latent rows (MLA). `shape`: kv_heads, block_size, head_dim; `dtype`: the stored
+    one, where vLLM keeps e4m3 as bytes."""
+
+    view: Callable[..., Views | None]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    def views(self, cache: torch.Tensor) -> Views | None:
+        """K and V of a cache, or its latent rows, each [blocks, kv_heads, block_size, head_dim]; None if it is of
+        another form."""
+        return self.view(cache.view(self.dtype), *self.shape)
+
+    def stored(
+        self,
+        attention: Any,
+        cache: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        slots: torch.Tensor | None = None,
+    ) -> Views:
+        """Rows, as `write` takes them, as the backend stores them, each in `dtype`: it writes them into memory of their
+        own like `cache`, at `slots`, int64 [rows], or one after the other."""
+        slots = torch.arange(len(keys), device=cache.device) if slots is None else slots
+        # The blocks are the first dimension, or come after K and V.
+        dim, blocks = int(self.view is _kinds_outside), -(-len(keys) // self.shape[1])
+        small = torch.zeros_like(cache.narrow(dim, 0, blocks), memory_format=torch.preserve_format)
+        write(attention, small, keys, values, slots)
+        read = self.views(small)
+        assert read is not None
+        return tuple(indexable(each).transpose(1, 2).flatten(0, 1)[slots].view(self.dtype) for each in read)
+
+
+def write(
+    attention: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """Has the backend write rows, [rows, kv_heads, head_dim], into `cache` at `slots`, int64 [rows]. Without values
+    `keys` are latent rows (MLA), which it takes in two parts: the channels free of position, and those that turn."""
+    update = attention.impl.do_kv_cache_update
+    if values is not None:
+        update(attention, keys, values, cache, slots)
+        return
+    parts = keys.flatten(1).split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=1)
+    latent, turning = (each.contiguous() for each in parts)
+    # Kernels take the cache without the head that vLLM 0.32 gives it.
+    rows = cache.squeeze(1) if cache.ndim == 4 else cache
+    update(latent, turning.unsqueeze(1), rows, slots, attention.kv_cache_dtype, attention._k_scale)
+
+
+def fresh_rows(kv: Sequence[torch.Tensor], geometry: KvGeometry) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """K and V of all rows, [rows, kv_heads, head_dim], that an attention is called with after the queries; the two
+    parts of a latent row come back as K."""
+    if geometry.kv_factor == 2:
+        keys, values = (each.view(-1, geometry.kv_heads, geometry.head_dim) for each in kv)
+        return keys, values
+    latent, turning, *_ = kv
+    return torch.cat([latent, turning.flatten(1)], dim=1).unsqueeze(1), None
+
+
+def layout_of(
+    cache: torch.Tensor,
+    attention: Any,
+    shape: tuple[int, int, int],
+    rows: torch.dtype | None = None,
+    scales: tuple[Scale, Scale] | None = None,
+) -> CacheLayout | None:
+    """The layout of `cache`, of `shape` (kv_heads, block_size, head_dim); None if it is not known.
+
+    With `scales` of K and V the backend stores rows of dtype `rows` in e4m3, latent ones by that of K. It writes into a
+    small cache of the same kind.
+    """
+    if not callable(getattr(attention.impl, "do_kv_cache_update", None)):
+        return None
+    kv_heads, block_size, head_dim = shape
+    dtype, tokens = cache.dtype if scales is None else torch.float8_e4m3fn, _PROBE_BLOCKS * block_size
+    # In e4m3 a little more than what is stored without rounding: vLLM's CPU backend (0.28) rounds towards 0.
+    more = 1.0 if dtype != torch.float8_e4m3fn else 1 + 2**-6
+    factors = head_scales(scales or (1.0, 1.0), kv_heads)[..., None] * more
+    for view in (_latent,) if hasattr(attention, "kv_lora_rank") else _LAYOUTS:
+        layout = CacheLayout(view, shape, dtype)
+        if (views := layout.views(cache)) is None:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        wanted = [torch.randn(tokens, kv_heads, head_dim, generator=generator).to(dtype).float() for _ in views]
+        given = ((each * own).to(cache.device, rows or cache.dtype) for each, own in zip(wanted, factors, strict=False))
+        keys, values = next(given), next(given, None)
+        slots = torch.randperm(tokens, generator=generator).to(cache.device)
+        found = layout.stored(attention, cache, keys, values, slots)
+        if all(torch.equal(each.float().cpu(), own) for each, own in zip(found, wanted, strict=True)):
+            return layout
+    return None
+
+
+def layered_pool(caches: Mapping[str, torch.Tensor], layout: CacheLayout) -> LayeredPool | None:
+    """The caches, by name, as a pool; None if one of them is of another form, or a layer is missing."""
+    pairs = [layout.views(caches[name]) for name in in_order(caches) or ()]
+    if not pairs or None in pairs:
+        return None
+    return LayeredPool(*zip(*(pair for pair in pairs if pair is not None), strict=True))
+
+
+def _latent(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """[blocks, 1, block_size, head_dim], one row that is K and V (MLA); before vLLM 0.32 it is without the 1."""
+    rows = cache.unsqueeze(1) if cache.ndim == 3 else cache
+    return (rows,) if rows.shape[1:] == (kv_heads, block_size, head_dim) else None
+
+
+def _channels(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """[blocks, kv_heads, block_size, K and V]"""
+    if cache.shape[1:] != (kv_heads, block_size, 2 * head_dim):
+        return None
+    return cache[..., :head_dim], cache[..., head_dim:]
+
+
+def _halves(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """[blocks, kv_heads, K and V of block_size tokens each]"""
+    if cache.shape[1:] != (kv_heads, block_size, 2 * head_dim) or not cache.is_contiguous():
+        return None
+    both = cache.view(len(cache), kv_heads, 2 * block_size, head_dim)
+    return both[:, :, :block_size], both[:, :, block_size:]
+
+
+def _transposed_keys(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """As `_halves`, with the tokens of K side by side."""
+    halves = _halves(cache, kv_heads, block_size, head_dim)
+    if halves is None:
+        return None
+    keys, values = halves
+    return keys.as_strided(keys.shape, (*keys.stride()[:2], 1, block_size)), values
+
+
+def _kinds_inside(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """[blocks, 2, block_size, kv_heads, head_dim], in any order of memory"""
+    if cache.shape[1:] != (2, block_size, kv_heads, head_dim):
+        return None
+    return cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
+
+
+def _kinds_outside(cache: torch.Tensor, kv_heads: int, block_size: int, head_dim: int) -> Views | None:
+    """[2, blocks, block_size, kv_heads, head_dim], in any order of memory"""
+    if cache.ndim != 5 or (cache.shape[0], *cache.shape[2:]) != (2, block_size, kv_heads, head_dim):
+        return None
+    return cache[0].transpose(1, 2), cache[1].transpose(1, 2)
+
+
+_LAYOUTS = (_channels, _halves, _transposed_keys, _kinds_inside, _kinds_outside)
+
+
+# -- the decoder -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What our rows need of vLLM's decoder and of its attention.
+    """What planned rows need of vLLM's decoder and of its attention.
 
-    Of each layer: the cache's name, the attention module, the cache itself, and in `chunks` the tokens of a chunk if
-    its attention has chunks, else None. `layout` is that of the caches, which are one `pool` together. `builder` makes
-    the backend's metadata (`own_builder`). `rotation` is how keys move, as the model's configuration says; `longest`
-    the tokens of the longest sequence. `head_scales`: of each layer, where heads have their own, float32 [K and V,
-    kv_heads]. `unfused`: modules that vLLM leaves to its compiler (`unfused_of`).
+    Of each layer: the cache's name, the attention module, the cache, the tokens of a chunk or None in `chunks`, and in
+    `head_scales`, if heads have their own, float32 [K and V, kv_heads]. `pool` is all caches, of one `layout`.
+    `builder` makes the backend's metadata (`own_builder`). `rotation`: how keys move by the model's configuration.
+    `longest`: the tokens of the longest sequence. `unfused`: modules that vLLM leaves to its compiler (`unfused_of`).
     """
 
     calls: LayerCalls
@@ -157,7 +326,7 @@ class Decoder:
         self, layer: int, keys: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of K and V, [rows, kv_heads, head_dim], or latent rows and None, as the cache would hold them: in e4m3
-        the backend itself has rounded them, so that the same row of a donor does not deviate at all."""
+        the backend itself rounds them, so that the same row of a donor does not deviate at all."""
         if keys.dtype == self.pool.dtype:
             return keys, values
         stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
@@ -174,13 +343,12 @@ class Decoder:
         """Writes rows of K and V, or latent rows, into the cache; `slots` are those of the sequences' rows."""
         if keys.dtype == self.pool.dtype:
             write_rows(keys, values, self.cache(layer), sequences)
-            return
-        write(self.attention[layer], self.caches[layer], keys, values, slots)
+        else:
+            write(self.attention[layer], self.caches[layer], keys, values, slots)
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:
-    """The modules that run as plain torch where vLLM compiles, some in a graph of their own, and have a kernel of its
-    own for a card."""
+    """The modules with a kernel for a card that run as plain torch if vLLM compiles, some in a graph of their own."""
     found = (each for each in decoder.modules() if isinstance(each, CustomOp))
     return tuple(each for each in found if each._forward_method not in (each.forward_cuda, each.forward_hip))
 
@@ -197,7 +365,7 @@ def take_fresh(
     take: Callable[[torch.Tensor, torch.Tensor | None], Any],
 ) -> Any:
     """Runs a layer up to its attention; returns what `take` makes of K and V of all rows, each [rows, kv_heads,
-    head_dim], V None where a row is both. The layer may write into `rows`. Raises LayoutError `model_call`."""
+    head_dim], V None if a row is both. The layer may write into `rows`. Raises LayoutError `model_call`."""
     found = list[Any]()
 
     def leave(_: torch.Tensor, *kv: torch.Tensor, **__: Any) -> None:
@@ -214,9 +382,9 @@ def take_fresh(
 def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
     """Moves K of the first rows, int64 [tokens], as far as the longest sequence reaches, in every layer.
 
-    Raises LayoutError `rope_unknown` for the first layer that has another K there itself.
+    Raises LayoutError `rope_unknown` for the first layer that computes another K there.
     """
-    ids = token_ids[:_ROWS]
+    ids = token_ids[:_ROTATED_ROWS]
     shift = min(parts.longest, _FARTHEST) - len(ids)
     here = torch.arange(len(ids), device=ids.device)
     positions, hidden = torch.cat([here, here + shift]), parts.calls.embed(torch.cat([ids, ids]))
@@ -232,7 +400,7 @@ def check_rotation(parts: Decoder, token_ids: torch.Tensor) -> None:
 
 def compare_windows(attention: Sequence[Any], facts: ModelFacts, longest: int) -> None:
     """Raises LayoutError for layers that see other tokens of a sequence of `longest` tokens than the model's
-    configuration says; what reaches over all of it hides nothing."""
+    configuration says. A window over the whole sequence hides nothing."""
     longest = max(longest, facts.max_positions)
     told = {"windows": ("sliding_window", facts.windows), "chunks": ("attention_chunk_size", facts.chunks)}
     for what, (name, wanted) in told.items():

@@ -31,10 +31,10 @@ _engine, _options = Area("engine"), Area("options")
 
 
 def vllm(model: str | None, options: Any) -> Generator[Finding, None, EngineSpec | None]:
-    """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, None without one.
+    """`model` is a path or hub id; `options` what the YAML file of `vllm serve --config` holds, or None.
 
     vLLM makes its own configuration of both, which may take some seconds; no engine is started. Returns the engine's
-    arguments, None where vLLM makes none of these.
+    arguments, None if vLLM makes none.
     """
     version = vllm_version()
     if version is None and "vllm" not in sys.modules:
@@ -62,7 +62,7 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
 
     transfer = given.get("kv_transfer_config", _DEFAULT)
     with contextlib.suppress(ValueError, TypeError):
-        transfer = json.loads(transfer)  # as it stands on a command line
+        transfer = json.loads(transfer)  # as on a command line
     if not isinstance(transfer, dict):
         yield _options.failed("kv_transfer_config holds no names with values; give it as docs/vllm.md does")
         return None
@@ -87,7 +87,7 @@ def _of_configuration(model: str, given: dict[str, Any]) -> Generator[Finding, N
 
 
 def _plain(options: Any) -> dict[str, Any]:
-    """Nested attributes as dictionaries, their names as Python writes them."""
+    """Nested attributes as dictionaries, with Python's names."""
     return {
         name.replace("-", "_"): _plain(value) if isinstance(value, SimpleNamespace) else value
         for name, value in vars(options).items()

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from engine_wrapper.vllm.kv_scales import E4M3, described_dtype
+from engine_wrapper.kv_scales import E4M3, described_dtype
 from semblend_trt.config import Settings, load_settings, variables_of, why_ignored
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.engine_spec import (
@@ -28,9 +28,9 @@ from semblend_trt.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# Formats whose loaders take the safetensors files of the model's own folder, as the digest of the weights does.
+# Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
 _OWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-# What a model may be told beside its files, and the values that change nothing.
+# Options that override a model's files, and the values that change nothing.
 OVERRIDES = ("hf_overrides", "model_class_overrides", "hf_config_path", "config_format")
 HARMLESS: tuple[Any, ...] = (None, "", {}, "auto", "hf")
 
@@ -46,10 +46,12 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
     Scheduler and worker half meet by this object, and the runtime ends with it. Settings that cannot be used are logged
     in one sentence and turn reuse off: `refusal` is settings_invalid then.
     """
-    key, layers = str(vllm_config.kv_transfer_config.engine_id), _layers_of(vllm_config)
+    key = str(vllm_config.kv_transfer_config.engine_id)
+    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None)
+    layers = layers if isinstance(layers, Mapping) else {}
     with _lock:
         known = _known.get(key)
-        # An engine that has ended may still wait for the garbage collector, under an id that its user chose for both.
+        # An engine that has ended may wait for the garbage collector under the same id, which its user chose.
         if known is None or (_layers[known] and layers and _layers[known] is not layers):
             known = _known[key] = _read(vllm_config, layers)
             _layers[known] = layers
@@ -57,7 +59,7 @@ def from_vllm_config(vllm_config: Any) -> EngineSpec:
 
 
 def vllm_version() -> tuple[int, int] | None:
-    """The first two numbers of vLLM's version, None where it has no such version."""
+    """The first two numbers of vLLM's version, or None."""
     try:
         found = re.match(r"(\d+)\.(\d+)", str(importlib.import_module("vllm").__version__))
     except (ImportError, AttributeError):
@@ -67,14 +69,19 @@ def vllm_version() -> tuple[int, int] | None:
 
 def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
     model, parallel, load = config.model_config, config.parallel_config, config.load_config
-    settings, refusal = _settings(config.kv_transfer_config)
+    refusal = None
+    try:
+        settings = settings_of(getattr(config.kv_transfer_config, "kv_connector_extra_config", None) or {})
+        load_settings(**settings)
+    except ConfigurationError as error:
+        logger.error("KV reuse is off: %s", error)
+        settings, refusal = settings_off(), "settings_invalid"
     load_format = str(getattr(load, "load_format", "")).lower()
     dtype, cache_dtype = text_of(getattr(model, "dtype", None)), getattr(config.cache_config, "cache_dtype", None)
     version, implementation = vllm_version(), str(getattr(model, "model_impl", "auto"))
     is_own_model = implementation in ("auto", "vllm")
     name = "" if version is None else f"vllm-{version[0]}.{version[1]}{'' if is_own_model else f'-{implementation}'}"
-    # By the longest prompt that it takes vLLM decides whether queries are scaled by their position
-    # (`model_executor/models/llama4.py`).
+    # vLLM scales queries by their position if it takes long prompts (`model_executor/models/llama4.py`).
     text = getattr(model, "hf_text_config", None)
     scaled = "/scaled" if getattr(text, "attn_temperature_tuning", False) else ""
 
@@ -100,7 +107,7 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
         context_parallel_size=_size(parallel, "prefill_context_parallel_size", "decode_context_parallel_size"),
         max_num_tokens=_size(config.scheduler_config, "max_num_batched_tokens"),
         speculates=getattr(config, "speculative_config", None) is not None,
-        # The pool that our connector registers is in our order with every backend.
+        # The connector registers a pool in this order with every backend.
         orders_blocks_by_head=True,
         contract=None,
         # Those of an fp8 cache are judged when the caches are registered.
@@ -113,16 +120,6 @@ def _read(config: Any, layers: Mapping[str, Any]) -> EngineSpec:
     )
 
 
-def _settings(transfer: Any) -> tuple[dict[str, Any], str | None]:
-    try:
-        settings = settings_of(getattr(transfer, "kv_connector_extra_config", None) or {})
-        load_settings(**settings)
-    except ConfigurationError as error:
-        logger.error("KV reuse is off: %s", error)
-        return settings_off(), "settings_invalid"
-    return settings, None
-
-
 def _asked_quantization(model: Any) -> AskedQuantization | None:
     method, options = getattr(model, "quantization", None), getattr(model, "quantization_config", None)
     if method is None and options is None:
@@ -131,13 +128,8 @@ def _asked_quantization(model: Any) -> AskedQuantization | None:
     return AskedQuantization(str(algorithm), options_text({"quant_algo": algorithm, "options": options}))
 
 
-def _layers_of(config: Any) -> Mapping[str, Any]:
-    layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", None)
-    return layers if isinstance(layers, Mapping) else {}
-
-
 def _size(config: Any, *names: str) -> int | None:
-    """The product of sizes, of which a version may not have some; None where one is no whole number."""
+    """The product of the sizes that this version has; None if one is no whole number."""
     sizes = [value for name in names if (value := getattr(config, name, None)) is not None]
     return math.prod(sizes) if sizes and all(type(size) is int for size in sizes) else None
 
@@ -145,28 +137,28 @@ def _size(config: Any, *names: str) -> int | None:
 def _backend_of(layers: Mapping[str, Any]) -> str | None:
     """The backend of all layers and the order of their caches' dimensions, from the longest stride on.
 
-    None before the caches are allocated, and where layers differ.
+    None before the caches are allocated, and if layers differ.
     """
-    found = {_order_of(layer) for layer in layers.values() if hasattr(layer, "kv_cache")}
+    found = set()
+    for layer in layers.values():
+        if not hasattr(layer, "kv_cache"):
+            continue
+        cache, backend = layer.kv_cache, getattr(layer, "attn_backend", None)
+        cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
+        if backend is None or not getattr(cache, "ndim", 0) or not cache.numel():
+            return None
+        order = sorted(range(cache.ndim), key=cache.stride, reverse=True)
+        found.add(f"{backend.get_name()}/{'.'.join(map(str, order))}")
     return found.pop() if len(found) == 1 else None
 
 
-def _order_of(layer: Any) -> str | None:
-    cache, backend = layer.kv_cache, getattr(layer, "attn_backend", None)
-    cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
-    if backend is None or not getattr(cache, "ndim", 0) or not cache.numel():
-        return None
-    order = sorted(range(cache.ndim), key=lambda dim: (-cache.stride(dim), dim))
-    return f"{backend.get_name()}/{'.'.join(map(str, order))}"
-
-
-# -- our settings, from `kv_connector_extra_config` --------------------------------------------------------------------
+# -- settings, from `kv_connector_extra_config` ------------------------------------------------------------------------
 
 # Keys of semblend-vllm-connector with the same meaning as a setting of another name.
 _RENAMED = {"min_semantic_span": "min_span_tokens", "kv_storage_path": "disk_path"}
-# Its modes that are settings here. The others served spans unchecked.
+# Its modes that are settings here.
 _MODES = {"discovery_only": ("discovery_only", "1"), "exact_prefix": ("policy", "exact")}
-# Its other keys, each with what replaces them.
+# What replaces its other keys.
 _REPLACED = {
     "mode allow_non_identical_request_only": "policy decides what is reused, and verified checks every span",
     "register_donors capture_policy capture_sample_rate capture_hint_key capture_served_requests": "every request that "
@@ -187,18 +179,23 @@ _REPLACEMENT_OF = {key: by for keys, by in _REPLACED.items() for key in keys.spl
 def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `extra` gives, by their fields; they win over the environment.
 
-    A key is a variable's name with or without its prefix, or the setting's field, in any case; a value may be of any
-    JSON type and means what its text would mean in the variable; null and "" count as unset. Replaced keys are named
-    in one warning, unknown ones in another. Raises ConfigurationError where two keys give one setting two values.
+    A key is a variable's name with or without its prefix, or the setting's field, in any case; null and "" count
+    as unset. One warning names replaced keys, another one unknown keys. Raises ConfigurationError if two keys give one
+    setting two values.
     """
-    named = _keys()
-    found: dict[str, Any] = {}
-    old: dict[str, Any] = {}
-    replaced: dict[str, str] = {}
-    unknown: list[str] = []
+    named = {}
+    for setting in Settings.model_fields:
+        _, variable, *_ = names = variables_of(setting)
+        for name in (setting, f"semblend_{setting}", variable.removeprefix("SEMBLEND_"), *names):
+            named[name.lower()] = setting
+    found, old = dict[str, Any](), dict[str, Any]()
+    replaced, unknown = dict[str, str](), list[str]()
     for given, value in extra.items():
-        key, text = str(given).lower(), _text(value)
-        if text is None:
+        key, text = str(given).lower(), value.strip() if isinstance(value, str) else value
+        # A value of another type means what its text would mean in the variable.
+        if isinstance(text, (bool, int, float)):
+            text = json.dumps(text)
+        if text in (None, ""):
             continue
         if key in named:
             setting = named[key]
@@ -214,7 +211,8 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
         elif (why := why_ignored(key)) is not None:
             replaced[key] = why
         else:
-            unknown.append(_told(str(given), named))
+            close = difflib.get_close_matches(key, named, n=1, cutoff=0.8)
+            unknown.append(repr(str(given)[:64]) + (f" (did you mean {close[0]}?)" if close else ""))
     if "disk_path" in old and "disk_bytes" not in found:
         replaced["kv_storage_path"] = "disk_path with disk_bytes, without which nothing is written"
     if replaced:
@@ -226,27 +224,5 @@ def settings_of(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_off() -> dict[str, Any]:
-    """Settings for an engine that reuses nothing, none of them read from the environment."""
+    """The default settings, none of them read from the environment."""
     return {name: setting.default for name, setting in Settings.model_fields.items()}
-
-
-def _keys() -> dict[str, str]:
-    """The field of each name that a setting may be given under."""
-    keys = {}
-    for setting in Settings.model_fields:
-        _, variable, *_ = names = variables_of(setting)
-        for name in (setting, f"semblend_{setting}", variable.removeprefix("SEMBLEND_"), *names):
-            keys[name.lower()] = setting
-    return keys
-
-
-def _text(value: object) -> Any:
-    """A value as a variable would have it; None for one that counts as unset. Lists and objects stay as they are."""
-    if isinstance(value, str):
-        return value.strip() or None
-    return json.dumps(value) if isinstance(value, (bool, int, float)) else value
-
-
-def _told(key: str, named: dict[str, str]) -> str:
-    close = difflib.get_close_matches(key.lower(), named, n=1, cutoff=0.8)
-    return repr(key[:64]) + (f" (did you mean {close[0]}?)" if close else "")

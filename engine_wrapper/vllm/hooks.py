@@ -1,12 +1,13 @@
 """Every change of vLLM's objects, and the one place that looks for those that vLLM does not hand over.
 
 `docs/vllm.md` lists the changes. Each has a function here; what it returns, or the end of its context, undoes it. A
-method that is changed already is refused (`engine_wrapper.patches`). Changes of one step tell of themselves once.
+method that is changed already is refused (`engine_wrapper.patches`). Changes of one step are logged once.
 
 Facts: vLLM (0.25.1 to 0.32), `v1/core/block_pool.py` (`cache_full_blocks`, `cache_partial_block`, and
 `reset_prefix_cache`), `v1/core/sched/scheduler.py`, `v1/executor/uniproc_executor.py` (`collective_rpc`, by which all
 runs in the worker, also `reload_weights`, `update_weights`, `wake_up`, `apply_model` and a user's own functions),
-`v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2), `forward_context.py`.
+`v1/worker/gpu_model_runner.py` (V1) and `v1/worker/gpu/model_runner.py` (V2), `forward_context.py`,
+`compilation/cuda_graph.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.forward_context import get_forward_context
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, get_forward_context
 
 from engine_wrapper.patches import replace_method, replaced_method, watch_method
 from engine_wrapper.self_check import LayoutError
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend.hooks")
 
-# The methods by which a block pool publishes.
-_FULL, _PARTIAL = "cache_full_blocks", "cache_partial_block"
 # What vLLM itself calls in its worker at its start and around its steps; none of it writes weights.
 _HARMLESS = frozenset(
     {
@@ -64,11 +65,11 @@ _HARMLESS = frozenset(
 
 
 def _caller(*names: str) -> Any:
-    """The nearest object with these attributes whose method is running; None if no such object calls us.
+    """The nearest object with these attributes among the callers, or None.
 
-    No supported way leads to these objects. A connector is handed its configuration, the caches and the block pool.
-    The static forward context holds layers alone, the forward context metadata, and neither holds the model. A worker
-    extension, a scheduler class or a plugin would be options that the user has to set.
+    No supported way leads to these objects. A connector is handed its configuration, the caches and the block pool; the
+    forward contexts hold layers and metadata, not the model. A worker extension, a scheduler class or a plugin would be
+    options that the user has to set.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -92,8 +93,8 @@ def find_scheduler() -> Any:
 class ModelRunner:
     """One of vLLM's two model runners as a planned forward sees it.
 
-    `model` is the one that it calls, without wrappers; `groups` are its attention groups. `order` gives the requests of
-    the running step in the order of their rows. `remove` leaves the runner as it was found.
+    `model`: the one that it calls, without wrappers; `groups`: its attention groups. `order` gives the running step's
+    requests in the order of their rows. `remove` leaves the runner as it was found.
     """
 
     model: Any
@@ -105,7 +106,7 @@ class ModelRunner:
 def find_runner() -> ModelRunner:
     """The model runner that is registering its caches. V1 holds the running step's batch, V2 makes it for the step.
 
-    Raises LookupError for a runner of another kind, and LayoutError where a replayed graph would run no plan.
+    Raises LookupError for a runner of another kind, and LayoutError if a replayed graph would run no plan.
     """
     first = _caller("attn_groups", "get_model", "input_batch")
     if first is not None:
@@ -136,24 +137,24 @@ def guard_publication(pool: Any, full: Callable[..., Any], partly: Callable[...,
     Raises AttributeError for a pool that publishes in another way.
     """
     with ExitStack() as undo:
-        undo.callback(replace_method(pool, _FULL, partial(full, getattr(pool, _FULL))))
-        if hasattr(pool, _PARTIAL):
-            undo.callback(replace_method(pool, _PARTIAL, partial(partly, getattr(pool, _PARTIAL))))
+        undo.callback(replace_method(pool, "cache_full_blocks", partial(full, pool.cache_full_blocks)))
+        if hasattr(pool, "cache_partial_block"):
+            undo.callback(replace_method(pool, "cache_partial_block", partial(partly, pool.cache_partial_block)))
         logger.info("hook: the block pool publishes exact blocks only")
         return undo.pop_all().close
 
 
 def watch_resets(pool: Any, note: Callable[[bool], None]) -> Undo:
-    """Tell `note` of every reset of vLLM's prefix cache, and whether it was done."""
+    """Have `note` called after every reset of vLLM's prefix cache, with whether it was done."""
     undo = watch_method(pool, "reset_prefix_cache", note)
     logger.info("hook: resets of the prefix cache are noticed")
     return undo
 
 
 def watch_worker_calls(weights: Weights) -> Undo:
-    """Have `weights` suspected after every call of the executor that may write them.
+    """Have `weights` suspected after every call that may write them, of the executor that is registering its caches.
 
-    Takes the executor that is registering its caches. Raises LookupError if it is of another kind.
+    Raises LookupError if it is of another kind.
     """
 
     def after(_: Any, method: Any = None, *__: Any) -> None:
@@ -169,10 +170,8 @@ def watch_worker_calls(weights: Weights) -> Undo:
 
 
 def watch_order(runner: Any) -> tuple[list[str], Undo]:
-    """A list of the running step's requests in the order of their rows, which the V2 runner makes for the step alone.
-
-    Every step but dummy runs calls `prepare_inputs` before its forward.
-    """
+    """A list of the running step's requests in the order of their rows: every step but dummy runs calls
+    `prepare_inputs` before its forward."""
     order: list[str] = []
 
     def note(batch: Any, *_: Any) -> None:
@@ -220,10 +219,8 @@ def replaced_attention(attention: Any, forward: Callable[..., None]) -> Iterator
 
 @contextmanager
 def replaced_backend(name: str, attention: Sequence[Any], forward: Callable[..., Any]) -> Iterator[None]:
-    """Has `forward` called in the place of the method `name` of every attention's implementation.
-
-    It is given the layer and the stock method first.
-    """
+    """Has `forward` called in the place of the method `name` of every attention's implementation, with the layer and
+    the stock method first."""
     _tell_once(f"our rows may attend in the place of the backend's {name}")
     with ExitStack() as undo:
         for layer, impl in enumerate(each.impl for each in attention):
@@ -236,25 +233,68 @@ def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
     """Has layers that are called one by one, which nothing compiles, run vLLM's own kernels for these modules."""
     _tell_once("layers that are called one by one run vLLM's own kernels")
     with ExitStack() as undo:
-        undo.callback(_set_methods, modules, [each._forward_method for each in modules])
-        _set_methods(modules, [each.forward_cuda for each in modules])
+        for each in modules:
+            # A module's own `__setattr__` would take twenty times as long.
+            undo.callback(vars(each).__setitem__, "_forward_method", each._forward_method)
+            vars(each)["_forward_method"] = each.forward_cuda
         for op in _ir_ops() if modules else ():
             undo.enter_context(op.set_priority(["vllm_c", "native"]))
         yield
 
 
-def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., torch.Tensor]]) -> None:
-    """Has the modules run these methods; a module's own `__setattr__` would take twenty times as long."""
-    for each, method in zip(modules, methods, strict=True):
-        vars(each)["_forward_method"] = method
-
-
 @cache
 def _ir_ops() -> tuple[Any, ...]:
-    """vLLM's operators that have a kernel of its own; none in a version without such a list, where each import would be
-    tried again."""
+    """vLLM's operators that have a kernel of its own. Cached, since each import would fail again in older versions."""
     try:
         from vllm.ir.op import IrOp
     except ImportError:
         return ()
     return tuple(each for each in IrOp.registry.values() if "vllm_c" in each.impls)
+
+
+class StepGraphs:
+    """The CUDA graphs that vLLM captured of what lies between two attentions, replayed for rows that are not a step's.
+
+    They read the buffers that steps hand to the model, and one that says which rows are padding.
+    """
+
+    def __init__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor | None = None
+    ) -> None:
+        """`input_ids`, `positions` and, if the engine has it, `is_padding`: [rows of a step], the beginning of the
+        buffers. Graphs that read other buffers, or only parts of the model, are left out."""
+        self._buffers = [each for each in (input_ids, positions, is_padding) if each is not None]
+        addresses = {each.data_ptr() for each in (input_ids, positions)}
+        instances = (each for each in CUDAGraphWrapper._all_instances if each.runtime_mode is CUDAGraphMode.PIECEWISE)
+        parts = [each.concrete_cudagraph_entries for each in instances]
+        self._batches: list[BatchDescriptor] = []
+        for batch in parts[0] if parts and positions.ndim == 1 else ():
+            graphs = [part.get(batch) for part in parts]
+            is_whole = all(getattr(each, "cudagraph", None) is not None for each in graphs)
+            # Adapters have batches of their own.
+            if not is_whole or batch != BatchDescriptor(batch.num_tokens):
+                continue
+            if addresses <= {address for each in graphs for address in each.input_addresses}:
+                self._batches.append(batch)
+        self._batches.sort(key=lambda each: each.num_tokens)
+
+    @contextmanager
+    def replayed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What to call the model with for these rows, within vLLM's forward context: if a graph has room for them, the
+        buffers, longer by padding. The step finds its buffers as it left them."""
+        rows = len(input_ids)
+        batch = next((each for each in self._batches if each.num_tokens >= rows), None)
+        if batch is None:
+            yield input_ids, positions
+            return
+        ids, places, *padding = buffers = [each.as_strided((batch.num_tokens,), (1,)) for each in self._buffers]
+        kept = [each.clone() for each in buffers]
+        ids[:rows], places[:rows] = input_ids, positions
+        for each in padding:
+            each[:rows], each[rows:] = False, True
+        try:
+            with forward_context(batch_descriptor=batch, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE):
+                yield ids, places
+        finally:
+            for each, own in zip(buffers, kept, strict=True):
+                each.copy_(own)

@@ -27,9 +27,8 @@ from engine_wrapper.self_check import (
     sample_difference,
 )
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
-from engine_wrapper.vllm.cuda_graphs import StepGraphs
 from engine_wrapper.vllm.decoder import check_rotation
-from engine_wrapper.vllm.hooks import replace_forward
+from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
 from semblend_trt.plan import EngineMode
 from semblend_trt.streams import HostCopy
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from engine_wrapper.layer_schedule import EvidenceSink, LayerSchedule
     from engine_wrapper.vllm.decoder import Decoder
     from engine_wrapper.vllm.hooks import ModelRunner
-    from engine_wrapper.vllm.steps import Scheduled
+    from engine_wrapper.vllm.scheduler import Scheduled
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.runtime import Runtime
 
@@ -48,27 +47,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.semblend")
 
 
-class _OrderCheck:
-    """Whether the rows of a step stand in the order of its requests: its positions are read while it is computed."""
-
-    def __init__(self, positions: torch.Tensor, batch: Batch) -> None:
-        """`positions`: int64 [rows and padding], on the engine's device."""
-        self._spans = list(zip(batch.begins, batch.lengths, strict=True))
-        self._told = HostCopy(positions[: sum(batch.lengths)])
-
-    def end(self) -> None:
-        """Raises LayoutError where they do not."""
-        wanted = np.concatenate([np.arange(begin, begin + count) for begin, count in self._spans])
-        if not np.array_equal(self._told.read(), wanted):
-            raise LayoutError("model_call", "the rows of the step stand in another order than its requests")
-
-
 class PlannedForward:
-    """In the place of the model's forward. Steps without a plan go on to it untouched.
+    """In place of the model's forward, to which steps without a plan go untouched.
 
-    Until the self-check has passed the runtime stays in stock mode, in which nothing is offered; when it fails, the
-    model is given back as it was found. When a plan cannot be executed, all that it promised is computed, and nothing
-    is reused from then on. When that fails too, the step runs as stock and `failed` is told: vLLM computes it again.
+    Until the self-check has passed the runtime stays in stock mode and nothing is offered; if it fails, the model is
+    given back as it was found. If a plan cannot be executed, all that it promised is computed, and nothing is reused
+    from then on. If that fails too, the step runs as stock and `failed` is called: vLLM computes it again.
     """
 
     def __init__(
@@ -79,13 +63,13 @@ class PlannedForward:
         failed: Callable[[SemanticKvPlan], None],
         max_rows: int | None,
     ) -> None:
-        """No forward has more than `max_rows` rows."""
+        """`max_rows`: of one forward."""
         self._runner, self._parts, self._runtime = runner, parts, runtime
         self._failed, self._max_rows = failed, max_rows
         self._stock = runner.model.forward
         self._is_proven, self._sparse = False, False
         self._graphs: StepGraphs  # those of the step that is proven
-        # What the scheduler told of the running step, set before its forward.
+        # The running step's requests by vLLM's id, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
         self._undo = replace_forward(runner.model, self._forward)
 
@@ -125,9 +109,9 @@ class PlannedForward:
     @torch.inference_mode()
     def _planned(self, plans: Mapping[int, SemanticKvPlan], options: Mapping[str, Any]) -> torch.Tensor:
         batch = self._batch(options)
-        check = _OrderCheck(options["positions"], batch)
+        read = HostCopy(options["positions"][: sum(batch.lengths)])  # while the step is computed
         hidden = self._run(batch, self._blocks(), plans, self._max_rows, self._runtime.note_evidence)
-        check.end()
+        _check_order(batch, read)
         rows = len(options["positions"])  # the engine pads its batches
         return torch.cat([hidden, hidden.new_zeros(rows - len(hidden), hidden.shape[1])])
 
@@ -159,7 +143,7 @@ class PlannedForward:
         return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> Batch:
-        """Raises LayoutError for a step that cannot be read."""
+        """The step's batch. Raises LayoutError if it cannot be read."""
         if options.get("inputs_embeds") is not None or options.get("intermediate_tensors") is not None:
             raise LayoutError("model_call", "the model was called with embeddings or for a part of its layers")
         told = [self.step[name] for name in self._runner.order()]
@@ -176,22 +160,22 @@ class PlannedForward:
     # -- the self-check --------------------------------------------------------------------------------------------
 
     def _prove(self, arguments: tuple[Any, ...], options: dict[str, Any], hidden: Any) -> None:
-        """Computes the engine's first long enough prompt again by our rows, whole and by plans; never raises.
+        """Computes the engine's first long enough prompt again by planned rows, whole and by plans; never raises.
 
-        Its own blocks are written, and then once more by the engine: its KV stays its own to the bit.
+        They write the prompt's own blocks, and then the engine does once more: its KV stays its own to the bit.
         """
         try:
             batch = self._batch(options)
             fits = [i for i, begin in enumerate(batch.begins) if begin == 0 and batch.lengths[i] >= MIN_TOKENS]
             if not fits:
                 return
-            _OrderCheck(options["positions"], batch).end()
+            _check_order(batch, HostCopy(options["positions"][: sum(batch.lengths)]))
             first = sum(batch.lengths[: fits[0]])
             rows = slice(first, first + min(batch.lengths[fits[0]], MAX_TOKENS))
             padding = getattr(get_forward_context(), "is_padding", None)
             self._graphs = StepGraphs(options["input_ids"], options["positions"], padding)
             try:
-                # A graph's output, which the next one that is replayed writes over.
+                # A graph's output, which the next replayed graph writes over.
                 self._check(batch.input_ids[rows], hidden[rows].clone(), self._blocks()[fits[0]])
             finally:
                 self._stock(*arguments, **options)
@@ -216,14 +200,14 @@ class PlannedForward:
         geometry, kv_dtype = self._parts.geometry, self._parts.pool.dtype
         is_latent = geometry.kv_factor == 1
         as_stored = partial(own_rows_as_stored, self._parts) if is_latent and kv_dtype == torch.float8_e4m3fn else None
-        # A latent attention may take runs as long as these for decodes, and longer ones for prompts.
+        # A latent attention may take runs of this length for decodes, and longer ones for prompts.
         for way in (nullcontext(), as_prompts(self._parts.builder)) if is_latent else (nullcontext(),):
             with way:
                 raise_difference(differences(ids, engine_rows, geometry, kv_dtype, run, as_stored), self._runtime.ranks)
         check_rotation(self._parts, ids)
         problem: str | Exception | None = next(filter(None, map(sample_refusal, self._parts.attention)), None)
         if kv_dtype == torch.float8_e4m3fn:
-            problem = "kv_cache_dtype"  # our kernel reads no scales
+            problem = "kv_cache_dtype"  # SemBlend's kernel reads no scales
         self._sparse = problem is None
         try:
             problem = problem or sample_difference(ids, engine_rows, geometry, kv_dtype, run)
@@ -235,8 +219,15 @@ class PlannedForward:
             logger.warning("checks compare every token on this engine, without sample: %s", problem, exc_info=raised)
 
 
+def _check_order(batch: Batch, positions: HostCopy) -> None:
+    """Raises LayoutError if the step's positions, int64, are in another order than its requests."""
+    spans = zip(batch.begins, batch.lengths, strict=True)
+    wanted = np.concatenate([np.arange(begin, begin + count) for begin, count in spans])
+    if not np.array_equal(positions.read(), wanted):
+        raise LayoutError("model_call", "the rows of the step stand in another order than its requests")
+
+
 def _without_sample(plan: SemanticKvPlan) -> SemanticKvPlan:
-    """The plan whose check has no sample."""
     check = plan.execution.check
     if check is None or not check.sample_every:
         return plan

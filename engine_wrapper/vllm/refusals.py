@@ -8,26 +8,23 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+from engine_wrapper.kv_scales import E4M3
 from engine_wrapper.vllm.engine_spec import HARMLESS, OVERRIDES, vllm_version
-from engine_wrapper.vllm.kv_scales import E4M3
 
 OLDEST = (0, 25)
-# Backends whose metadata takes any number of sequences, and stays as it is when the next stage's is built. FLASHINFER
-# copies from pinned memory that it writes again, and sizes tables, as FLEX_ATTENTION does, by sequences times blocks.
-# Those of latent attention come last.
+# Backends whose metadata takes any number of sequences and outlives the next stage's, those of latent attention last.
+# FLASHINFER copies from pinned memory that it writes again, and sizes tables, as FLEX_ATTENTION does, by sequences
+# times blocks.
 LATENT_BACKENDS = ("FLASH_ATTN_MLA", "TRITON_MLA", "CPU_MLA")
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", *LATENT_BACKENDS)
-# They reserve memory for as many decodes as there may be sequences, times the most parts that keys are read in.
+# They reserve memory for a decode of each sequence, times the most parts that keys are read in.
 RESERVING_BACKENDS = ("TRITON_MLA",)
-# What computes the longer runs of a latent attention's rows: on a card, and on a CPU from vLLM 0.32 on.
+# What computes the longer runs of a latent attention: on a card, and on a CPU from vLLM 0.32 on.
 PREFILL_BACKENDS = ("FLASH_ATTN", "CPU_SDPA_MLA")
-_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-# What vLLM 0.25.1 makes of layers with and without a window that keep all tokens in one group, on a card.
-_SPEC_BY_LAYER = "UniformTypeKVCacheSpecs"
 _ABSENT, _UNREADABLE = object(), object()
 _OFF = (_ABSENT, None, False)
 _UNSET: tuple[Any, ...] = (*_OFF, "", [], (), {})
-# Of each reason the values that are allowed, and the fields, with blanks in between.
+# The allowed values of each reason, and the fields, separated by blanks.
 _Rules = dict[str, tuple[tuple[Any, ...], str]]
 _ENGINE: _Rules = {
     "other_connector": (_OFF, "cache_config.kv_offloading_size"),
@@ -49,11 +46,8 @@ _ENGINE: _Rules = {
     "diffusion": (_OFF, "model_config.is_diffusion"),
     "non_causal": (_OFF, "attention_config.use_non_causal"),
     "attention_backend": ((*_OFF, *BACKENDS), "attention_config.backend"),
-    "sliding_window": (
-        _OFF,
-        # The window of all layers; one of some layers is their own, and their cache holds all tokens.
-        "cache_config.sliding_window model_config.rswa_window",
-    ),
+    # The window of all layers; one of some layers is their own, and their cache holds all tokens.
+    "sliding_window": (_OFF, "cache_config.sliding_window model_config.rswa_window"),
     "prompt_embeds": (_OFF, "model_config.enable_prompt_embeds"),
     "routed_experts": (_OFF, "model_config.enable_return_routed_experts"),
     "model_kwargs": ((*_OFF, *HARMLESS), " ".join(f"model_config.{name}" for name in OVERRIDES)),
@@ -70,9 +64,7 @@ _ENGINE: _Rules = {
 # Unless vLLM takes no images (--language-model-only).
 _IMAGES: _Rules = {"multimodal": (_OFF, "model_config.is_multimodal_model")}
 _CACHE: _Rules = {"non_causal": (_OFF, "non_causal")}
-# Our own kernel computes these, with chunks as sequences of their own.
-_ATTENTION = ("Attention", "ChunkedLocalAttention")
-# Of a layer's attention: our own kernel, which computes a check's sample, knows none of these.
+# What SemBlend's kernel, which computes a check's sample, does not know in a layer's attention.
 _SAMPLE: _Rules = {
     "alibi": (_OFF, "impl.alibi_slopes"),
     "logits_soft_cap": ((*_OFF, 0, 0.0), "impl.logits_soft_cap"),
@@ -96,7 +88,7 @@ _REQUEST: _Rules = {
 
 
 def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """The reason for which nothing is reused in this engine, None when there is none. Raises nothing.
+    """The reason for which nothing is reused in this engine, or None. Raises nothing.
 
     `kv_cache_config` is None before the engine runs.
     """
@@ -111,21 +103,22 @@ def engine_refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def sample_refusal(attention: Any) -> str | None:
-    """The reason for which checks of this vLLM Attention's layer have no sample, None when there is none. Raises
-    nothing."""
+    """The reason for which checks in the layer of this vLLM Attention have no sample, or None. Raises nothing."""
     if hasattr(attention, "kv_lora_rank"):
         return "latent_attention"
-    return _first(attention, _SAMPLE) or (None if type(attention).__name__ in _ATTENTION else "attention")
+    # Chunks are sequences of their own.
+    is_known = type(attention).__name__ in ("Attention", "ChunkedLocalAttention")
+    return _first(attention, _SAMPLE) or (None if is_known else "attention")
 
 
 def request_refusal(request: Any) -> str | None:
-    """The reason for which this vllm.v1.request.Request is served as stock, None when there is none. Raises nothing."""
+    """The reason for which this vllm.v1.request.Request is served as stock, or None. Raises nothing."""
     tokens = _value(request, "prompt_token_ids")
     return _first(request, _REQUEST) or (None if getattr(tokens, "__len__", int)() else "prompt_ids_missing")
 
 
 def _first(holder: Any, rules: _Rules) -> str | None:
-    """The first reason that a field with another value than those allowed gives. 1 is not True here, nor 0 False."""
+    """The first reason of a field with a value that is not allowed. 1 is not True here, nor 0 False."""
     for reason, (allowed, paths) in rules.items():
         for value in (_value(holder, path) for path in paths.split()):
             if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
@@ -137,8 +130,6 @@ def _value(holder: Any, path: str) -> Any:
     for name in path.split("."):
         try:
             holder = getattr(holder, name)
-            if name.startswith("get_"):
-                holder = holder()
         except AttributeError:
             # A property that fails is there.
             return _UNREADABLE if hasattr(type(holder), name) else _ABSENT
@@ -152,12 +143,13 @@ def _cache_refusal(kv_cache_config: Any) -> str | None:
     if not isinstance(groups, (list, tuple)) or len(groups) != 1:
         return "cache_groups"
     spec = _value(groups[0], "kv_cache_spec")
-    own = _value(spec, "kv_cache_specs") if type(spec).__name__ == _SPEC_BY_LAYER else {"": spec}
-    refusals = map(_spec_refusal, own.values() if isinstance(own, dict) else [None])
-    return next(filter(None, refusals), None)
-
-
-def _spec_refusal(spec: Any) -> str | None:
-    if type(spec).__name__ == "SlidingWindowSpec":
-        return "sliding_window"
-    return _first(spec, _CACHE) or (None if type(spec).__name__ in _SPECS else "cache_spec")
+    # vLLM 0.25.1's form, on a card, of layers with and without a window that keep all tokens in one group.
+    own = _value(spec, "kv_cache_specs") if type(spec).__name__ == "UniformTypeKVCacheSpecs" else {"": spec}
+    for each in own.values() if isinstance(own, dict) else [None]:
+        kind = type(each).__name__
+        if kind == "SlidingWindowSpec":
+            return "sliding_window"
+        refusal = _first(each, _CACHE) or (None if kind in ("FullAttentionSpec", "MLAAttentionSpec") else "cache_spec")
+        if refusal is not None:
+            return refusal
+    return None

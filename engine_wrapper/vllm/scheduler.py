@@ -1,28 +1,40 @@
-"""The scheduler half inside vLLM: our own one for every engine, told in TensorRT-LLM's words what vLLM does."""
+"""The scheduler half inside vLLM, over the scheduler half for every engine, and what both halves share of a step.
+
+vLLM's own recovery from failed loads is not enough: with async scheduling it takes a token that was not sampled
+(vllm#45138), and in the V2 runner it computes on from a stale position (#49250). Preempted requests are right
+everywhere: vLLM drops what is in flight of them and begins again, as at a reset of its prefix cache.
+
+Facts: vLLM, `v1/core/sched/output.py`, and `v1/core/sched/scheduler.py`, `Scheduler.reset_prefix_cache` (0.25.1 to
+0.32).
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import struct
+import threading
+import weakref
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine_wrapper.vllm.hooks import guard_publication, watch_resets
+from engine_wrapper.vllm.hooks import find_scheduler, guard_publication, watch_resets
 from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
-from engine_wrapper.vllm.steps import StepMetadata, Steps, recovery_for
 from semblend_trt.connector import SemBlendKvConnectorScheduler
-from semblend_trt.connector.contract import never_raises
+from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
+from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import COLD, EXACT_ONLY
 from semblend_trt.runtime import runtime_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -30,10 +42,132 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_lock = threading.Lock()
+_recoveries: weakref.WeakKeyDictionary[EngineSpec, Recovery] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request of a step: its number, its first position, its scheduled tokens, and all of its blocks."""
+
+    number: int
+    begin: int
+    tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """`told` is for the worker half for every engine. `step` holds the requests by vLLM's id. `saving`, vLLM's id by
+    number: those that ended since the last step, whose blocks are held until they are saved. `is_unread`: the step was
+    not readable."""
+
+    told: SemBlendConnectorMetadata = field(default_factory=SemBlendConnectorMetadata)
+    step: dict[str, Scheduled] = field(default_factory=dict)
+    saving: dict[int, str] = field(default_factory=dict)
+    is_unread: bool = False
+
+
+class Steps:
+    """Reads what vLLM schedules, step by step: vLLM gives new blocks only, and no tokens of requests that go on."""
+
+    def __init__(self, number_of: Callable[[str], int]) -> None:
+        """`number_of` gives a request's number by vLLM's id."""
+        self._number_of = number_of
+        self._blocks: dict[str, list[int]] = {}
+
+    def read(self, output: Any) -> tuple[SchedulerOutput, dict[str, Scheduled]]:
+        """The step in TensorRT-LLM's form, and its requests by vLLM's id."""
+        for gone in output.finished_req_ids:
+            self._blocks.pop(gone, None)
+        new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
+
+        def add(found: list[RequestData], request_id: str, begin: int, new_blocks: list[int]) -> None:
+            held = self._blocks.setdefault(request_id, [])
+            held.extend(new_blocks)
+            number, count = self._number_of(request_id), output.num_scheduled_tokens[request_id]
+            step[request_id] = Scheduled(number, begin, count, tuple(held))
+            scheduled = {"computed_position": begin, "num_scheduled_tokens": count}
+            found.append(RequestData(request_id=number, new_tokens=[], new_block_ids=list(new_blocks), **scheduled))
+
+        for request in output.scheduled_new_reqs:
+            self._blocks.pop(request.req_id, None)  # the V2 runner gets preempted ones so when they come back
+            add(new, request.req_id, request.num_computed_tokens, request.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        gained = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for request_id, begin, block_ids in gained:
+            is_back = request_id in cached.resumed_req_ids
+            if is_back:
+                self._blocks.pop(request_id, None)
+            add(new if is_back else known, request_id, begin, [] if block_ids is None else block_ids[0])
+        return SchedulerOutput(new_requests=new, cached_requests=known), step
+
+
+class Recovery:
+    """Has vLLM compute requests again. Both halves of a connector share it: one process holds them, one thread calls.
+
+    Without async scheduling vLLM is given the failed blocks, takes no token of theirs, and running requests begin again
+    once it has heard. With it the next step is scheduled before vLLM hears, so that they begin again at once.
+    `scheduler` is vLLM's own, None before it is bound.
+    """
+
+    def __init__(self) -> None:
+        self.scheduler: Any = None
+        self._is_async = False
+        self._failed_blocks: set[int] = set()
+
+    def bind(self) -> None:
+        """Takes the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
+        scheduler = find_scheduler()
+        self._is_async = bool(scheduler.scheduler_config.async_scheduling)
+        self.scheduler = scheduler
+
+    def compute_again(self, block_ids: Iterable[int]) -> None:
+        """No token is taken of the step's requests with these blocks before they are computed."""
+        self._failed_blocks.update(block_ids)
+        if self._is_async:
+            self.begin_again()
+
+    def compute_all_again(self) -> None:
+        """As `compute_again`, for all requests of which this step does not compute every token."""
+        if self.scheduler is not None:
+            self.compute_again(self._all_blocks())
+
+    def take_failed_blocks(self) -> set[int]:
+        """The blocks whose loads have failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def begin_again(self) -> None:
+        """Has vLLM compute all running requests again, and drop its prefix cache. Never raises: if that cannot be done,
+        vLLM is given the failed blocks."""
+        if self.scheduler is None:
+            return
+        try:
+            try:
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError:
+                # It has preempted them. Blocks that are saved, or that a step in flight writes, are held until later.
+                self.scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks()))
+        except Exception:
+            logger.exception("vLLM's running requests cannot begin again; it recovers from failed loads in its own way")
+            return
+        self._failed_blocks.clear()
+        logger.warning("what runs is computed again: promised KV could be neither placed nor computed")
+
+    def _all_blocks(self) -> range:
+        return range(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+
+
+def recovery_for(arguments: EngineSpec) -> Recovery:
+    """The recovery of the engine that `arguments` describe, the same one for the same object."""
+    with _lock:
+        return _recoveries.setdefault(arguments, Recovery())
+
 
 class RequestView:
-    """A vLLM request with the attributes of TensorRT-LLM's that our scheduler reads; `taken_tokens`: what of its offer
-    the engine took, where it has said so."""
+    """A vLLM request with the attributes of TensorRT-LLM's that the scheduler half reads; `taken_tokens`: what of its
+    offer vLLM took, once known."""
 
     # Adapters and beams are refused by name.
     lora_task_id = None
@@ -52,7 +186,7 @@ class RequestView:
 
     @property
     def refusal(self) -> str | None:
-        """Read at the look-up alone, of the calls that a view is made for."""
+        """Evaluated at the look-up alone."""
         return request_refusal(self._request)
 
     def token_array(self, count: int) -> npt.NDArray[np.int32]:
@@ -65,21 +199,14 @@ class RequestView:
 class PublicationGuard:
     """Keeps blocks that hold approximate KV out of vLLM's exact prefix cache, and out of its KV events.
 
-    vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the limit is set at the lookup,
-    and holds until the request has ended: what is generated after approximate KV is approximate too. `limit` and
-    `release` go by the request's id in vLLM; the others are called in the place of the block pool's methods.
+    vLLM publishes a request's blocks while it schedules it, before any KV is loaded. So the limit is set at the
+    look-up, and holds until the request has ended: what is generated after approximate KV is approximate too.
+    `exact_tokens`, by vLLM's request id: the first tokens within which a limited request's blocks are published. The
+    methods are called in the place of the block pool's.
     """
 
     def __init__(self) -> None:
-        self._exact: dict[str, int] = {}
-
-    def limit(self, request_id: str, exact_tokens: int) -> None:
-        """From now on only blocks within the request's first `exact_tokens` tokens are published."""
-        self._exact[request_id] = exact_tokens
-
-    def release(self, request_id: str) -> None:
-        """Forgets the request: all of its KV is exact, or it has ended."""
-        self._exact.pop(request_id, None)
+        self.exact_tokens: dict[str, int] = {}
 
     def full(
         self,
@@ -93,19 +220,18 @@ class PublicationGuard:
         **options: Any,
     ) -> Any:
         """Publishes full blocks, those of a limited request up to its limit."""
-        exact = self._exact.get(request.request_id)
+        exact = self.exact_tokens.get(request.request_id)
         if exact is not None:
             num_full_blocks = min(num_full_blocks, exact // block_size)
             if num_full_blocks <= num_cached_blocks:
                 return None
-            mask = options.get("block_mask")
-            if mask is not None:
+            if (mask := options.get("block_mask")) is not None:
                 options["block_mask"] = mask[: num_full_blocks - num_cached_blocks]
         return stock(request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options)
 
     def partly(self, stock: Callable[..., Any], request: Any, *arguments: Any, **options: Any) -> Any:
         """Publishes a block that is not full, none of a limited request."""
-        return None if request.request_id in self._exact else stock(request, *arguments, **options)
+        return None if request.request_id in self.exact_tokens else stock(request, *arguments, **options)
 
 
 class VllmScheduler:
@@ -124,10 +250,15 @@ class VllmScheduler:
         self.stats = ReuseStats()
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
-        """Guards the pool; without that nothing but exact prefixes is reused. The caches are registered by now."""
+        """Guards the pool; without that only exact prefixes are reused. The caches are registered by now."""
+
+        def note_reset(was_reset: bool) -> None:
+            if was_reset and self._runtime.weights is not None:
+                self._runtime.weights.prefix_cache_reset()
+
         try:
             self._undo.callback(guard_publication(pool, self._guard.full, self._guard.partly))
-            self._undo.callback(watch_resets(pool, self._note_reset))
+            self._undo.callback(watch_resets(pool, note_reset))
             self._runtime.publication_guard = True
         except AttributeError:
             logger.warning("vLLM's block pool publishes in a way that is not known; only exact prefixes are reused")
@@ -140,18 +271,18 @@ class VllmScheduler:
 
     @never_raises(lambda: 0)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """The prompt tokens beyond `num_computed_tokens` whose KV we will place, none before the self-check.
+        """The prompt tokens beyond `num_computed_tokens` whose KV will be placed, none before the self-check.
 
         Before vLLM publishes any of them, the guard knows how many are exact.
         """
         number = self._number_of(request.request_id)
-        self._guard.release(request.request_id)
+        self._guard.exact_tokens.pop(request.request_id, None)
         tokens, _ = self._scheduler.get_num_new_matched_tokens(RequestView(number, request), num_computed_tokens)
         plan = self._scheduler.plan_of(number)
         if self._runtime.mode is not EngineMode.WRAPPER:
-            return 0  # a load that fails could not be mended by rows of ours yet
+            return 0  # planned rows could not yet compute what fails to load
         if tokens and plan is not None and not plan.is_exact:
-            self._guard.limit(request.request_id, plan.exact_token_count)
+            self._guard.exact_tokens[request.request_id] = plan.exact_token_count
         return tokens
 
     @never_raises(lambda: None)
@@ -163,16 +294,16 @@ class VllmScheduler:
         block_ids = [] if is_declined else list(blocks.get_block_ids()[0])
         self._scheduler.update_state_after_alloc(RequestView(number, request, num_external_tokens), block_ids)
         if getattr(request, "num_preemptions", 0) and (report := self._scheduler.reuse_of(number)) is not None:
-            # vLLM has the counts of a run that is computed again.
+            # vLLM keeps the counts of the run that it preempted.
             tell_prefill(request, report.exact_prefix_tokens, num_external_tokens)
 
     def update_connector_output(self, output: Any) -> None:
-        """Hears what the worker half has told; vLLM has taken no token of a request whose load failed."""
+        """Hears of failed loads; vLLM has taken no token of their requests."""
         if getattr(output, "invalid_block_ids", None):
             self._recovery.begin_again()
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
-        """What the worker half does in this step. In one that cannot be read vLLM computes all that was promised."""
+        """What the worker half does in this step. If the step cannot be read, vLLM computes all that was promised."""
         saving, self._saving = self._saving, {}
         try:
             told_output, step = self._steps.read(output)
@@ -185,14 +316,14 @@ class VllmScheduler:
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """True when the request's KV is being saved and its blocks must be held; the parameters of its answer."""
+        """True if the request's KV is being saved and its blocks must be held; the parameters of its answer."""
         number = self._numbers.pop(request.request_id, None)
         if number is None:
             return False, None
         is_saving = self._scheduler.request_finished(RequestView(number, request), list(block_ids))
         if is_saving:
             self._saving[number] = request.request_id
-        self._guard.release(request.request_id)
+        self._guard.exact_tokens.pop(request.request_id, None)
         if (report := self._scheduler.outcomes.of(number)) is None:
             return is_saving, None
         self.stats.request_ended(report)
@@ -209,12 +340,8 @@ class VllmScheduler:
         self._scheduler.close()
         self._undo.close()
 
-    def _note_reset(self, was_reset: bool) -> None:
-        if was_reset and self._runtime.weights is not None:
-            self._runtime.weights.prefix_cache_reset()
-
     def _number_of(self, request_id: str) -> int:
-        """Our number for a request of vLLM, which names them by text."""
+        """The number of a request, which vLLM names by text."""
         if request_id not in self._numbers:
             self._numbers[request_id] = next(self._next_number)
         return self._numbers[request_id]

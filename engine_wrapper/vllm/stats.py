@@ -1,11 +1,13 @@
-"""How requests ended, the way vLLM tells it of its connectors: in its log at every interval and at its /metrics.
+"""How requests ended, as vLLM shows it of its connectors: in its log at every interval and at its /metrics.
 
-Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.32).
+Facts: vLLM, `distributed/kv_transfer/kv_connector/v1/metrics.py` (0.25.1 to 0.32), and `v1/metrics/stats.py`,
+`PrefillStats` and `PrefixCacheStats` (0.28 to 0.32).
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
@@ -28,24 +30,21 @@ _COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def tell_used(engine: Any, request_id: str | None, plan: SemanticKvPlan, scheduler: Any) -> None:
-    """Has vLLM's scheduler, `engine`, count what was used of a plan that has run, as our `scheduler` knows it: it has
-    counted what was promised. What a version does not have, or has in another form, stays as it is.
-
-    Facts: vLLM, `v1/metrics/stats.py`, `PrefillStats` and `PrefixCacheStats` (0.28 to 0.32).
-    """
+    """Has vLLM's scheduler, `engine`, count what was used of a plan that has run, in place of what was promised.
+    SemBlend's `scheduler` knows it. Counts that a version does not have, or has in another form, stay as they are."""
     with suppress(Exception):
         request, report = engine.requests[request_id], scheduler.reuse_of(plan.request_id)
         tell_prefill(request, report.exact_prefix_tokens, report.reused_tokens)
         hits = engine.connector_prefix_cache_stats
-        # One that this step preempts was not preempted when its hits were counted.
+        # A request that this step preempts was not preempted when its hits were counted.
         was_preempted = request.num_preemptions > (not request.num_computed_tokens)
         name = "preempted_hits" if was_preempted else "hits"
         setattr(hits, name, max(0, getattr(hits, name) - plan.matched_tokens + report.reused_tokens))
 
 
 def tell_prefill(request: Any, own: int, used: int) -> None:
-    """Has vLLM's counts of a prompt, which it tells with the first token, say what its `own` prefix cache had and what
-    was `used` of donors."""
+    """Has vLLM's counts of a prompt, which come with its first token, say what its `own` prefix cache had and what was
+    `used` of donors."""
     with suppress(Exception):
         counts = {"num_local_cached_tokens": own, "num_external_cached_tokens": used}
         request.prefill_stats.set(num_prompt_tokens=request.num_prompt_tokens, **counts)
@@ -56,11 +55,10 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of(cls, data: dict[str, Any] | None) -> ReuseStats:
-        """Counts of its own with what `data` holds."""
+        """A copy of the counts in `data`."""
         return cls().aggregate(cls(data or {}))
 
     def request_ended(self, report: ReuseReport) -> None:
-        """Counts how one request ended."""
         self._add("requests", report.outcome, 1)
         if report.reason:
             self._add("refusals", report.reason, 1)
@@ -68,7 +66,7 @@ class ReuseStats(KVConnectorStats):  # type: ignore[misc]
             self._add("tokens", kind, getattr(report, f"{kind}_tokens") or 0)
 
     def take(self) -> ReuseStats | None:
-        """What was counted since the last call; None for nothing."""
+        """What was counted since the last call, or None."""
         if self.is_empty():
             return None
         taken = ReuseStats(dict(self.data))
@@ -115,10 +113,9 @@ class ReuseMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, (label, text, _) in _COUNTERS.items()
         }
-        for engine in per_engine_labelvalues:
-            for name, (_, _, labels) in _COUNTERS.items():
-                for label in labels:
-                    self._series(engine, name, label)
+        for engine, (name, (_, _, labels)) in product(per_engine_labelvalues, _COUNTERS.items()):
+            for label in labels:
+                self._series(engine, name, label)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, counts in transfer_stats_data.items():

@@ -1,4 +1,4 @@
-"""The worker half inside vLLM: our own one for every engine, over vLLM's caches and its model runner."""
+"""The worker half inside vLLM: the worker half for every engine, over vLLM's caches and its model runner."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 
+from engine_wrapper.kv_scales import E4M3, are_of_heads, head_scales, scales_of
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.attention import own_builder
-from engine_wrapper.vllm.decoder import Decoder, compare_windows, layer_calls_of, unfused_of
+from engine_wrapper.vllm.decoder import (
+    Decoder,
+    compare_windows,
+    in_order,
+    layer_calls_of,
+    layered_pool,
+    layout_of,
+    unfused_of,
+)
 from engine_wrapper.vllm.hooks import find_runner, watch_worker_calls
-from engine_wrapper.vllm.kv_scales import E4M3, are_of_heads, scales_of, scales_of_heads
-from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
 from engine_wrapper.vllm.planned_forward import PlannedForward
+from engine_wrapper.vllm.scheduler import recovery_for
 from engine_wrapper.vllm.stats import tell_used
-from engine_wrapper.vllm.steps import recovery_for
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
@@ -30,12 +37,11 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from engine_wrapper.kv_scales import Scale
+    from engine_wrapper.vllm.decoder import CacheLayout
     from engine_wrapper.vllm.hooks import ModelRunner
-    from engine_wrapper.vllm.kv_scales import Scale
-    from engine_wrapper.vllm.layers import CacheLayout
-    from engine_wrapper.vllm.steps import Scheduled, StepMetadata
+    from engine_wrapper.vllm.scheduler import Scheduled, StepMetadata
     from kernels.layout import LayeredPool
-    from semblend_trt.config import Settings
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.plan import SemanticKvPlan
 
@@ -43,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Worker(SemBlendKvConnectorWorker):
-    """Our own worker over the caches of these attention layers."""
-
     attention: Sequence[Any] = ()
     scales: Sequence[tuple[Scale, Scale]] = ()
 
@@ -55,7 +59,7 @@ class _Worker(SemBlendKvConnectorWorker):
 class VllmWorker:
     """Its methods are called as vLLM calls a connector's; none raises into the engine.
 
-    What was promised and cannot be had is computed by our rows in the same step, or else again by vLLM.
+    What was promised and cannot be had is computed by planned rows in the same step, or else again by vLLM.
     """
 
     def __init__(self, arguments: EngineSpec, vllm_config: Any) -> None:
@@ -63,16 +67,17 @@ class VllmWorker:
         self._worker = _Worker(arguments)
         self._settings = load_settings(**arguments.settings)
         self._config = vllm_config
+        self._max_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._forward: PlannedForward | None = None
         self._undo = ExitStack()
-        self._recovery = recovery_for(arguments)
+        self.recovery = recovery_for(arguments)
         self._layout: CacheLayout | None = None
         self._saving: dict[int, str] = {}
         self._step: Mapping[str, Scheduled] = {}
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes vLLM's caches as a pool and hooks its model; what is not known, or memory that our settings ask for and
-        that cannot be had, is refused, and vLLM serves as stock. Never raises."""
+        """Takes vLLM's caches as a pool and hooks its model. What is not known, and memory of the settings that cannot
+        be had, is refused, and vLLM serves as stock. Never raises."""
         pool = None if self._runtime.refusal is not None else self._pool_of(caches)
         if pool is None:
             self._runtime.refusal = reason = self._runtime.refusal or "pool_layout"
@@ -86,15 +91,19 @@ class VllmWorker:
         if self._runtime.pool is not None:
             self._hook(pool, caches)
         if self._runtime.refusal is None:
+            settings = self._settings
+            on = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
+            for name in ("profile_path", "device_bytes", "host_bytes", "disk_bytes"):
+                on += [f"{name} {value}"] if (value := getattr(settings, name)) else []
             # Below vLLM's own loggers, so that it shows what is on.
-            logging.getLogger("vllm.semblend").info("KV reuse: %s", _what_is_on(self._settings))
+            logging.getLogger("vllm.semblend").info("KV reuse: %s", ", ".join(on))
 
     @never_raises(lambda: None)
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Applies the step's metadata: places plans' spans, on the current stream of the model runner."""
         self._begin(metadata.step)
         if metadata.is_unread:
-            self._recovery.compute_all_again()
+            self.recovery.compute_all_again()
         self._saving.update(metadata.saving)
         self._worker.bind_connector_meta(metadata.told)
         try:
@@ -103,7 +112,12 @@ class VllmWorker:
             logger.exception("donors cannot be placed; what was promised is computed")
             self._runtime.faults["start_load_kv"] += 1
             for plan in metadata.told.plans:
-                self._compute(plan)
+                # What vLLM computes again is all that runs, so planned rows compute the promise if they can.
+                if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
+                    self._fail(plan)
+                    continue
+                self._runtime.failed_loads.append(plan.request_id)
+                self._runtime.active_plans.put(plan.without_spans("load_failed"))
 
     @never_raises(lambda: None)
     def wait_for_save(self, metadata: StepMetadata) -> None:
@@ -114,19 +128,15 @@ class VllmWorker:
             self._fail(plan)
         names = {each.number: name for name, each in metadata.step.items()}
         for plan in metadata.told.plans:
-            tell_used(self._recovery.scheduler, names.get(plan.request_id), plan, self._runtime.scheduler)
-        self._begin({})  # what is run until the next step is none
+            tell_used(self.recovery.scheduler, names.get(plan.request_id), plan, self._runtime.scheduler)
+        self._begin({})
         self._worker.wait_for_save(None)
 
     @never_raises(lambda: None)
     def get_finished(self, metadata: StepMetadata) -> set[str] | None:
-        """Begins to save requests that have ended; returns those, by vLLM's id, whose blocks may go now."""
+        """Begins to save requests that have ended; returns vLLM's ids of those whose blocks may go now."""
         ended, _ = self._worker.get_finished(list(metadata.saving), [])
         return {self._saving.pop(number) for number in ended if number in self._saving} or None
-
-    def take_failed_blocks(self) -> set[int]:
-        """The blocks that were promised and not loaded, each told once."""
-        return self._recovery.take_failed_blocks()
 
     def close(self) -> None:
         """Ends what is being saved, and leaves the model as it was found."""
@@ -138,20 +148,12 @@ class VllmWorker:
         if self._forward is not None:
             self._forward.step = step
 
-    def _compute(self, plan: SemanticKvPlan) -> None:
-        """Has our rows compute all that was promised, where they can: what vLLM computes again is all that runs."""
-        if self._forward is None or plan.execution.mode is not EngineMode.WRAPPER:
-            self._fail(plan)
-            return
-        self._runtime.failed_loads.append(plan.request_id)
-        self._runtime.active_plans.put(plan.without_spans("load_failed"))
-
     def _fail(self, plan: SemanticKvPlan) -> None:
         blocks = next((each.block_ids for each in self._step.values() if each.number == plan.request_id), ())
         first, last = plan.num_computed_tokens // plan.block_size, -(-plan.prefix_end // plan.block_size)
         self._runtime.active_plans.take(plan.request_id)
         self._runtime.failed_loads.append(plan.request_id)
-        self._recovery.compute_again(blocks[first:last])
+        self.recovery.compute_again(blocks[first:last])
 
     def _pool_of(self, caches: Mapping[str, torch.Tensor]) -> LayeredPool | None:
         try:
@@ -171,7 +173,7 @@ class VllmWorker:
             return None
 
     def _layout_of(self, cache: torch.Tensor, attention: list[Any]) -> CacheLayout | None:
-        """Raises LayoutError where KV is stored by scales that are not known, or in another fp8 than e4m3fn."""
+        """Raises LayoutError if KV is stored by scales that are not known, or in another fp8 than e4m3fn."""
         own = self._config.cache_config
         if own.cache_dtype in E4M3:
             if current_platform.is_fp8_fnuz():
@@ -180,7 +182,7 @@ class VllmWorker:
         first, of_heads = attention[0], are_of_heads(self._worker.scales)
         shape = int(first.num_kv_heads), int(own.block_size), int(first.head_size)
         pairs: list[tuple[Scale, Scale] | None] = [*self._worker.scales] or [None]
-        # A backend that stores by one scale shows it only where heads differ in theirs.
+        # A backend that stores by one scale shows it only if heads differ in theirs.
         probed = zip(attention if of_heads else attention[:1], pairs, strict=False)
         layouts = [layout_of(cache, each, shape, self._config.model_config.dtype, pair) for each, pair in probed]
         if of_heads and None in layouts:
@@ -190,8 +192,8 @@ class VllmWorker:
         return layouts[0]
 
     def _hook(self, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> None:
-        """Has plans executed in the model, once its first prompt has come out the same. Never raises: where that cannot
-        be, nothing is reused."""
+        """Has plans executed in the model, once its first prompt has come out the same. Never raises: if that cannot
+        be done, nothing is reused."""
         with ExitStack() as undo:
             try:
                 runner = find_runner()
@@ -209,14 +211,14 @@ class VllmWorker:
                 self._runtime.refusal = self._runtime.refusal or reason
 
     def _decoder(self, runner: ModelRunner, pool: LayeredPool, caches: Mapping[str, torch.Tensor]) -> Decoder:
-        """The runner's decoder. Raises LayoutError or TypeError for one that our rows cannot run."""
+        """The runner's decoder. Raises LayoutError or TypeError if planned rows cannot run it."""
         attention, facts, layout = tuple(self._worker.attention), self._worker.facts, self._layout
         assert self._runtime.pool is not None
         assert layout is not None
         assert facts is not None
         longest = int(self._config.model_config.max_model_len)
         compare_windows(attention, facts, longest)
-        # The part that reads text of a model that takes images too.
+        # Of a model that takes images too, the part that reads text.
         model = getattr(runner.model, "get_language_model", lambda: runner.model)()
         names = tuple(in_order(caches) or ())
         if len(model.model.layers) != len(names) or not callable(getattr(model, "embed_input_ids", None)):
@@ -225,6 +227,7 @@ class VllmWorker:
         # The builder of an attention without chunks takes sequences as they are.
         whole = {name for name, chunk in zip(names, chunks, strict=True) if chunk is None}
         group = next((each for each in runner.groups if each.layer_names[0] in whole), runner.groups[0])
+        scales = self._worker.scales if are_of_heads(self._worker.scales) else ()
         return Decoder(
             calls=layer_calls_of(model),
             names=names,
@@ -237,19 +240,6 @@ class VllmWorker:
             chunks=chunks,
             rotation=facts.rotation,
             longest=longest,
-            head_scales=scales_of_heads(self._worker.scales, layout.shape[0], pool.device),
+            head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
             unfused=unfused_of(model.model) if pool.is_cuda else (),
         )
-
-    @property
-    def _max_rows(self) -> int:
-        """The most rows of one forward."""
-        return int(self._config.scheduler_config.max_num_batched_tokens)
-
-
-def _what_is_on(settings: Settings) -> str:
-    """The policy, its profile and the tiers."""
-    told = [f"policy {settings.policy.value}" if settings.enabled else "off, since SEMBLEND_ENABLED is 0"]
-    for name in ("profile_path", "device_bytes", "host_bytes", "disk_bytes"):
-        told += [f"{name} {value}"] if (value := getattr(settings, name)) else []
-    return ", ".join(told)

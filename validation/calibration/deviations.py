@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 from engine_wrapper.deviation_check import choose, sample_of, stretches, suspects_of, windows_of
-from engine_wrapper.latent_cache import latent_rows
-from engine_wrapper.sparse_forward import cache_keyword
+from engine_wrapper.sparse_forward import cache_keyword, latent_rows
 from kernels.deviation import Move, deviation
 from kernels.kv_move import kv_move
 from kernels.layout import KvGeometry, PagedKv

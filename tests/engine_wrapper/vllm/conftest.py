@@ -1,17 +1,12 @@
 """A real vLLM with the shipped model, on the card where there is one. The folder is left out without vLLM."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
-from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +14,7 @@ from torch.cuda import is_available
 from torch.distributed import DistNetworkError
 
 from semblend_trt.plan import SpanCheck
-from semblend_trt.reuse_profile import ReuseProfile
+from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
 from tests.conftest import save_tiny_model
 from tests.engine_wrapper.vllm.place import PLACE, WINDOWED, on_card
 from validation.models import profile_of, shipped_model
@@ -64,9 +59,6 @@ class Answered:
     logprobs: list[float] = field(repr=False)
 
 
-Cold = Callable[[Sequence[int]], Answered]
-
-
 class Served:
     """One engine in this process."""
 
@@ -99,7 +91,7 @@ class Served:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         for each, salt in zip(asked, salts, strict=False):
             if salt is not None:
-                each["cache_salt"] = salt  # type: ignore[assignment]
+                each["cache_salt"] = salt
         found = [
             Answered(
                 list(output.outputs[0].token_ids),
@@ -148,6 +140,16 @@ def near(ours, theirs, rounding=0.0):
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < max(rounding, 1e-2 if is_available() else 1e-3)
 
 
+def assert_cold(served, cold, *prompts, **options):
+    """The answers to prompts that are asked together are those of cold runs; returns them."""
+    found = served.ask(*prompts, max_tokens=16, **options)
+    answers = found if isinstance(found, list) else [found]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == cold(prompt).tokens
+        assert near(answer.logprobs, cold(prompt).logprobs)
+    return answers
+
+
 def taught(served, *donors):
     """The engine with `DONOR`, or these donors, and none of their blocks in vLLM's own prefix cache."""
     for donor in donors or (DONOR,):
@@ -158,11 +160,20 @@ def taught(served, *donors):
     return served
 
 
+def checked_at(served, folder, **check):
+    """Settings of a profile for this engine with such a check."""
+    made = ReuseProfile.made_for(
+        served.scheduler.namespace, served.runtime.pool.geometry, policy="verified", check=ProfileCheck(**check)
+    )
+    made.write(folder / "profile.json")
+    return {"policy": "verified", "profile": str(folder / "profile.json"), "profile_trial": True}
+
+
 def fail_planned(monkeypatch, served, *, once=False):
     """Has the fifth layer fail for our rows, not for vLLM's own; the list grows with every failure."""
     from engine_wrapper.vllm.attention import VllmRows
 
-    layer, inside, failures = served.worker._forward._runner.model.model.layers[5], list[VllmRows](), list[int]()
+    layer, inside, failures = served.worker._forward._runner.model.model.layers[5], [], []
     run, enter, leave = layer.forward, VllmRows.__enter__, VllmRows.__exit__
 
     def entered(rows):
@@ -235,7 +246,7 @@ def while_another_decodes(served):
     """The tokens of NEW, "new", and of MOVED, "moved", which comes three steps later."""
     from vllm import SamplingParams
 
-    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), dict[str, list[int]]()
+    params, tokens = SamplingParams(max_tokens=16, temperature=0, detokenize=False), {}
     for name, prompt in (("new", NEW), ("moved", MOVED)):
         served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
         for _ in range(3):
@@ -276,12 +287,11 @@ def cold():
     return cold_answers(DONOR, MOVED, NEW, LONG)
 
 
-Tiny = Callable[..., "Path"]
 # Of the tiny models, in layers and in tokens: a window is several blocks long, the document four chunks.
 TINY_LAYERS, WINDOW, CHUNK = 3, 64, 128
 # Those that vLLM runs by the layers of Transformers.
 _BY_TRANSFORMERS = ("granite", "olmo2", "smollm3", "qwen3")
-_OWN: dict[str, dict[str, Any]] = {
+_OWN = {
     "gpt_oss": {"sliding_window": WINDOW, "layer_types": None},
     "gemma3_text": {"sliding_window": WINDOW, "layer_types": None},
     "llama4_text": {"attention_chunk_size": CHUNK, "no_rope_layers": [1, 0, 1]},
@@ -292,7 +302,7 @@ _OWN: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Makes a random model of a family and a number of layers, once; `own` are fields of its configuration."""
-    made: dict[str, Path] = {}
+    made = {}
 
     def model(family, layers=TINY_LAYERS, **own):
         key = repr((family, layers, own))
@@ -320,7 +330,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def cold_of():
     """Asks vLLM without a connector for its 16 tokens, once; to be called before an engine runs."""
-    found: dict[str, Answered] = {}
+    found = {}
 
     def answer(model, prompt, **options):
         key = repr((model, prompt, options, PLACE))
@@ -338,7 +348,6 @@ def profile(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("profile") / "reuse-profile.json"
     shipped = profile_of(None, None)
-    assert shipped is not None
     served = serving(kv_transfer_config=KVTransferConfig(**TRANSFER, kv_connector_extra_config=SHORT))
     try:
         ReuseProfile.read(shipped).confirmed_in(served.scheduler.namespace.backend_cache_layout).write(path)
@@ -352,7 +361,7 @@ def engine(profile):
     """Makes an engine with our connector under a policy; `settings` are those of its extra config."""
     from vllm.config import KVTransferConfig
 
-    opened: list[Served] = []
+    opened = []
 
     def make(policy, settings=None, **options):
         while opened:
@@ -375,7 +384,7 @@ def blocks(monkeypatch):
     """Those of the request whose rows we computed last, alone."""
     from engine_wrapper.vllm.planned_forward import PlannedForward
 
-    last: list[int] = []
+    last = []
     stock = PlannedForward._blocks
 
     def told(forward):
@@ -393,7 +402,7 @@ def built(monkeypatch):
     prompts."""
     from engine_wrapper.vllm.attention import VllmRows
 
-    found: list[tuple[int, int]] = []
+    found = []
     stock = VllmRows._metadata
 
     def told(own, *asked):

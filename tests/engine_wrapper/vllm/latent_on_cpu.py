@@ -5,9 +5,6 @@ Facts: vLLM 0.28, `model_executor/layers/attention/mla_attention.py`: which atte
 before it apart, and joins the two by the logarithms of their sums.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +30,7 @@ def complete(patch):
     patch.setattr(mla_attention, "merge_attn_states", _join)
     patch.setattr(_custom_ops, "gather_and_maybe_dequant_cache", _gather)
     # The weights of one projection are read once more after vLLM has packed them.
-    keep: Callable[..., None] = partial(_keep_weights, utils.dispatch_cpu_unquantized_gemm)
+    keep = partial(_keep_weights, utils.dispatch_cpu_unquantized_gemm)
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
 
 
@@ -142,7 +139,7 @@ def _keep_weights(stock, layer, remove_weight):
 def _prefill_backend():
     from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-    class TorchPrefill(MLAPrefillBackend):  # type: ignore[misc]
+    class TorchPrefill(MLAPrefillBackend):
         """In the place of the one that a card has."""
 
         @staticmethod
@@ -160,15 +157,7 @@ def _prefill_backend():
     return TorchPrefill
 
 
-def _attend(
-    q,
-    k,
-    v,
-    queries,
-    keys,
-    scale,
-    causal,
-):
+def _attend(q, k, v, queries, keys, scale, causal):
     """Rows [rows, heads, channels] of sequences that begin at `queries` and `keys`; the output, and the logarithm of
     the sum of each softmax, [heads, rows]."""
     outputs, sums = [], []
@@ -182,33 +171,14 @@ def _attend(
     return torch.cat(outputs), torch.cat(sums, 1)
 
 
-def _gather(
-    *,
-    src_cache,
-    dst,
-    block_table,
-    cu_seq_lens,
-    token_to_seq,
-    num_tokens,
-    seq_starts,
-    **_,
-):
+def _gather(*, src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, seq_starts, **_):
     sequences = token_to_seq[:num_tokens].long()
     positions = torch.arange(num_tokens) - cu_seq_lens[sequences] + seq_starts[sequences]
     size = src_cache.shape[1]
     dst[:num_tokens] = src_cache[block_table[sequences, positions // size].long(), positions % size]
 
 
-def _join(
-    *,
-    output,
-    prefix_output,
-    prefix_lse,
-    suffix_output,
-    suffix_lse,
-    output_lse=None,
-    **_,
-):
+def _join(*, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, **_):
     both = torch.stack([prefix_lse, suffix_lse])
     share = both.softmax(0)[0].T[..., None]
     joined = prefix_output * share + suffix_output * (1 - share)

@@ -1,16 +1,13 @@
 """What engines of the tests are told of the card that they run on, in one place: pytest imports a conftest.py twice."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch.cuda import is_available
 
 # Engines on a card come one behind the other, and give memory back late.
-PLACE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
+PLACE = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if is_available() else {}
 
 # Where the smallest change of an answer is to be seen.
 exact = pytest.mark.skipif(is_available(), reason="a card rounds by as much as one token of a window changes")

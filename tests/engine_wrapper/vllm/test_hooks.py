@@ -1,9 +1,6 @@
 """What vLLM does not hand over is found among the callers, and its model runners are left as they were found."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -99,7 +96,7 @@ def test_another_runner_is_not_known():
 
 
 def test_objects_of_another_kind_are_not_taken():
-    weights: Any = None
+    weights = None
     with pytest.raises(LookupError, match="executor is of a kind that is not known"):
         watch_worker_calls(weights)
     with pytest.raises(LookupError, match="the scheduler is not among the callers"):

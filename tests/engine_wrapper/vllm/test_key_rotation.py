@@ -20,26 +20,19 @@ def assert_refused(served, caplog):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"theta": 0.99}, {"is_neox_style": False}, {"factor": 1.001}, {"partial_rotary_factor": 0.5}],
+    ("parameters", "named"),
+    [
+        ({}, {"is_neox_style": False}),
+        ({"rope_type": "linear", "factor": 1.001}, {}),
+        ({"partial_rotary_factor": 0.5}, {}),
+    ],
     ids=str,
 )
-def test_layers_that_rotate_otherwise_are_served_as_stock(
-    engine,
-    monkeypatch,
-    caplog,
-    changes,
-):
+def test_layers_that_rotate_otherwise_are_served_as_stock(engine, monkeypatch, caplog, parameters, named):
     stock = qwen2.get_rope
 
     def other(*arguments, rope_parameters, **options):
-        parameters, named = dict(rope_parameters), dict(changes)
-        parameters["rope_theta"] *= named.pop("theta", 1)
-        if "factor" in named:
-            parameters |= {"rope_type": "linear", "factor": named.pop("factor")}
-        if "partial_rotary_factor" in named:
-            parameters["partial_rotary_factor"] = named.pop("partial_rotary_factor")
-        return stock(*arguments, rope_parameters=parameters, **options, **named)
+        return stock(*arguments, rope_parameters={**rope_parameters, **parameters}, **options, **named)
 
     monkeypatch.setattr(qwen2, "get_rope", other)
     assert_refused(engine("position_fix"), caplog)

@@ -1,7 +1,5 @@
 """Plans are executed where the engine's first prompt has come out the same; elsewhere vLLM is served as without us."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -10,14 +8,13 @@ import vllm
 
 from engine_wrapper.vllm.attention import VllmRows
 from engine_wrapper.vllm.planned_forward import PlannedForward
-from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, Answered
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED
 
 
 def asked(served):
     served.ask(DONOR, max_tokens=1)
     served.settle()
-    answer: Answered = served.ask(MOVED, max_tokens=16)
-    return answer
+    return served.ask(MOVED, max_tokens=16)
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, c
 
 def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, monkeypatch):
     """On a card the engine's rows lie where graphs, which we replay too, have their outputs."""
-    engines_rows, prove, ours = list[torch.Tensor](), PlannedForward._prove, VllmRows.whole
+    engines_rows, prove, ours = [], PlannedForward._prove, VllmRows.whole
 
     def kept(forward, arguments, options, hidden):
         engines_rows.append(hidden)

@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from engine_wrapper.vllm.steps import Recovery
-from tests.engine_wrapper.vllm.conftest import DONOR, LONG, MOVED, NEW, both_schedulings, fail_planned, near, taught
-
-
-def assert_cold(served, cold, *prompts):
-    answers = served.ask(*prompts, max_tokens=16)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == cold(prompt).tokens
-        assert near(answer.logprobs, cold(prompt).logprobs)
-    return list(answers)
+from engine_wrapper.vllm.scheduler import Recovery
+from tests.engine_wrapper.vllm.conftest import (
+    DONOR,
+    LONG,
+    MOVED,
+    NEW,
+    assert_cold,
+    both_schedulings,
+    fail_planned,
+    taught,
+)
 
 
 def fails_twice(monkeypatch, served):
@@ -56,17 +57,9 @@ FAILURES = [fails_twice, cannot_be_read, is_disordered, is_lost, is_unread]
 
 
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 96, "max_num_seqs": 2}], ids=str)
 @both_schedulings
-def test_a_double_failure_costs_nobody_a_token(
-    engine,
-    cold,
-    is_async,
-    fail,
-    options,
-    monkeypatch,
-):
-    served = taught(engine("position_fix", **options))
+def test_a_double_failure_costs_nobody_a_token(engine, cold, is_async, fail, monkeypatch):
+    served = taught(engine("position_fix", max_num_batched_tokens=96, max_num_seqs=2))
     assert (served.core.batch_queue is not None) == is_async
     fail(monkeypatch, served)
     # With two sequences at a time the plan fails while its neighbour decodes, and others wait.
@@ -106,13 +99,17 @@ def test_a_request_may_end_behind_a_forward_whose_step_has_not(engine, cold, mon
     assert not any(open_behind)
 
 
+@pytest.mark.every_version
+def test_a_plan_that_fails_twice_leaves_its_neighbour_unharmed(engine, cold, monkeypatch):
+    served = taught(engine("position_fix"))
+    failures = fail_planned(monkeypatch, served)
+    assert_cold(served, cold, MOVED, NEW)
+    assert (len(failures), served.runtime.faults) == (2, {"planned_forward": 1})
+    assert_cold(served, cold, MOVED)  # served as without us from then on
+
+
 @both_schedulings
-def test_what_was_never_written_is_not_hit(
-    engine,
-    cold,
-    is_async,
-    monkeypatch,
-):
+def test_what_was_never_written_is_not_hit(engine, cold, is_async, monkeypatch):
     served = taught(engine("position_fix"))
     fails_twice(monkeypatch, served)
     # The donor's text comes again where it stood: vLLM publishes its blocks before they are loaded, and hits them.
@@ -125,12 +122,7 @@ def test_what_was_never_written_is_not_hit(
 
 
 @both_schedulings
-def test_a_step_that_failed_can_be_aborted(
-    engine,
-    cold,
-    is_async,
-    monkeypatch,
-):
+def test_a_step_that_failed_can_be_aborted(engine, cold, is_async, monkeypatch):
     from vllm import SamplingParams
 
     served = taught(engine("position_fix"))

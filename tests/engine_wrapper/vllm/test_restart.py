@@ -1,6 +1,5 @@
 """Donors on disk outlive vLLM, and what was running when it ended is none of them."""
 
-import itertools
 import multiprocessing
 import os
 
@@ -99,44 +98,6 @@ def test_another_engine_serves_a_document_from_disk(engine, cold, tmp_path):
     second = served.ask(MOVED[1], max_tokens=16)
     assert served.offered > 400
     assert second.tokens == cold(MOVED[1]).tokens
-    assert not served.runtime.faults
-
-
-def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(
-    engine,
-    cold,
-    tmp_path,
-    small_disk,
-    caplog,
-):
-    """The file system holds two files and a half; the budget, of a gibibyte, is never used up."""
-    policy, settings, draw = WHOLE[0], {**WHOLE[1], **disk(tmp_path)}, random_tokens(11)
-    served = engine(policy, settings)
-    served.ask(DONOR, max_tokens=1)
-    written(served)
-    token_bytes = served.scheduler.donor_index.catalog.capacities.bytes_per_token
-    size = donor_files(tmp_path)[0].stat().st_size
-    small = small_disk(size * 5 // 2)
-    # Of donors in memory alone one is held: the others are on disk.
-    settings |= {**disk(small), "disk_key_path": str(tmp_path / "key"), "host_bytes": 800 * token_bytes}
-    settings["min_donor_tokens"] = 200  # of the requests below the prompts alone become donors
-    served = ready(engine(policy, settings))
-    held = []
-    for prompt in ([*draw(540)], [*draw(540)], [*draw(540)], [*draw(540)], DONOR):
-        served.ask(prompt, max_tokens=1)
-        written(served)
-        written(served)  # what found no room is written again
-        held.append({path.name for path in donor_files(small)})
-    assert [len(now - before) for before, now in itertools.pairwise(held)] == [1, 1, 1, 1]
-    assert [len(each) for each in held] == [1, 2, 2, 2, 2]
-    assert caplog.text.count("No space left on device") == 1
-    # The file that took another one's place is served from.
-    served = ready(engine(policy, {**settings, "min_donor_tokens": 4096}))
-    served.ask(MOVED[0], max_tokens=16)
-    ready(served)
-    answer = served.ask(MOVED[1], max_tokens=16)
-    assert served.offered > 400
-    assert answer.tokens == cold(MOVED[1]).tokens
     assert not served.runtime.faults
 
 

@@ -1,11 +1,8 @@
 """Runs of rows as sequences of their own: more of them than the engine serves requests, and short gaps closed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +17,8 @@ from engine_wrapper.deviation_check import choose
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows, own_builder
-from engine_wrapper.vllm.cuda_graphs import StepGraphs
 from engine_wrapper.vllm.decoder import unfused_of
+from engine_wrapper.vllm.hooks import StepGraphs
 from semblend_trt.plan import SpanCheck
 from tests.engine_wrapper.vllm.conftest import near, random_tokens
 
@@ -33,7 +30,7 @@ DONOR, MOVED = ([*some(count), *DOCUMENT, 7, 8, 9] for count in (30, 41))
 @pytest.fixture
 def runs(monkeypatch):
     """How many sequences each stage had."""
-    found: list[int] = []
+    found = []
     metadata = VllmRows._metadata
 
     def counted(rows, *asked):
@@ -63,10 +60,7 @@ def taught(engine):
 
 
 def evidence_of(served):
-    outcome = served.scheduler.outcomes.of(served.last)
-    assert outcome is not None
-    figures: dict[str, Any] = outcome.figures
-    return figures
+    return served.scheduler.outcomes.of(served.last).figures
 
 
 def test_a_plan_may_have_more_runs_than_the_engine_serves_requests(engine, monkeypatch, runs):
@@ -106,7 +100,7 @@ def test_short_gaps_are_closed_and_the_answer_is_the_cold_one(engine, monkeypatc
 
 def test_the_backend_is_left_as_it_is_where_it_attends(engine, monkeypatch):
     served = taught(engine)
-    attended: list[int] = []
+    attended = []
     monkeypatch.setattr(VllmRows, "_attend", lambda _, layer, *__, **___: attended.append(layer))
     assert served.ask(MOVED).cached > 500
     assert not attended
@@ -130,12 +124,12 @@ class Op(CustomOp):
 def test_layers_called_one_by_one_run_kernels_and_are_left_as_they_were():
     kinds = ["plain", "kernel", "compiled"]
     ops = torch.nn.ModuleList(map(Op, kinds))
-    parts: Any = SimpleNamespace(unfused=unfused_of(ops), calls=SimpleNamespace(embed=lambda ids: ids))
+    parts = SimpleNamespace(unfused=unfused_of(ops), calls=SimpleNamespace(embed=lambda ids: ids))
     assert parts.unfused == (ops[0], ops[2])
     nothing = torch.empty(0)
-    schedule: Any = SimpleNamespace(positions=nothing, token_ids=nothing)
-    with override_forward_context(SimpleNamespace()), VllmRows(parts, schedule, sparse=False) as rows:  # type: ignore[arg-type]
-        rows._begin()
+    schedule = SimpleNamespace(positions=nothing, token_ids=nothing)
+    with override_forward_context(SimpleNamespace()), VllmRows(parts, schedule, sparse=False) as rows:
+        rows._begun()
         assert [op() for op in ops] == ["kernel"] * 3
     assert [op() for op in ops] == kinds
 
@@ -192,7 +186,7 @@ def test_rows_are_padded_to_a_graph_in_the_buffers_that_it_reads(monkeypatch, ro
     graphs = graphs_of(monkeypatch, Part([32, 8, 64], ADDRESSES), Part([8, 32], []), whole)
     ids, positions = torch.arange(rows) + 500, torch.arange(rows) + 900
     context = SimpleNamespace(batch_descriptor=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
-    with override_forward_context(context), graphs.replayed(ids, positions) as found:  # type: ignore[arg-type]
+    with override_forward_context(context), graphs.replayed(ids, positions) as found:
         assert [each[:rows].tolist() for each in found] == [ids.tolist(), positions.tolist()]
         assert [len(each) for each in found] == [given or rows] * 2
         assert ([each.data_ptr() for each in found] == ADDRESSES) == (given is not None)

@@ -1,17 +1,19 @@
-"""What vLLM's own block pool publishes of a request that has approximate KV, at every way of publishing."""
+"""vLLM's steps as the halves read them, and what its block pool publishes of a request that has approximate KV."""
 
 from inspect import signature
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
 from engine_wrapper.vllm import scheduler
 from engine_wrapper.vllm.hooks import guard_publication
-from engine_wrapper.vllm.scheduler import PublicationGuard
+from engine_wrapper.vllm.scheduler import PublicationGuard, Steps
 
 SIZE = 16
 
@@ -41,13 +43,13 @@ def published(blocks):
 def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_ended():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, asked, other = guarded(pool), request("a"), request("b")
-    guard.limit("a", 2 * SIZE + 5)
+    guard.exact_tokens["a"] = 2 * SIZE + 5
     own, others = pool.get_new_blocks(4), pool.get_new_blocks(4)
     for first, end in ((0, 1), (1, 3), (3, 4)):
         pool.cache_full_blocks(asked, own, first, end, SIZE, 0)
         pool.cache_full_blocks(other, others, first, end, SIZE, kv_cache_group_id=0)
     assert (published(own), published(others)) == ([True, True, False, False], [True] * 4)
-    guard.release("a")
+    del guard.exact_tokens["a"]
     pool.cache_full_blocks(asked, own, 2, 4, SIZE, 0)
     assert published(own) == [True] * 4
 
@@ -59,7 +61,7 @@ def test_blocks_behind_the_exact_ones_are_not_published_until_the_request_has_en
 def test_a_mask_of_blocks_is_cut_with_them():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, own = guarded(pool), pool.get_new_blocks(4)
-    guard.limit("a", 3 * SIZE)
+    guard.exact_tokens["a"] = 3 * SIZE
     pool.cache_full_blocks(request("a"), own, 0, 4, SIZE, 0, block_mask=[True, False, True, True])
     assert published(own) == [True, False, True, False]
 
@@ -69,7 +71,7 @@ def test_a_mask_of_blocks_is_cut_with_them():
 def test_no_part_of_a_block_is_published():
     pool = BlockPool(num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE)
     guard, [own, another] = guarded(pool), pool.get_new_blocks(2)
-    guard.limit("a", 4 * SIZE)
+    guard.exact_tokens["a"] = 4 * SIZE
     pool.cache_partial_block(request("a"), own, 3 * SIZE, 0, 2 * SIZE)
     pool.cache_partial_block(request("b"), another, 3 * SIZE, 0, 2 * SIZE)
     assert published([own, another]) == [False, True]
@@ -97,3 +99,58 @@ def test_without_a_guard_only_text_that_stands_where_it_stood_is_reused(engine, 
     answer = served.ask(moved)
     assert (answer.cached, answer.tokens) == (0, cold)
     assert not served.runtime.faults
+
+
+# -- steps, in the words of vLLM's two model runners ------------------------------------------------------------------
+
+NUMBERS = {"a": 7, "b": 8}
+
+
+def step(counts, new=None, **cached):
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs, output.num_scheduled_tokens = new or [], counts
+    fields = {"resumed_req_ids": set(), "new_token_ids": [], "all_token_ids": {}, "num_output_tokens": []}
+    output.scheduled_cached_reqs = CachedRequestData(
+        **{"req_ids": [], "new_block_ids": [], "num_computed_tokens": [], **fields, **cached}
+    )
+    return output
+
+
+def new(name, block_ids, computed=0):
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=np.ones(64, dtype=np.int32),
+        mm_features=[],
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        block_ids=(block_ids,),
+        num_computed_tokens=computed,
+        lora_request=None,
+    )
+
+
+def known(name, computed, block_ids, **more):
+    gained = None if block_ids is None else (block_ids,)
+    return {"req_ids": [name], "num_computed_tokens": [computed], "new_block_ids": [gained], **more}
+
+
+def test_blocks_are_gathered_from_step_to_step():
+    steps = Steps(NUMBERS.__getitem__)
+    told, found = steps.read(step({"a": 32, "b": 16}, [new("a", [1, 2]), new("b", [3], computed=16)]))
+    assert [each.request_id for each in told.new_requests] == [7, 8]
+    assert (found["b"].begin, found["b"].tokens, found["b"].block_ids) == (16, 16, (3,))
+    for computed, gained, blocks in ((32, [4], (1, 2, 4)), (33, None, (1, 2, 4))):
+        told, found = steps.read(step({"a": 1}, **known("a", computed, gained)))
+        assert [each.request_id for each in told.cached_requests] == [7]
+        assert (found["a"].begin, found["a"].block_ids) == (computed, blocks)
+
+
+def test_a_request_that_comes_back_has_its_new_blocks_only():
+    """The V1 runner is told of it among those that it knows, the V2 runner as of a new one."""
+    for back in (step({"a": 32}, **known("a", 0, [5, 6], resumed_req_ids={"a"})), step({"a": 32}, [new("a", [5, 6])])):
+        steps = Steps(NUMBERS.__getitem__)
+        steps.read(step({"a": 32}, [new("a", [1, 2])]))
+        told, found = steps.read(back)
+        assert [(each.request_id, each.new_block_ids) for each in told.new_requests] == [(7, [5, 6])]
+        assert not told.cached_requests
+        assert found["a"].block_ids == (5, 6)

@@ -1,14 +1,11 @@
 """A fleet as users run it: two `vllm serve`, a NATS server and the router, asked with the openai client."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import openai
 import psutil
@@ -34,7 +31,7 @@ name = "{NAME}"
 secret_env = "ROUTER_SECRET"
 health_seconds = 0.2
 """
-GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": 8, "temperature": 0}
+GREEDY = {"model": NAME, "max_tokens": 8, "temperature": 0}
 
 
 class VllmServer(ServeProcess):
@@ -55,8 +52,7 @@ class VllmServer(ServeProcess):
 
     def metrics(self):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
-            told: str = response.read().decode()
-        return told
+            return response.read().decode()
 
 
 @dataclass
@@ -100,7 +96,7 @@ def fleet(tmp_path_factory):
         nats = NatsServer(folder / "nats")
         ending.callback(nats.kill)
         nats.start()
-        workers: dict[str, VllmServer] = {}
+        workers = {}
         ending.callback(lambda: [worker.kill() for worker in workers.values()])
         tables = f'{CONFIG}nats_url = "{nats.url}"\n'
         for number in (1, 2):
@@ -137,17 +133,6 @@ def test_documents_that_moved_are_served_where_they_are_held(fleet):
     wait_for(lambda: served.audit.read_text().count('"event":"materialized"') == len(others))
     series = ('outcome="backend_materialized_reuse"}', 'semblend_requests_total{outcome="backend_materialized_reuse"}')
     wait_for(lambda: all(f"{each} {len(others)}.0\n" in served.metrics() for each in series))
-
-
-def test_a_stream_is_sent_on(fleet):
-    prompt, expected = prompts(0)[1]
-    holder = fleet.holder(prompt)
-    completions, options = fleet.client("acme").completions.with_raw_response, {"include_usage": True}
-    raw = completions.create(prompt=prompt, **GREEDY, stream=True, stream_options=options)
-    assert raw.headers["X-SemBlend-Worker"] == holder
-    *parts, last = raw.parse()
-    assert "".join(part.choices[0].text for part in parts).strip() == expected
-    assert last.usage.prompt_tokens_details.cached_tokens > 400
 
 
 def test_vllms_answer_carries_the_receipt_and_the_router_puts_it_into_the_usage(fleet):
@@ -203,20 +188,6 @@ def test_documents_that_are_sent_ahead_are_reused_by_the_first_request(fleet, tm
     wait_for(lambda: worker.audit.read_text().count('"event":"donor_registered"') > held)
     text, cached = told(fleet.client("acme", worker.url).completions.create(prompt=second, **GREEDY))
     assert (text, cached > 400) == (expected, True)
-
-
-def test_refusals_are_the_clients_errors(fleet):
-    acme = fleet.client("acme").completions
-    with pytest.raises(openai.AuthenticationError) as unknown:
-        fleet.client("nobody").completions.create(prompt="?", **GREEDY)
-    assert unknown.value.code == "unknown_key"
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        acme.create(prompt="?", **GREEDY | {"model": "another"})
-    with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        acme.create(prompt="?", **GREEDY | {"max_tokens": -1})
-    with pytest.raises(openai.BadRequestError, match="2048"):
-        acme.create(prompt=[1] * 4096, **GREEDY, stream=True)
-    assert acme.create(prompt="?", **GREEDY).usage.prompt_tokens == 1
 
 
 def test_a_worker_whose_engine_dies_is_replaced_and_forgotten(fleet):

@@ -1,15 +1,12 @@
 """What vLLM's own log and /metrics say of reuse: each request once, in the interval in which it ended."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
@@ -43,7 +40,6 @@ def counted(*reports):
 def test_an_interval_is_taken_once():
     stats = counted(USED, DECLINED)
     taken = stats.take()
-    assert taken is not None
     assert taken.data == BOTH == json.loads(json.dumps(taken.data))
     assert stats.take() is None
     stats.request_ended(USED)
@@ -63,18 +59,12 @@ class Metrics(ReuseMetrics):
 
     def __init__(self):
         self.registry = CollectorRegistry()
-        kinds: Any = dict.fromkeys(_kinds(), lambda **given: Counter(**given, registry=self.registry))
+        kinds = dict.fromkeys([Counter, Gauge, Histogram], lambda **given: Counter(**given, registry=self.registry))
         super().__init__(engine_config(), kinds, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
 
     def value(self, name, engine, **label):
         labels = {"model_name": "m", "engine": str(engine), **label}
         return self.registry.get_sample_value(f"vllm:semblend_{name}_total", labels)
-
-
-def _kinds():
-    from prometheus_client import Gauge, Histogram
-
-    return [Counter, Gauge, Histogram]
 
 
 def test_counters_are_kept_for_each_engine_and_are_there_from_the_start():
@@ -111,7 +101,7 @@ def test_vllm_tells_every_request_once(engine, options, monkeypatch):
 
     document = some(400)
     served = engine("position_fix", disable_log_stats=False, **options)
-    told: list[dict[str, Any]] = []
+    told = []
     make = served.core.scheduler.make_stats
 
     def spied(*arguments, **given):
@@ -127,7 +117,7 @@ def test_vllm_tells_every_request_once(engine, options, monkeypatch):
     logging = KVConnectorLogging(served.llm.llm_engine.vllm_config.kv_transfer_config)
     for each in filter(None, told):
         logging.observe(each)
-    lines: list[str] = []
+    lines = []
     logging.log(log_fn=lambda line, *values: lines.append(line % values))
     evidence = outcomes.of(served.last).figures
     assert evidence["reused_tokens"] > 300

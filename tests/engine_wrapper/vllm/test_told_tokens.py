@@ -1,8 +1,5 @@
-"""vLLM's own counts of a prompt, and what its answer says is cached, are what was used, whatever was promised."""
-
-from __future__ import annotations
-
-from typing import Any
+"""A load or a plan that fails is computed, and vLLM's own counts of a prompt, and what its answer says is cached, are
+what was used, whatever was promised."""
 
 import pytest
 
@@ -21,6 +18,16 @@ def is_lost(monkeypatch, served):
     monkeypatch.setattr(worker, "_load", lambda *told: (worker.store.clear(), load(*told)))
 
 
+def load_fails(monkeypatch, served):
+    """The tier cannot be read: our rows compute what was promised."""
+
+    def fails(plans, _):
+        if plans:
+            raise OSError("injected")
+
+    monkeypatch.setattr(served.worker._worker, "_load", fails)
+
+
 def forward_fails_once(monkeypatch, served):
     """A plan cannot be executed: our rows compute its request whole."""
     fail_planned(monkeypatch, served, once=True)
@@ -36,13 +43,22 @@ def forward_fails_twice(monkeypatch, served):
     fail_planned(monkeypatch, served)
 
 
+FAULTS = {
+    nothing: set(),
+    is_lost: set(),
+    load_fails: {"start_load_kv"},
+    forward_fails_once: {"planned_forward"},
+    is_not_executed: {"plan_not_executed"},
+    forward_fails_twice: {"planned_forward"},
+}
+
+
 class Told:
     """What an engine told from now on: counts by their sources, hits, and the receipts of what has ended."""
 
     def __init__(self, monkeypatch, served):
         self.external = self.own = self.hits = 0
-        self.cached: dict[str, int] = {}
-        self.receipts: dict[str, dict[str, Any]] = {}
+        self.cached, self.receipts = {}, {}
         scheduler = served.core.scheduler
         update = scheduler.update_from_output
 
@@ -69,31 +85,22 @@ class Told:
         return sum(each[f"{name}_tokens"] for each in self.receipts.values())
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [nothing, is_lost, forward_fails_once, is_not_executed, forward_fails_twice],
-    ids=lambda fault: fault.__name__,
-)
-@pytest.mark.parametrize("policy", ["position_fix", "verified"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @both_schedulings
-def test_what_is_told_is_what_was_used(
-    engine,
-    is_async,
-    policy,
-    fault,
-    monkeypatch,
-):
-    served = taught(engine(policy, disable_log_stats=False))
-    if fault in (nothing, is_lost, forward_fails_once):
-        # In the other cases vLLM tells its hit with the first token, and computes the prompt a second time.
+def test_what_is_told_is_what_was_used(engine, cold, is_async, fault, monkeypatch):
+    served = taught(engine("verified", disable_log_stats=False))
+    if fault not in (is_not_executed, forward_fails_twice):
+        # In these cases vLLM tells its hit with the first token, and computes the prompt a second time.
         served.ask(NEW, max_tokens=1)
     told = Told(monkeypatch, served)
     fault(monkeypatch, served)
     answers = served.ask(NEW, MOVED, DONOR[:200], max_tokens=4)
+    if fault is not nothing:
+        assert [each.tokens for each in answers[:2]] == [cold(NEW).tokens[:4], cold(MOVED).tokens[:4]]
+    assert set(served.runtime.faults) == FAULTS[fault]
     assert (told.own, told.external) == (told.total("exact_prefix"), told.total("reused"))
     assert told.hits == told.total("reused")
     for name, cached in told.cached.items():
         assert cached == told.receipts[name]["exact_prefix_tokens"] + told.receipts[name]["reused_tokens"]
     assert sum(each.cached for each in answers) == told.own + told.external
-    assert (told.total("reused") > 0) == (fault is nothing)
-    assert (told.total("offered") > 0) == (fault is nothing)
+    assert (told.total("reused") > 0) == (told.total("offered") > 0) == (fault is nothing)

@@ -42,10 +42,10 @@ def answers(served, cases, *, donors):
     return right, wrong, sum(each.cached for each in found)
 
 
-@pytest.mark.parametrize("family", [pytest.param("header_trap", marks=pytest.mark.every_version), "mid_sentence_trap"])
-def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine, family):
+@pytest.mark.every_version
+def test_a_trap_is_seen_by_verified_and_not_by_position_fix(engine):
     served = engine(None, enable_prefix_caching=False)
-    cases = cases_of(served.llm.get_tokenizer(), family)
+    cases = cases_of(served.llm.get_tokenizer(), "header_trap")
     cold, _, _ = answers(served, cases, donors=False)
     assert cold >= GROUPS - 1
     served = engine("position_fix")
@@ -117,13 +117,7 @@ def expected(sampled, tmp_path):
     ],
     ids=str,
 )
-def test_samples_find_what_they_do_in_the_embedded_engine(
-    engine,
-    sampled,
-    expected,
-    options,
-    monkeypatch,
-):
+def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, expected, options, monkeypatch):
     served, most, enter = engine("boundary", sampled, **options), [0], VllmRows.enter
 
     def watched(rows, stage):
@@ -148,11 +142,7 @@ def test_samples_find_what_they_do_in_the_embedded_engine(
 
 @pytest.mark.parametrize("problem", ["alibi", "no kernel for this card"])
 def test_checks_compare_every_token_where_our_attention_cannot_stand_for_the_engines(
-    engine,
-    sampled,
-    problem,
-    monkeypatch,
-    caplog,
+    engine, sampled, problem, monkeypatch, caplog
 ):
     def fails(*_):
         raise RuntimeError(problem)

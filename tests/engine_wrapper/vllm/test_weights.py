@@ -7,19 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from semblend_trt.outcome import Outcome
-from tests.engine_wrapper.vllm.conftest import (
-    DONOR,
-    MOVED,
-    Answered,
-    near,
-    serving,
-    some,
-    taught,
-    while_another_decodes,
-)
+from tests.engine_wrapper.vllm.conftest import DONOR, MOVED, near, serving, some, taught, while_another_decodes
 from validation.models import shipped_model
 
-Answers = dict[str, dict[tuple[int, ...], "Answered"]]
 pytestmark = pytest.mark.every_version
 # Each begins as DONOR or holds its document elsewhere.
 PROMPTS = [[*DONOR, *some(20 + each)] if each % 2 else [*some(50 + each), *MOVED[70:]] for each in range(12)]
@@ -84,7 +74,7 @@ def reused(served):
 @pytest.mark.parametrize("policy", ["exact", "verified"])
 def test_no_token_is_of_weights_that_were_replaced(engine, other, answers, policy):
     served = taught(engine(policy))
-    for turn, name in enumerate(["other", "shipped"] * 3):
+    for turn, name in enumerate(["other", "shipped"] * 2):
         reload(served, other if name == "other" else shipped_model())
         first = assert_cold(served, answers[name], [DONOR])
         assert first == [0]

@@ -30,14 +30,7 @@ def another_backend(*_):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_engine_that_cannot_be_served_is_named_and_left_as_it_is(
-    engine,
-    cold,
-    reason,
-    changed,
-    settings,
-    sentence,
-    monkeypatch,
-    caplog,
+    engine, cold, reason, changed, settings, sentence, monkeypatch, caplog
 ):
     if changed is not None:
         monkeypatch.setattr(worker, *changed)

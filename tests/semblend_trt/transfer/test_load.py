@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from engine_wrapper.latent_cache import latent_rows
+from engine_wrapper.sparse_forward import latent_rows
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys

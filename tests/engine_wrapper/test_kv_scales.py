@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_wrapper.kv_scales import are_of_heads, described_dtype, head_scales, scales_of
 from engine_wrapper.self_check import LayoutError
-from engine_wrapper.vllm.kv_scales import described_dtype, scales_of, scales_of_heads
 from semblend_trt.namespace import is_unknown
 
 
@@ -24,10 +24,9 @@ def of_heads(*k, **changes):
 def test_each_head_may_have_a_scale():
     pairs = [scales_of(of_heads(0.5, 2.0)), scales_of(attention(0.5))]
     assert pairs == [((0.5, 2.0), 1.0), (0.5, 1.0)]
-    device = torch.device("cpu")
-    found = scales_of_heads(pairs, 2, device)
-    assert torch.equal(torch.stack(found), torch.tensor([[[0.5, 2.0], [1.0, 1.0]], [[0.5, 0.5], [1.0, 1.0]]]))
-    assert scales_of_heads(pairs[1:], 2, device) == ()
+    found = torch.stack([head_scales(each, 2) for each in pairs])
+    assert torch.equal(found, torch.tensor([[[0.5, 2.0], [1.0, 1.0]], [[0.5, 0.5], [1.0, 1.0]]]))
+    assert (are_of_heads(pairs), are_of_heads(pairs[1:])) == (True, False)
     told = [described_dtype("fp8", {"model.layers.0": each}) for each in (of_heads(0.5, 2.0), attention(2.0))]
     assert told[0] != told[1]
 

@@ -1,14 +1,11 @@
 """Every layout that a backend may write is found by what it writes, and one that is not known is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from engine_wrapper.vllm.layers import in_order, layered_pool, layout_of
+from engine_wrapper.vllm.decoder import in_order, layered_pool, layout_of
 
 BLOCKS, HEADS, SIZE, DIM = 5, 2, 4, 8
 FP8 = torch.float8_e4m3fn
@@ -41,7 +38,7 @@ def scrambled(cache):
     return keys.flip(-1), values
 
 
-LAYOUTS: list[tuple[Any, tuple[int, ...]]] = [
+LAYOUTS = [
     (channels, (BLOCKS, HEADS, SIZE, 2 * DIM)),
     (halves, (BLOCKS, HEADS, SIZE, 2 * DIM)),
     (transposed, (BLOCKS, HEADS, SIZE, 2 * DIM)),
@@ -78,7 +75,6 @@ def name_of(layer):
 def test_a_layout_is_known_by_what_its_backend_writes(seen, shape):
     caches = {name_of(layer): torch.full(shape, float("nan")) for layer in (2, 0, 1)}
     pool = pool_of(caches, backend(seen))
-    assert pool is not None
     assert pool.shape == (BLOCKS, 3, 2, HEADS * SIZE * DIM)
     assert all(cache.isnan().all() for cache in caches.values())
     # What is written through the pool lies where the backend looks.
@@ -91,7 +87,6 @@ def test_memory_in_another_order_is_no_other_layout():
     """HND: the heads stand in front of the tokens in memory, and behind them in the shape."""
     caches = {name_of(0): torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)}
     pool = pool_of(caches, backend(kinds_inside))
-    assert pool is not None
     assert pool.keys[0].stride() == (2 * HEADS * SIZE * DIM, SIZE * DIM, DIM, 1)
 
 
@@ -103,9 +98,6 @@ def test_memory_in_another_order_is_no_other_layout():
 def test_what_is_not_known_is_refused(seen, shape):
     caches = {name_of(0): torch.zeros(shape)}
     assert pool_of(caches, backend(seen)) is None
-
-
-Scales = tuple[Any, Any]
 
 
 def in_fp8(rows, scale):
@@ -131,9 +123,7 @@ def test_bytes_of_e4m3_are_read_by_the_scales_that_wrote_them(seen, shape, rows,
     cache = torch.full(shape, 0x7F, dtype=torch.uint8)
     attention = storing_fp8(seen, scales)
     layout = layout_of(cache, attention, (HEADS, SIZE, DIM), rows, scales)
-    assert layout is not None
     pool = layered_pool({name_of(0): cache}, layout)
-    assert pool is not None
     assert pool.dtype == FP8
     keys, values = (torch.randn(11, HEADS, DIM, dtype=rows) for _ in range(2))
     stored = layout.stored(attention, cache, keys, values)
@@ -182,7 +172,6 @@ def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(heads, r
     attention._k_scale = torch.tensor(0.013)
     cache = torch.full((BLOCKS, *heads, SIZE, LATENT + TURNING), 0x7F, dtype=torch.uint8)
     layout = layout_of(cache, attention, (1, SIZE, LATENT + TURNING), rows, (0.013, 1.0))
-    assert layout is not None
     given = torch.randn(11, 1, LATENT + TURNING, dtype=rows)
     (found,) = layout.stored(attention, cache, given, None)
     assert torch.equal(found.float(), in_fp8(given, 0.013).float())
@@ -194,9 +183,7 @@ def test_latent_rows_in_e4m3_are_read_by_the_scale_of_k_that_wrote_them(heads, r
 def test_a_latent_row_is_known_by_what_its_backend_writes(heads):
     caches = {name_of(layer): torch.full((BLOCKS, *heads, SIZE, 16), float("nan")) for layer in (1, 0)}
     layout = layout_of(caches[name_of(0)], latent_backend(), (1, SIZE, 16))
-    assert layout is not None
     pool = layered_pool(caches, layout)
-    assert pool is not None
     assert (pool.shape, pool.values) == ((BLOCKS, 2, 1, SIZE * 16), ())
     assert all(cache.isnan().all() for cache in caches.values())
     pool.keys[1][3, 0, 2] = torch.arange(16)
