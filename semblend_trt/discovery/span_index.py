@@ -372,11 +372,12 @@ class _Search:
                 return False
             target = targets[at]
             place = target + shift
-            ahead = _equal(held[place:], prompt[target:], min(targets[-1] - target + _FEWEST_COMPARED, _LIKELY_EQUAL))
+            likely = min(targets[-1] - target + _FEWEST_COMPARED, _LIKELY_EQUAL)
+            ahead = equal_tokens(held[place:], prompt[target:], likely)
             behind = 0
             if ahead:  # else another gram has the anchor's key
                 before = held_backwards[len(held) - place :], self._backwards[len(prompt) - target :]
-                behind = _equal(*before, _FEWEST_COMPARED)
+                behind = equal_tokens(*before, _FEWEST_COMPARED)
             self.extensions, self.compared = self.extensions + 1, self.compared + ahead + behind + 2
             if ahead + behind >= self._shortest:
                 self.runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))
@@ -406,7 +407,7 @@ def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]
     return outside
 
 
-def _equal(left: TokenArray, right: TokenArray, step: int) -> int:
+def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
     """Number of equal tokens at the beginning; `step` are compared first, then four times as many each time."""
     length, done = min(len(left), len(right)), 0
     while done < length:

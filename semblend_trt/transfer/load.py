@@ -14,7 +14,7 @@ import torch
 from kernels.kv_move import Move, prepared
 from kernels.layout import PagedKv
 from kernels.moves import check_moves
-from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, Stream, current_stream, record, wait

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kernels.rope import Rotation
-    from semblend_trt.donors.host_tier import HostKv
+    from semblend_trt.donors.store import HostKv
 
 
 # A slot's capacity is a multiple, so that it can be cut into 2, 3, 4, 6 or 12 equal rooms.

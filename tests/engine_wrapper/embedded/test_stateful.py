@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
 from semblend_trt.audit import AuditEvents
-from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
 from semblend_trt.runtime import ActivePlans

@@ -15,21 +15,20 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.catalog import FULL_SECONDS, Tier
-from semblend_trt.donors.disk_tier import DonorText, file_bytes
-from semblend_trt.donors.donor_index import DonorIndex, HeldDonors
-from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.catalog import FULL_SECONDS, DonorText, Tier
+from semblend_trt.donors.disk_tier import file_bytes
+from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, HeldDonors
 from semblend_trt.donors.offload import (
     MAX_FETCHES,
     MAX_PREFETCHES,
     MAX_PROMOTIONS,
     DiskLink,
+    DonorObserver,
     OffloadCommands,
     OffloadEvent,
     OffloadEventKind,
     SavedDonor,
 )
-from semblend_trt.donors.texts import LITTLE_SHARE
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
@@ -220,9 +219,7 @@ def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     keep_approximate(index, "first", tokens, 1)
     assert moves(index).drops == ["second"]
     keep_approximate(index, "elsewhere", tokens, 1, "other")
-    assert not index.texts.holds("namespace", tokens)
     keep(index, "exact", tokens)
-    assert index.texts.holds("namespace", tokens)
     assert moves(index).drops == ["first"]
     assert [index.catalog.tier(each) for each in ("second", "first", "exact")] == [None, None, Tier.HOST]
     assert index.catalog.tier("elsewhere") is Tier.HOST
@@ -299,7 +296,6 @@ def test_a_conversation_takes_its_own_room_and_evicts_nothing():
     stats = index.catalog.stats()
     assert (stats.ready, stats.used_bytes, stats.evicted) == (5, (4 * 120 + 1200) * TOKEN_BYTES, 0)
     assert [reused(index, each) for each in (said, text(0, 120), text(3, 120))] == [1200, 120, 120]
-    assert index.texts.holds("namespace", said[:700])
 
 
 def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():

@@ -1,6 +1,7 @@
 """The host tier owns copies, within its budget, and gives back exactly what was saved."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import ContiguousKv
-from semblend_trt.donors import host_tier
-from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
+from semblend_trt.donors.store import HostKv, HostMemory, HostTier
 from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
-from tests.semblend_trt.held_donors import fill, held_kv, save
+from tests.semblend_trt.held_donors import fill, held_kv, save, whole
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -34,7 +34,7 @@ def test_gives_back_what_was_saved_from_memory_of_its_own(dtype):
     save(tier, "a", wide[:, :, :, 3:11])
     expected = wide[:, :, :, 3:11].clone()
     wide.fill_(float("nan"))
-    held = held_kv(tier, "a").tensor
+    held = held_kv(tier, "a").parts[0].tensor
     assert torch.equal(held, expected)
     assert held.dtype == dtype
     assert held.permute(0, 3, 1, 2, 4).is_contiguous()  # any tokens of a layer are one run
@@ -81,7 +81,7 @@ def test_the_budget_holds_through_any_saves_and_drops(is_one_block, steps):
         assert {each for each in "abcd" if each in tier} == set(held)
         assert tier.used_bytes == sum(one.shape[3] for one in held.values()) * BYTES_PER_TOKEN
     for donor_id, kv in held.items():
-        assert torch.equal(held_kv(tier, donor_id).tensor, kv)
+        assert torch.equal(whole(held_kv(tier, donor_id)), kv)
     tier.clear()
     assert tier.used_bytes == 0
 
@@ -93,7 +93,7 @@ def test_memory_of_a_dropped_donor_waits_for_its_reader():
         assert tier.drop("a")
         with pytest.raises(CapacityError):
             save(tier, "b", donor_kv(1, seed=1))
-        assert torch.equal(held.tensor, kv)
+        assert torch.equal(whole(held), kv)
     assert tier.used_bytes == 0
     save(tier, "b", donor_kv(5, seed=1))
     with pytest.raises(DonorUnavailableError, match="a is not in host memory"), tier.reading("a"):
@@ -136,7 +136,7 @@ def test_nothing_is_written_before_the_reads_that_were_queued_have_ended():
         assert first.has_ended
         assert second.has_ended
         fill(held, donor_kv(5))
-    assert torch.equal(held_kv(tier, "a").tensor, donor_kv(5))
+    assert torch.equal(whole(held_kv(tier, "a")), donor_kv(5))
 
 
 ROW = 48
@@ -172,29 +172,26 @@ def test_more_memory_than_there_is_cannot_be_locked():
         HostMemory(1 << 60, lock=True)
 
 
-@pytest.fixture
-def locked(monkeypatch):
-    """The sizes of all memory that is locked."""
-    sizes = []
-    monkeypatch.setattr(host_tier, "_lock_pages", lambda memory: sizes.append(memory.numel()))
-    monkeypatch.setattr(host_tier, "_unlock_pages", lambda memory: sizes.remove(memory.numel()))
-    return sizes
-
-
-def test_locked_memory_goes_back_with_its_tier(locked):
+def test_locked_memory_goes_back_with_its_tier(monkeypatch):
+    locked = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: locked.update({address: size}) or 0,
+        cudaHostUnregister=locked.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = HostMemory(3 * ROW, lock=True)
-    assert locked == [3 * ROW]
+    assert list(locked.values()) == [3 * ROW]
     del memory
-    assert locked == []
+    assert locked == {}
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_parts_and_the_whole_hold_the_same_tokens(sizes, data):
-    whole = torch.randn(2, 2, 1, sum(sizes), 4, generator=torch.Generator().manual_seed(1))
-    held = HostKv(tuple(map(ContiguousKv, whole.split(sizes, dim=3))))
-    assert held.capacity == whole.shape[3]
-    assert torch.equal(held.tensor, whole)
+    expected = torch.randn(2, 2, 1, sum(sizes), 4, generator=torch.Generator().manual_seed(1))
+    held = HostKv(tuple(map(ContiguousKv, expected.split(sizes, dim=3))))
+    assert held.capacity == expected.shape[3]
+    assert torch.equal(whole(held), expected)
     start = data.draw(st.integers(0, held.capacity - 1))
     length = data.draw(st.integers(1, held.capacity - start))
     parts = [part.tensor[:, :, :, first : first + count] for part, first, count in held.parts_of(start, length)]
-    assert torch.equal(torch.cat(parts, dim=3), whole[:, :, :, start : start + length])
+    assert torch.equal(torch.cat(parts, dim=3), expected[:, :, :, start : start + length])

@@ -15,14 +15,13 @@ from kernels.rope import RopeRotation
 from semblend_trt.config import Eviction
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, Lease, Tier
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from semblend_trt.transfer import staging
 from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostWriter, Staging
-from tests.semblend_trt.held_donors import fill, held_in, used_blocks
+from tests.semblend_trt.held_donors import fill, held_in, used_blocks, whole
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1), 4)
@@ -45,7 +44,7 @@ def pattern(number, tokens):
 def contents(kv, tokens):
     """A copy of the first `tokens` positions."""
     if isinstance(kv, HostKv):
-        return kv.tensor[:, :, :, :tokens].clone()
+        return whole(kv)[:, :, :, :tokens].clone()
     blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids]  # [blocks, layers, 2, kv_heads, block_size, head_dim]
     return blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :tokens]
 

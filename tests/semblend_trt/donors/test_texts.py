@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.config import load_settings
-from semblend_trt.donors.texts import DonorTexts
+from semblend_trt.donors.donor_index import DonorTexts
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
