@@ -295,15 +295,8 @@ class DonorStore:
         The caller announces the end of queued reads of host memory by `HostTier.read_until`. Raises
         DonorUnavailableError when neither tier holds it.
         """
-        tiers: list[DeviceTier | HostTier] = [self.host] if self.device is None else [self.device, self.host]
         with ExitStack() as reads:
-            for tier in tiers:
-                with suppress(DonorUnavailableError):
-                    kv = reads.enter_context(tier.reading(donor_id))
-                    break
-            else:  # held nowhere, or moved up since the device was asked
-                kv = reads.enter_context(tiers[0].reading(donor_id))
-            yield kv
+            yield self._readable(donor_id, reads)
 
     def offload(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
         """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
@@ -359,3 +352,12 @@ class DonorStore:
         if self.device is not None:
             self.device.clear()
         self.host.clear()
+
+    def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | HostKv:
+        if self.device is None:
+            return reads.enter_context(self.host.reading(donor_id))
+        with suppress(DonorUnavailableError):
+            return reads.enter_context(self.device.reading(donor_id))
+        with suppress(DonorUnavailableError):  # never on the device, or moved down since: then the host has it already
+            return reads.enter_context(self.host.reading(donor_id))
+        return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere
