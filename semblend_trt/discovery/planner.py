@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.discovery.span_index import ScanWork, SpanIndex
+    from semblend_trt.discovery.span_index import Scan, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
 
@@ -38,8 +38,6 @@ DEADLINE_TOKENS = 20_480
 _FINDING_SHARE = 0.6
 # Refusals that a run could have averted which a bound has hidden.
 _AVERTABLE = frozenset({"no_donor_match", "low_reuse"})
-
-Scan: TypeAlias = "tuple[list[Run], ScanWork]"
 
 
 class Deadline:
@@ -204,7 +202,7 @@ class Planner:
         try:
             self._check_worth_looking(request)
             scan = scan or self._find(request, deadline)
-            runs = [run for run in scan[0] if run.donor_id not in request.exclude]
+            runs = [run for run in scan.runs if run.donor_id not in request.exclude]
             terms, refusal = self._terms_for(request)
             selection = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
             if not self._is_worth_placing(request, selection.spans, terms):
@@ -231,15 +229,13 @@ class Planner:
     def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
         is_over = partial(deadline.is_over, _FINDING_SHARE)
         try:
-            runs, work = self._index.find_counting(
-                request.namespace_key, request.tokens, self._settings.min_span_tokens, is_over
-            )
+            scan = self._index.find(request.namespace_key, request.tokens, self._settings.min_span_tokens, is_over)
         except ValueError:
             # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
         # What was left out is no loss where other runs hold the same text.
-        deadline.has_cut &= work.hidden_end > request.num_computed_tokens
-        return runs, work
+        deadline.has_cut &= scan.hidden_end > request.num_computed_tokens
+        return scan
 
     def _in_chunks(self, runs: list[Run]) -> list[Run]:
         """Raises _Refusal where runs are long enough and no piece of them is."""
@@ -358,7 +354,7 @@ def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str |
     """Why runs may be missing that could be reused, None where none is."""
     if deadline.has_cut:
         return "lookup_timeout"
-    is_hidden = scan is not None and scan[1].hidden_end > request.num_computed_tokens
+    is_hidden = scan is not None and scan.hidden_end > request.num_computed_tokens
     return "lookup_bound" if is_hidden else None
 
 
