@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
+from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.reuse_profile import terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -206,7 +207,7 @@ class Planner:
         min_span = self._settings.min_span_tokens
         if not self._settings.enabled:
             raise _Refusal("disabled")
-        if not allows_reuse(self._policy):
+        if self._policy is ReusePolicy.OFF:
             raise _Refusal("policy_off")
         if request.last_usable < min_span:
             raise _Refusal("short_prompt")
