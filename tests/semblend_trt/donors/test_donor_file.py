@@ -138,33 +138,6 @@ def test_a_file_of_any_other_length_is_refused(short):
         assert_refused("corrupt", read_text, file, FORM, KEY)
 
 
-@pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 0)])
-def test_layers_that_changed_places_are_refused(written, places):
-    path, _, seal = written
-    data, first, size = path.read_bytes(), FORM.header_bytes, TOKENS * FORM.layer_bytes
-    layers = [data[first + layer * size :][:size] for layer in range(FORM.num_layers)]
-    one, other = places
-    layers[one], layers[other] = layers[other], layers[one]
-    path.write_bytes(data[:first] + b"".join(layers) + data[first + FORM.num_layers * size :])
-    assert_refused("corrupt", kv_in, path, seal)
-
-
-def test_another_file_of_the_same_donor_is_refused_where_it_is_known(written, tmp_path):
-    """A file that was put back is whole, and found at the next start; until then the donor's text is another one."""
-    *_, seal = written
-    older = tmp_path / "older"
-    write(older, host_kv(TOKENS))
-    assert text_in(older)[0] == "donor"
-    assert_refused("corrupt", kv_in, older, seal)
-
-
-def test_a_file_that_was_sealed_with_another_key_is_refused(tmp_path):
-    path = tmp_path / "donor"
-    seal = write(path, host_kv(TOKENS), key=OTHER_KEY)
-    assert_refused("other_key", text_in, path)
-    assert_refused("other_key", kv_in, path, seal)
-
-
 @pytest.mark.parametrize("forgery", ["another key under our key's name", "our seal", "no seal", "no key"])
 def test_altered_kv_under_right_digests_is_refused(written, tmp_path, forgery, monkeypatch):
     """A process that writes the folder may know the format and read all files there; the key lies elsewhere."""

@@ -44,12 +44,7 @@ def staging(tokens, slots=2, device=CPU):
 
 
 @settings(max_examples=40)
-@given(
-    room=st.integers(1, 60),
-    layers=st.integers(1, 5),
-    slots=st.integers(1, 3),
-    data=st.data(),
-)
+@given(room=st.integers(1, 60), layers=st.integers(1, 5), slots=st.integers(1, 3), data=st.data())
 def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
     donors = [host_donor(14, 1), host_donor(13, 2)]
     chosen = data.draw(st.lists(st.sampled_from(MOVES), min_size=1, unique=True))

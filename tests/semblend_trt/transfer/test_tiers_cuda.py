@@ -14,9 +14,7 @@ from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore, HostMemory, HostTier
-from semblend_trt.plan import (
-    PlanSpan,
-)
+from semblend_trt.plan import PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader
 from semblend_trt.transfer.save import DonorSaver
