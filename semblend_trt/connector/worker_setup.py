@@ -11,7 +11,7 @@ from kernels.kv_move import warm_up
 from semblend_trt import __version__
 from semblend_trt.connector.eligibility import cuts_kv
 from semblend_trt.connector.pool_geometry import described
-from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore, HostMemory, HostTier, arena_blocks
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import ranks_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.donors.disk_tier import DiskTransfers
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def _open_disk(
         return None
     if settings.disk_path is None:
         raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
-    from semblend_trt.donors.disk_tier import DiskTier, KvForm
+    from semblend_trt.donors.disk_tier import DiskTier, DiskTransfers, KvForm
 
     try:
         _check_single_rank(engine)

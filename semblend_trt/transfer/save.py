@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from kernels.rope import Rotation
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.offload import DiskTransfers, SaveIntent
+    from semblend_trt.donors.disk_tier import DiskTransfers
+    from semblend_trt.donors.offload import SaveIntent
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.transfer.staging import HostWriter
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from semblend_trt.background import Background
-from semblend_trt.donors import offload
-from semblend_trt.donors.disk_tier import FOLDER, DiskTier
-from semblend_trt.donors.offload import MAX_WAITING, DiskLink, DiskTransfers
+from semblend_trt.donors import disk_tier
+from semblend_trt.donors.disk_tier import FOLDER, MAX_WAITING, DiskTier, DiskTransfers
+from semblend_trt.donors.offload import DiskLink
 from semblend_trt.donors.offload import OffloadEventKind as Kind
 from semblend_trt.donors.store import HostTier
 from tests.semblend_trt.held_donors import FORM, held_kv, host_kv, save, text_of, whole
@@ -230,7 +230,7 @@ def test_a_disk_that_never_answers_holds_the_end_up_for_a_minute_in_all(kept, mo
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.time, "monotonic", lambda: now[0])
+        patch.setattr(disk_tier.time, "monotonic", lambda: now[0])
         patch.setattr(Background, "close", hangs)
         kept.transfers.close()
     assert given == [60.0, 15.0]
