@@ -200,7 +200,7 @@ def measure(rows: Results, corpus: Corpus, sizes: Sizes) -> None:
             small = lookup_times(index, prompts, sizes.rounds)
         changed(index, index.add, SPACE, f"donor-{number}", donor)
         tokens += len(donor)
-    say(f"{len(index):,} donors, {tokens:,} tokens; {corpus.source}; {sizes.prompts} prompts")
+    say(f"{sizes.donors:,} donors, {tokens:,} tokens; {corpus.source}; {sizes.prompts} prompts")
     large = lookup_times(index, prompts, sizes.rounds)
     where = f"{sizes.prompt_tokens}-token prompts, {sizes.donors} donors, {tokens} tokens of {corpus.source}"
     where += f"; fastest of {sizes.rounds} each"
@@ -229,7 +229,7 @@ def add_recall(rows: Results, index: SpanIndex, prompts: Sequence[TokenArray], d
     found = total = 0
     for prompt, possible in zip(prompts, reusable_tokens(prompts, donors), strict=True):
         mask = np.zeros(len(prompt), dtype=np.bool_)
-        for run in index.find(SPACE, prompt, RUN_TOKENS):
+        for run in index.find(SPACE, prompt, RUN_TOKENS).runs:
             mask[run.target_start : run.target_end] = True
         found += int((mask & possible).sum())
         total += int(possible.sum())

@@ -97,17 +97,19 @@ class CacheNamespace:
     _unsalted: dict[str | None, CacheNamespace] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in _TEXT_FIELDS:
-            _check_text(name, getattr(self, name))
-        for name in ("quantization", "adapter"):
-            if getattr(self, name) is not None:
-                _check_text(name, getattr(self, name))
+        for name, of_type in _FIELDS.items():
+            value = getattr(self, name)
+            if of_type == "str" or (of_type == "str | None" and value is not None):
+                _check_text(name, value)
         _check_count("block_size", self.block_size, at_least=1)
-        _set(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))
-        _set(self, "rope_config", _frozen_mapping("rope_config", self.rope_config))
-        _set(self, "extra", _frozen_mapping("extra", self.extra))
+        object.__setattr__(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))
+        for name in ("rope_config", "extra"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise NamespaceError(f"namespace field {name} is {type(value).__name__}, not a mapping")
+            object.__setattr__(self, name, _frozen(name, value))
         _check_extra(self.extra)
-        _set(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
+        object.__setattr__(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
         """This engine's namespace bound to one request's salt and LoRA adapter; only digests of the salt are kept.
@@ -118,32 +120,27 @@ class CacheNamespace:
             raise NamespaceError("the namespace is bound to a request already; bind the engine's own namespace instead")
         if cache_salt is None and adapter in self._unsalted:
             return self._unsalted[adapter]
-        bound = self._bound(cache_salt, adapter)
+        extra = {**self.extra, "tenant_key": tenant_key(cache_salt)}
+        if cache_salt is not None:
+            extra["cache_salt"] = salt_digest(cache_salt)
+        of_both = adapter if self.adapter is None else json.dumps([self.adapter, adapter])
+        bound = replace(self, extra=extra, adapter=self.adapter if adapter is None else of_both)
         # Salts may be secrets, so none of them is remembered.
         if cache_salt is None and len(self._unsalted) < MAX_REMEMBERED:
             self._unsalted[adapter] = bound
         return bound
 
-    def _bound(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
-        extra = dict(self.extra)
-        extra["tenant_key"] = tenant_key(cache_salt)
-        if cache_salt is not None:
-            extra["cache_salt"] = salt_digest(cache_salt)
-        if adapter is not None and self.adapter is not None:
-            adapter = json.dumps([self.adapter, adapter])
-        return replace(self, extra=extra, adapter=self.adapter if adapter is None else adapter)
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, read back by `from_dict`; holds no raw salt."""
-        return {name: _thawed(getattr(self, name)) for name in _FIELD_NAMES}
+        return {name: _thawed(getattr(self, name)) for name in _FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheNamespace:
         """Reads `to_dict`'s form. A missing or an unexpected field is a NamespaceError: it might matter."""
         if not isinstance(values, Mapping):
-            raise NamespaceError(f"a namespace is a mapping of {len(_FIELD_NAMES)} fields, not {type(values).__name__}")
-        missing = [name for name in _FIELD_NAMES if name not in values]
-        unexpected = [str(name)[:64] for name in values if name not in _FIELD_NAMES]
+            raise NamespaceError(f"a namespace is a mapping of {len(_FIELDS)} fields, not {type(values).__name__}")
+        missing = [name for name in _FIELDS if name not in values]
+        unexpected = [str(name)[:64] for name in values if name not in _FIELDS]
         if missing or unexpected:
             raise NamespaceError(f"namespace fields {missing} are missing and {unexpected} are not known")
         return cls(**values)
@@ -173,21 +170,7 @@ class CacheNamespace:
         return CacheNamespace.from_dict, (self.to_dict(),)
 
 
-_FIELD_NAMES = tuple(item.name for item in fields(CacheNamespace) if item.init)
-_TEXT_FIELDS = (
-    "model",
-    "model_revision",
-    "tokenizer",
-    "tokenizer_revision",
-    "kv_layout",
-    "kv_dtype",
-    "cache_dtype",
-    "backend_cache_layout",
-)
-
-
-def _set(namespace: CacheNamespace, name: str, value: object) -> None:
-    object.__setattr__(namespace, name, value)
+_FIELDS = {item.name: item.type for item in fields(CacheNamespace) if item.init}
 
 
 def _digest(text: str) -> str:
@@ -251,12 +234,6 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
     tenant = extra.get("tenant_key", TENANT_PREFIX)
     if not (isinstance(tenant, str) and tenant.startswith(TENANT_PREFIX)):
         raise NamespaceError(f"namespace field extra.tenant_key does not start with {TENANT_PREFIX}; use tenant_key()")
-
-
-def _frozen_mapping(name: str, value: Mapping[str, Any]) -> Any:
-    if not isinstance(value, Mapping):
-        raise NamespaceError(f"namespace field {name} is {type(value).__name__}, not a mapping")
-    return _frozen(name, value)
 
 
 def _frozen(name: str, value: Any, depth: int = 0) -> Any:

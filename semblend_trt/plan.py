@@ -18,15 +18,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-
-# Tokens of a check's window where nothing else is said.
-WINDOW_TOKENS = 32
+WINDOW_TOKENS = 32  # of a check, where nothing else is said
 
 
 @dataclass(frozen=True, slots=True)
 class SpanCheck:
-    """Layers below `layer` run on all tokens. In `layer` the fresh K and V of every token are compared with its
-    donor's.
+    """Layers below `layer` run on all tokens; in `layer` every token's fresh K and V are compared with its donor's.
 
     A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
     Tokens that deviate by more than `threshold` are computed in all layers. With `largest_share` instead, that share of
@@ -154,21 +151,19 @@ class EngineExecution:
             raise PlanError("check_outside_model", f"check layer {check.layer} is outside 0..{layers - 1}")
         if head < 0:
             raise PlanError("head_tokens_negative", f"head_tokens is {head}; it must be at least 0")
-        if self.mode is EngineMode.STOCK:
-            for invariant, is_asked in (("boundary", boundary), ("check", check is not None), ("head", head)):
-                if is_asked:
-                    message = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
-                    raise PlanError(f"{invariant}_needs_wrapper", message)
+        asked = {"boundary": boundary, "check": check is not None, "head": head}
+        for invariant in (name for name, value in asked.items() if value and self.mode is EngineMode.STOCK):
+            message = f"{self}: a stock engine can only skip whole tokens; attach the engine wrapper"
+            raise PlanError(f"{invariant}_needs_wrapper", message)
 
 
 @dataclass(frozen=True, slots=True)
 class SemanticKvPlan:
     """One request's reuse, decided once on the scheduler and carried to every rank.
 
-    `prompt_token_ids` are the request's own tokens, never a donor's. `num_computed_tokens` leading tokens are the
-    engine's exact prefix and are never written. `matched_tokens` is what the executor was promised beyond them.
-    `target_block_ids` is None until the engine has allocated blocks for the request. `prompt_token_ids` are
-    int32 [n], which nothing changes.
+    `prompt_token_ids` are the request's own tokens, int32 [n], which nothing changes. `num_computed_tokens` leading
+    tokens are the engine's exact prefix and are never written. `matched_tokens` is what the executor was promised
+    beyond them. `target_block_ids` is None until the engine has allocated blocks for the request.
     """
 
     request_id: int

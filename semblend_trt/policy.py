@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.plan import SpanCheck
+
+if TYPE_CHECKING:
+    from semblend_trt.plan import SpanCheck
 
 # The layer whose deviation CacheBlend chooses by.
 CACHEBLEND_LAYER = 1
@@ -44,17 +46,11 @@ COLD = "semblend.cold"
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
     """Reads a policy's name in upper or lower case; raises ConfigurationError naming the policies of this version."""
     name = value.value if isinstance(value, ReusePolicy) else str(value).strip().lower()
-    if name in _NAMES:
+    try:
         return ReusePolicy(name)
-    raise ConfigurationError(f"policy {name[:64]!r} is not known; use one of {', '.join(_NAMES)}")
-
-
-_NAMES = tuple(policy.value for policy in ReusePolicy)
-
-
-def allows_reuse(policy: ReusePolicy) -> bool:
-    """False when the planner must not even look."""
-    return policy is not ReusePolicy.OFF
+    except ValueError:
+        names = ", ".join(policy.value for policy in ReusePolicy)
+        raise ConfigurationError(f"policy {name[:64]!r} is not known; use one of {names}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,60 +80,3 @@ class ReuseTerms:
         if self.check is None or self.check.largest_share is None:
             return kept
         return kept - round(self.check.largest_share * kept)
-
-
-class PolicySettings(Protocol):
-    """The settings that a policy reads."""
-
-    @property
-    def recompute_boundary_layer(self) -> int: ...
-
-    @property
-    def epic_tokens(self) -> int: ...
-
-    @property
-    def cacheblend_share(self) -> float: ...
-
-
-def terms_of(
-    policy: ReusePolicy, settings: PolicySettings, num_layers: int, lowest_check_layer: int = 1
-) -> ReuseTerms | None:
-    """The terms that the settings alone give; None where they allow exact spans only.
-
-    VERIFIED is among those: its terms come from a reuse profile. Raises ConfigurationError when the policy needs a
-    layer that the model of `num_layers` layers does not have, a check below `lowest_check_layer`, or a boundary that is
-    not set: at 0 BOUNDARY would be POSITION_FIX under another name.
-    """
-    if policy is ReusePolicy.POSITION_FIX:
-        return ReuseTerms()
-    if policy is ReusePolicy.BOUNDARY:
-        return ReuseTerms(boundary=_boundary(settings, num_layers))
-    if policy is ReusePolicy.EPIC:
-        return ReuseTerms(head_tokens=settings.epic_tokens)
-    if policy is ReusePolicy.CACHEBLEND:
-        return ReuseTerms(check=_cacheblend_check(settings, num_layers, lowest_check_layer))
-    return None
-
-
-def _boundary(settings: PolicySettings, num_layers: int) -> int:
-    boundary = settings.recompute_boundary_layer
-    if not 1 <= boundary <= num_layers:
-        raise ConfigurationError(
-            f"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1..{num_layers}, the layers of this model; "
-            "policy boundary needs it in that range"
-        )
-    return boundary
-
-
-def _cacheblend_check(settings: PolicySettings, num_layers: int, lowest_check_layer: int) -> SpanCheck:
-    if num_layers <= CACHEBLEND_LAYER:
-        raise ConfigurationError(
-            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model has {num_layers} layer; "
-            "use another policy"
-        )
-    if lowest_check_layer > CACHEBLEND_LAYER:
-        raise ConfigurationError(
-            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model's layers below "
-            f"{lowest_check_layer} see no further than a window; use another policy"
-        )
-    return SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share)

@@ -24,13 +24,19 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from semblend_trt import __version__
 from semblend_trt.errors import ConfigurationError, NamespaceError, ProfileError
 from semblend_trt.files import open_input, write_bytes, writers_of
-from semblend_trt.namespace import MAX_TEXT, PARALLEL_SIZES, REVISION_OF, CacheNamespace, is_content, is_unknown
+from semblend_trt.namespace import (
+    MAX_REMEMBERED,
+    MAX_TEXT,
+    PARALLEL_SIZES,
+    REVISION_OF,
+    CacheNamespace,
+    is_content,
+    is_unknown,
+)
 from semblend_trt.plan import WINDOW_TOKENS, EngineMode, SpanCheck
-from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.policy import CACHEBLEND_LAYER, ReusePolicy, ReuseTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kernels.layout import KvGeometry
     from semblend_trt.config import Settings
 
@@ -187,22 +193,22 @@ class ReuseProfile(_Part):
 
     @model_validator(mode="after")
     def _check_layers(self) -> ReuseProfile:
-        layers = self.geometry.num_layers
+        layers, check = self.geometry.num_layers, self.check
         if self.boundary > layers:
             raise ValueError(f"boundary {self.boundary} is outside 0..{layers}, the layers of the model")
-        if self.check is not None and self.check.layer >= layers:
-            raise ValueError(f"check layer {self.check.layer} is outside 1..{layers - 1}, the layers of the model")
-        if self.check is not None and self.check.sample_every > self.check.window_tokens:
+        if check is not None and check.layer >= layers:
+            raise ValueError(f"check layer {check.layer} is outside 1..{layers - 1}, the layers of the model")
+        if check is not None and check.sample_every > check.window_tokens:
             raise ValueError(
-                f"sample_every is {self.check.sample_every}; it may be at most window_tokens, "
-                f"{self.check.window_tokens}, so that each window has a token of the sample"
+                f"sample_every is {check.sample_every}; it may be at most window_tokens, {check.window_tokens}, so "
+                "that each window has a token of the sample"
             )
-        if (self.policy == "verified") != (self.check is not None):
-            raise ValueError(f"policy {self.policy} and check {self.check} do not fit; verified, and only it, has one")
-        if self.boundary and self.check is not None and self.check.sample_every:
+        if (self.policy == "verified") != (check is not None):
+            raise ValueError(f"policy {self.policy} and check {check} do not fit; verified, and only it, has one")
+        if self.boundary and check is not None and check.sample_every:
             raise ValueError(
-                f"boundary {self.boundary} computes every token, and a sample of one in {self.check.sample_every} does "
-                "not; one of them has to be 0"
+                f"boundary {self.boundary} computes every token, and a sample of one in {check.sample_every} does not; "
+                "one of them has to be 0"
             )
         for name in ("head_tokens", "generations"):
             if getattr(self, name) and self.policy != "verified":
@@ -215,20 +221,9 @@ class ReuseProfile(_Part):
 
     @classmethod
     def made_for(
-        cls,
-        namespace: CacheNamespace,
-        geometry: KvGeometry,
-        *,
-        policy: ReusePolicy | str,
-        check: ProfileCheck | None = None,
-        boundary: int = 0,
-        head_tokens: int = 0,
-        generations: int = 0,
-        figures: list[JsonValue] | None = None,
-        versions: Mapping[str, str] | None = None,
-        command: str = "",
+        cls, namespace: CacheNamespace, geometry: KvGeometry, *, policy: ReusePolicy | str, **others: Any
     ) -> ReuseProfile:
-        """The profile of an engine's own namespace, dated today (UTC).
+        """The profile of an engine's own namespace, dated today (UTC), with these `others` of its fields.
 
         Raises ConfigurationError when a value is out of its range, or when a field of the namespace is not known: such
         a profile would match nothing.
@@ -248,14 +243,8 @@ class ReuseProfile(_Part):
                 engines=[namespace.backend_cache_layout],
                 geometry=ProfileGeometry.of(geometry),
                 policy=ReusePolicy(policy).value,  # type: ignore[arg-type]
-                check=check,
-                boundary=boundary,
-                head_tokens=head_tokens,
-                generations=generations,
-                figures=figures or [],
                 date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                versions=dict(versions or {}),
-                command=command,
+                **others,
             )
         except ValidationError as error:
             raise ConfigurationError(f"a reuse profile cannot be made: {_sentence(error)}") from error
@@ -300,9 +289,7 @@ class ReuseProfile(_Part):
     def differences(self, namespace: CacheNamespace, geometry: KvGeometry) -> list[str]:
         """Why the profile does not hold for an engine of this namespace and rank's `geometry`, a sentence each; empty
         when it holds."""
-        found = []
-        if self.version != __version__:
-            found.append(_difference("version", self.version, __version__))
+        found = [] if self.version == __version__ else [_difference("version", self.version, __version__)]
         running = _bound_fields(namespace)
         for name, title in _BOUND.items():
             if is_content(running.get(REVISION_OF.get(name, ""))):
@@ -311,9 +298,9 @@ class ReuseProfile(_Part):
             if _is_unknown(name, ours) or _is_unknown(name, theirs) or _canonical(ours) != _canonical(theirs):
                 found.append(_difference(title, _shown(name, ours), _shown(name, theirs)))
         engine = namespace.backend_cache_layout
-        is_unknown_engine = _is_unknown("", engine)
-        if is_unknown_engine or engine not in self.engines:
-            hint = "" if is_unknown_engine else ", which `python -m validation confirm` can add"
+        is_known = not _is_unknown("", engine)
+        if not is_known or engine not in self.engines:
+            hint = ", which `python -m validation confirm` can add" if is_known else ""
             found.append(_difference(_ENGINE, " or ".join(self.engines), _shown("", engine) + hint))
         for size, value in self.geometry.model_dump().items():
             if value != getattr(geometry, size):
@@ -322,7 +309,7 @@ class ReuseProfile(_Part):
 
     def check_refusal(self, lowest: int) -> str | None:
         """Why the check sees too little of a model in which `lowest` is the lowest layer above one with full attention:
-        K and V of a layer hang on the layers below it. None where it sees enough, and without a check."""
+        K and V of a layer depend on the layers below it. None where it sees enough, and without a check."""
         if self.check is None or self.check.layer >= lowest:
             return None
         return (
@@ -381,6 +368,41 @@ def terms_name(policy: str, boundary: int, check: ProfileCheck | None) -> str:
     return f"{policy} {boundary}" if boundary else policy
 
 
+def terms_of(
+    policy: ReusePolicy, settings: Settings, num_layers: int, lowest_check_layer: int = 1
+) -> ReuseTerms | None:
+    """The terms that the settings alone give; None where they allow exact spans only.
+
+    VERIFIED is among those: its terms come from a reuse profile. Raises ConfigurationError when the policy needs a
+    layer that the model of `num_layers` layers does not have, a check below `lowest_check_layer`, or a boundary that is
+    not set: at 0 BOUNDARY would be POSITION_FIX under another name.
+    """
+    if policy is ReusePolicy.POSITION_FIX:
+        return ReuseTerms()
+    if policy is ReusePolicy.EPIC:
+        return ReuseTerms(head_tokens=settings.epic_tokens)
+    if policy is ReusePolicy.BOUNDARY:
+        boundary = settings.recompute_boundary_layer
+        if not 1 <= boundary <= num_layers:
+            raise ConfigurationError(
+                f"SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is {boundary}, outside 1..{num_layers}, the layers of this model; "
+                "policy boundary needs it in that range"
+            )
+        return ReuseTerms(boundary=boundary)
+    if policy is not ReusePolicy.CACHEBLEND:
+        return None
+    why = None
+    if num_layers <= CACHEBLEND_LAYER:
+        why = f" has {num_layers} layer"
+    elif lowest_check_layer > CACHEBLEND_LAYER:
+        why = f"'s layers below {lowest_check_layer} see no further than a window"
+    if why is not None:
+        raise ConfigurationError(
+            f"policy cacheblend chooses tokens at layer {CACHEBLEND_LAYER}, and this model{why}; use another policy"
+        )
+    return ReuseTerms(check=SpanCheck(layer=CACHEBLEND_LAYER, largest_share=settings.cacheblend_share))
+
+
 def _digest_of(values: dict[str, Any]) -> str:
     told = _canonical({name: value for name, value in values.items() if name != "digest"})
     return hashlib.sha256(told.encode()).hexdigest()
@@ -406,10 +428,10 @@ def _canonical(value: JsonValue) -> str:
 
 
 def _shown(name: str, value: JsonValue) -> str:
-    if value is None:
-        return "none" if name in _NONE_IS_KNOWN else "what is not known"
     if _is_unknown(name, value):
         return "what is not known"
+    if value is None:
+        return "none"
     return value[:160] if isinstance(value, str) else _canonical(value)[:400]
 
 
@@ -440,10 +462,6 @@ def _sentence(error: ValidationError) -> str:
     return f"{where or 'the file'}{value}: {first['msg']}"
 
 
-# Requests differ from their engine by adapter only; more adapters than this are compared anew each time, unlogged.
-_MAX_REMEMBERED = 64
-
-
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
     """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable,
@@ -464,7 +482,7 @@ class ProfileMatcher:
 
     def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
         self._lowest = lowest_check_layer
-        self._path, self._policy = settings.profile_path, settings.policy
+        self._path = settings.profile_path
         self._profile: ReuseProfile | None = None
         self._digest: str | None = None
         self._without = ProfileMatch(None)
@@ -495,11 +513,12 @@ class ProfileMatcher:
         """The match for `namespace`. It is logged once for each adapter, and again when the engine's `mode` changes: a
         wrapper begins to execute plans after its self-check."""
         match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
-        if namespace.adapter in self._matches or len(self._matches) < _MAX_REMEMBERED:
+        # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
+        if namespace.adapter in self._matches or len(self._matches) < MAX_REMEMBERED:
             self._matches[namespace.adapter] = match
             if self._is_used and self._logged.get(namespace.adapter) is not mode:
                 self._logged[namespace.adapter] = mode
-                self._tell(match, mode)
+                self._log(match, mode)
         return match
 
     def _compare(self, namespace: CacheNamespace, geometry: KvGeometry) -> ProfileMatch:
@@ -512,7 +531,7 @@ class ProfileMatcher:
             return ProfileMatch(None, "profile_check_layer", (too_low,))
         return ProfileMatch(self._profile, digest=self._digest)
 
-    def _tell(self, match: ProfileMatch, mode: EngineMode) -> None:
+    def _log(self, match: ProfileMatch, mode: EngineMode) -> None:
         if mode is EngineMode.STOCK:
             logger.warning(
                 "only identical text from position 0 is reused: any other has to be checked, and that needs the "

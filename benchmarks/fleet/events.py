@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.fleet.directory import NAMESPACE, VOCABULARY
 from benchmarks.program import Count, run_counted
 from semblend_trt.config import EventFormat, load_settings
-from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher

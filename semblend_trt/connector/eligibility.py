@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.connector.attention_layout import LLAMA4, halved
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
-from semblend_trt.policy import ReusePolicy, allows_reuse, terms_of
+from semblend_trt.policy import ReusePolicy
 from semblend_trt.reasons import Scope, advice
+from semblend_trt.reuse_profile import terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -198,7 +199,7 @@ def trtllm_refusal(facts: ModelFacts, version: ContractVersion, policy: ReusePol
 
 def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts | None, str | None]:
     """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
-    if not allows_reuse(settings.policy):
+    if settings.policy is ReusePolicy.OFF:
         return None, "policy_off"
     refusal = engine_refusal(engine)
     if refusal is not None:

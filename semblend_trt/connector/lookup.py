@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.connector.engine_namespace import Adapters
     from semblend_trt.donors.donor_index import DonorIndex
-    from semblend_trt.donors.observer import DonorObserver
+    from semblend_trt.donors.offload import DonorObserver
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.pool_facts import PoolFacts

@@ -24,7 +24,6 @@ from semblend_trt.connector.worker_setup import (
     open_tiers,
     pool_refusal,
 )
-from semblend_trt.donors.offload import DiskTransfers
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
 
     from semblend_trt.connector.metadata import RequestProgress
     from semblend_trt.connector.model_facts import ModelFacts
-    from semblend_trt.donors.offload import DiskTransfers, OffloadCommands, SaveIntent
+    from semblend_trt.donors.disk_tier import DiskTransfers
+    from semblend_trt.donors.offload import OffloadCommands, SaveIntent
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.transfer.load import PlanLoader

@@ -11,11 +11,8 @@ from kernels.kv_move import warm_up
 from semblend_trt import __version__
 from semblend_trt.connector.eligibility import cuts_kv
 from semblend_trt.connector.pool_geometry import described
-from semblend_trt.donors.device_tier import DeviceTier, arena_blocks
-from semblend_trt.donors.disk_tier import DiskTier, KvForm
-from semblend_trt.donors.host_tier import HostMemory, HostTier
-from semblend_trt.donors.offload import DiskLink, DiskTransfers, OffloadEvent, OffloadEventKind
-from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
+from semblend_trt.donors.store import DonorStore, HostMemory, HostTier, arena_blocks
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.ranks import ranks_of
 from semblend_trt.transfer.load import PlanLoader
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.donors.disk_tier import DiskTransfers
     from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -97,7 +95,9 @@ def open_tiers(
 ) -> Tiers:
     """Takes the tiers' and the staging memory. Raises ConfigurationError when what is asked for cannot be had."""
     device, dtype = pool.device, pool.dtype
-    arena = None
+    arena = snapshots = None
+    if settings.device_bytes or not holds_saved_blocks:
+        from semblend_trt.donors.device_tier import DeviceTier
     if settings.device_bytes:
         arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
     memory = HostMemory(settings.host_bytes, lock=True) if pool.is_cuda else None
@@ -107,7 +107,6 @@ def open_tiers(
         slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
         reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
         writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
-    snapshots = None
     if not holds_saved_blocks:
         blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
         snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
@@ -137,6 +136,8 @@ def _open_disk(
         return None
     if settings.disk_path is None:
         raise ConfigurationError("SEMBLEND_DISK_BYTES is set; set SEMBLEND_DISK_PATH to a folder as well")
+    from semblend_trt.donors.disk_tier import DiskTier, DiskTransfers, KvForm
+
     try:
         _check_single_rank(engine)
         form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)

@@ -99,10 +99,7 @@ def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
 
 
 def fingerprint(
-    tokens: TokenArray,
-    max_repeats: int = MAX_REPEATS,
-    shortest: int = GUARANTEED_RUN,
-    ends: Positions = _NO_ENDS,
+    tokens: TokenArray, max_repeats: int = MAX_REPEATS, shortest: int = GUARANTEED_RUN, ends: Positions = _NO_ENDS
 ) -> Fingerprints:
     """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`): about one in 9 tokens of ordinary text, and
     one in 25 for runs of 64 tokens.

@@ -14,11 +14,12 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.discovery.span_index import Run
 from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, gaps
-from semblend_trt.policy import ReusePolicy, ReuseTerms, allows_reuse, terms_of
+from semblend_trt.policy import ReusePolicy, ReuseTerms
+from semblend_trt.reuse_profile import terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semblend_trt.config import Settings
-    from semblend_trt.discovery.span_index import ScanWork, SpanIndex
+    from semblend_trt.discovery.span_index import Scan, SpanIndex
     from semblend_trt.reuse_profile import ReuseProfile
 
 
@@ -39,8 +40,6 @@ _FINDING_SHARE = 0.6
 # Refusals that a run could have averted which a bound has hidden.
 _AVERTABLE = frozenset({"no_donor_match", "low_reuse"})
 
-Scan: TypeAlias = "tuple[list[Run], ScanWork]"
-
 
 class Deadline:
     """Ends after `milliseconds` of this thread's processor time, in proportion later for more than DEADLINE_TOKENS.
@@ -48,8 +47,6 @@ class Deadline:
     Time in which the thread waits for a processor or for the interpreter's lock does not count: to give the lookup up
     would not bring that time back. It is asked before each piece of work. `has_cut` says that it refused one.
     """
-
-    __slots__ = ("_begin", "_clock", "_seconds", "has_cut")
 
     def __init__(self, milliseconds: float, tokens: int, clock: Callable[[], float] = time.thread_time) -> None:
         """`clock` returns seconds."""
@@ -106,15 +103,6 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class _Selection:
-    """The spans to place, sorted and disjoint. `withheld` are spans that the settings only allow to be reported."""
-
-    spans: list[PlanSpan]
-    withheld: list[PlanSpan] = field(default_factory=list)
-    discovery_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Preference:
     """Which of several pieces, runs or parts of them, is taken: the one of most `weight`, and which of equal ones.
 
@@ -153,7 +141,7 @@ class Planner:
     Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
 
     A model with chunked attention has chunks of `chunk` tokens, None for others. The KV of a run in which a chunk ends
-    hangs on where that is, in donor and prompt: such a run is cut there.
+    depends on where that is, in donor and prompt: such a run is cut there.
     Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
     than a span), invalid_tokens, lookup_timeout (nothing was found in time), lookup_bound (bounds hide what may be
     runs, and the others are too few), no_donor_match, chunk_edge (each run is cut into pieces shorter than a span),
@@ -204,24 +192,22 @@ class Planner:
         try:
             self._check_worth_looking(request)
             scan = scan or self._find(request, deadline)
-            runs = [run for run in scan[0] if run.donor_id not in request.exclude]
+            runs = [run for run in scan.runs if run.donor_id not in request.exclude]
             terms, refusal = self._terms_for(request)
-            selection = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
-            if not self._is_worth_placing(request, selection.spans, terms):
+            spans = self._select(request, self._in_chunks(runs), terms, refusal, deadline)
+            if not self._is_worth_placing(request, spans, terms):
                 raise _Refusal("low_reuse")
-            selection = self._withhold(request, selection)
         except _Refusal as refusal:
             cut = _cut(request, scan, deadline)
             reason = cut if cut and (deadline.has_cut or refusal.reason in _AVERTABLE) else refusal.reason
             return Planned(None, reason, len(runs), scan)
-        plan = self._build(request, runs, selection, terms)
-        return Planned(plan, _cut(request, scan, deadline), len(runs), scan)
+        return Planned(self._build(request, runs, spans, terms), _cut(request, scan, deadline), len(runs), scan)
 
     def _check_worth_looking(self, request: LookupRequest) -> None:
         min_span = self._settings.min_span_tokens
         if not self._settings.enabled:
             raise _Refusal("disabled")
-        if not allows_reuse(self._policy):
+        if self._policy is ReusePolicy.OFF:
             raise _Refusal("policy_off")
         if request.last_usable < min_span:
             raise _Refusal("short_prompt")
@@ -231,15 +217,13 @@ class Planner:
     def _find(self, request: LookupRequest, deadline: Deadline) -> Scan:
         is_over = partial(deadline.is_over, _FINDING_SHARE)
         try:
-            runs, work = self._index.find_counting(
-                request.namespace_key, request.tokens, self._settings.min_span_tokens, is_over
-            )
+            scan = self._index.find(request.namespace_key, request.tokens, self._settings.min_span_tokens, is_over)
         except ValueError:
             # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
             raise _Refusal("invalid_tokens") from None
         # What was left out is no loss where other runs hold the same text.
-        deadline.has_cut &= work.hidden_end > request.num_computed_tokens
-        return runs, work
+        deadline.has_cut &= scan.hidden_end > request.num_computed_tokens
+        return scan
 
     def _in_chunks(self, runs: list[Run]) -> list[Run]:
         """Raises _Refusal where runs are long enough and no piece of them is."""
@@ -270,8 +254,8 @@ class Planner:
 
     def _select(
         self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str, deadline: Deadline
-    ) -> _Selection:
-        """Raises _Refusal with the rule that leaves no span."""
+    ) -> list[PlanSpan]:
+        """The spans to place, sorted and disjoint. Raises _Refusal with the rule that leaves none."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
         generation = self._generations.get
         if self._generations:
@@ -280,11 +264,10 @@ class Planner:
         usable = [run for run in runs if min(run.target_end, end) - max(run.target_start, begin) >= min_span]
         if not usable:
             raise _Refusal("no_donor_match")
-        first = exact_run(usable, begin, end, self._is_near, self._generations)
-        chosen = [] if first is None else [first]
         preference = Preference(self._is_near, request.block_size, self._generations)
         # Exact KV comes before a longer shifted run: it costs no quality and may be published.
-        position = begin if first is None else first.target_end
+        first = _exact_run(usable, begin, end, preference)
+        chosen, position = ([], begin) if first is None else ([first], first.target_end)
         strict = self._settings.strict_prefix_boundary
         # A run of head tokens alone would be moved and then computed anyway.
         worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
@@ -298,22 +281,9 @@ class Planner:
         if not chosen:
             raise _Refusal(refusal)
         spans = [PlanSpan(*run, exact=run is first, generation=generation(run.donor_id, 0)) for run in chosen]
-        if strict and not (spans := cut_to_block(spans, request.block_size, min_span)):
+        if strict and not (spans := _cut_to_block(spans, request.block_size, min_span)):
             raise _Refusal("strict_prefix_boundary")
-        return _Selection(spans)
-
-    def _withhold(self, request: LookupRequest, selection: _Selection) -> _Selection:
-        """The selection under the settings that only report donors: discovery_only and exact_materialization_only."""
-        if self._settings.discovery_only:
-            return replace(selection, discovery_only=True)
-        if not self._settings.exact_materialization_only or all(span.exact for span in selection.spans):
-            return selection
-        exact = [span for span in selection.spans if span.exact]
-        if self._settings.strict_prefix_boundary:
-            exact = cut_to_block(exact, request.block_size, self._settings.min_span_tokens)
-        if not exact or not self._is_worth_placing(request, exact, None):
-            return replace(selection, discovery_only=True)
-        return _Selection(exact, [span for span in selection.spans if not span.exact])
+        return spans
 
     def _is_worth_placing(self, request: LookupRequest, spans: list[PlanSpan], terms: ReuseTerms | None) -> bool:
         reused = sum(
@@ -322,25 +292,33 @@ class Planner:
         return reused >= self._settings.min_reuse_ratio * (len(request.tokens) - request.num_computed_tokens)
 
     def _build(
-        self, request: LookupRequest, runs: list[Run], selection: _Selection, terms: ReuseTerms | None
+        self, request: LookupRequest, runs: list[Run], spans: list[PlanSpan], terms: ReuseTerms | None
     ) -> SemanticKvPlan:
-        computed, spans = request.num_computed_tokens, selection.spans
-        if selection.discovery_only:
-            kind = PlanKind.DISCOVERY_ONLY
-        else:
-            kind = PlanKind.EXACT_PREFIX if all(span.exact for span in spans) else PlanKind.REQUEST_LOCAL
+        kind, spans, withheld = self._withhold(request, spans)
         # Exact spans need no token computed again or checked.
         terms = terms if kind is PlanKind.REQUEST_LOCAL and terms is not None else ReuseTerms()
         check = terms.check
         if check is not None and any(span.generation for span in spans):
             check = replace(check, sample_every=0)  # all of what was built from approximate KV is compared
+        computed, end = request.num_computed_tokens, spans[-1].target_end
+        taken = ((span.target_start, span.target_end) for span in spans)
+        diagnostics: dict[str, Any] = {
+            "runs_found": len(runs),
+            "donors_considered": len({run.donor_id for run in runs}),
+            "tokens_reused": sum(span.length for span in spans),
+            "holes": [[hole.start, hole.stop] for hole in gaps(taken, computed, end)],
+        }
+        if withheld:
+            diagnostics["withheld"] = [
+                [each.donor_id, each.donor_start, each.target_start, each.length] for each in withheld
+            ]
         return SemanticKvPlan(
             request_id=request.request_id,
             kind=kind,
             spans=tuple(spans),
             prompt_token_ids=request.tokens,
             num_computed_tokens=computed,
-            matched_tokens=0 if selection.discovery_only else spans[-1].target_end - computed,
+            matched_tokens=0 if kind is PlanKind.DISCOVERY_ONLY else end - computed,
             block_size=request.block_size,
             execution=EngineExecution(
                 mode=request.mode,
@@ -350,55 +328,47 @@ class Planner:
                 head_tokens=terms.head_tokens,
                 sample_seed=secrets.randbits(32) if check is not None and check.sample_every else 0,
             ),
-            diagnostics=_diagnostics(runs, selection, computed),
+            diagnostics=diagnostics,
         )
+
+    def _withhold(
+        self, request: LookupRequest, spans: list[PlanSpan]
+    ) -> tuple[PlanKind, list[PlanSpan], list[PlanSpan]]:
+        """The kind of plan, its spans, and those that the settings discovery_only and exact_materialization_only allow
+        to be reported only."""
+        settings, exact = self._settings, [span for span in spans if span.exact]
+        if settings.discovery_only:
+            return PlanKind.DISCOVERY_ONLY, spans, []
+        if len(exact) == len(spans):
+            return PlanKind.EXACT_PREFIX, spans, []
+        if not settings.exact_materialization_only:
+            return PlanKind.REQUEST_LOCAL, spans, []
+        if settings.strict_prefix_boundary:
+            exact = _cut_to_block(exact, request.block_size, settings.min_span_tokens)
+        if not exact or not self._is_worth_placing(request, exact, None):
+            return PlanKind.DISCOVERY_ONLY, spans, []
+        return PlanKind.EXACT_PREFIX, exact, [span for span in spans if not span.exact]
 
 
 def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str | None:
     """Why runs may be missing that could be reused, None where none is."""
     if deadline.has_cut:
         return "lookup_timeout"
-    is_hidden = scan is not None and scan[1].hidden_end > request.num_computed_tokens
+    is_hidden = scan is not None and scan.hidden_end > request.num_computed_tokens
     return "lookup_bound" if is_hidden else None
 
 
-def _diagnostics(runs: list[Run], selection: _Selection, computed: int) -> dict[str, Any]:
-    spans = selection.spans
-    taken = ((span.target_start, span.target_end) for span in spans)
-    found: dict[str, Any] = {
-        "runs_found": len(runs),
-        "donors_considered": len({run.donor_id for run in runs}),
-        "tokens_reused": sum(span.length for span in spans),
-        "holes": [[hole.start, hole.stop] for hole in gaps(taken, computed, spans[-1].target_end)],
-    }
-    if selection.withheld:
-        found["withheld"] = [
-            [span.donor_id, span.donor_start, span.target_start, span.length] for span in selection.withheld
-        ]
-    return found
-
-
-def exact_run(
-    runs: Sequence[Run],
-    begin: int,
-    end: int,
-    is_near: Callable[[str], bool] = lambda _donor_id: False,
-    approximate: Collection[str] = (),
-) -> Run | None:
+def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference) -> Run | None:
     """The longest run that starts at position 0 of donor and prompt, cut to [begin, end); None when there is none.
 
-    Of equally long ones a near donor's is taken, and none of an `approximate` donor.
+    Of equally long ones a near donor's is taken, and none of an approximate donor.
     """
-    from_start = [
-        run for run in runs if run.donor_start == 0 and run.target_start == 0 and run.donor_id not in approximate
-    ]
-    best = min(
-        from_start, key=lambda run: (-min(run.target_end, end), not is_near(run.donor_id), run.donor_id), default=None
-    )
-    return None if best is None else best.within(begin, end)
+    from_start = [run for run in runs if run[1] == run[2] == 0 and run.donor_id not in preference.generations]
+    ranks = [(-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id) for run in from_start]
+    return from_start[ranks.index(min(ranks))].within(begin, end) if ranks else None
 
 
-def cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
+def _cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
     """`spans` up to the last block's end that they reach; a last span that keeps less than `min_span` is dropped."""
     for last in range(len(spans) - 1, -1, -1):
         span = spans[last]
@@ -426,14 +396,11 @@ def cover(
     """
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
-    offered: Counter[str] = Counter()
-    waiting: defaultdict[int, list[Run]] = defaultdict(list)
+    offered, waiting = Counter[str](), defaultdict[int, list[Run]](list)
     for piece in pieces:
         offered[piece.donor_id] += piece.length
         waiting[preference.weight(piece)].append(piece)
-    ranks = {
-        donor_id: (preference.generations.get(donor_id, 0), not preference.is_near(donor_id)) for donor_id in offered
-    }
+    ranks = {each: (preference.generations.get(each, 0), not preference.is_near(each)) for each in offered}
     weights = [-weight for weight in waiting]
     heapq.heapify(weights)
     taken, chosen = set(used_donors), _Cover()
@@ -501,18 +468,15 @@ class _Cover:
     def add(self, piece: Run) -> None:
         """Adds a piece that is free."""
         at = bisect_right(self._ends, piece.target_start)
-        for held, value in ((self._starts, piece.target_start), (self._ends, piece.target_end)):
-            held.insert(at, value)
+        self._starts.insert(at, piece.target_start)
+        self._ends.insert(at, piece.target_end)
         self.runs.insert(at, piece)
 
     def free_parts(self, piece: Run) -> list[Run]:
         """The parts of a piece that the runs leave free."""
-        position, end, parts = piece.target_start, piece.target_end, list[Run]()
+        position, end, parts = piece.target_start, piece.target_end, list[Run | None]()
         at = bisect_right(self._ends, position)
         while at < len(self.runs) and self._starts[at] < end:
-            if (part := piece.within(position, self._starts[at])) is not None:
-                parts.append(part)
+            parts.append(piece.within(position, self._starts[at]))
             position, at = self._ends[at], at + 1
-        if (part := piece.within(position, end)) is not None:
-            parts.append(part)
-        return parts
+        return [part for part in (*parts, piece.within(position, end)) if part is not None]

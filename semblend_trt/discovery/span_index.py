@@ -11,36 +11,47 @@ import threading
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend_trt.background import Background
-from semblend_trt.discovery.anchor_table import AnchorTable
 from semblend_trt.discovery.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Fingerprints, as_token_array, fingerprint
 from semblend_trt.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-
-    from semblend_trt.discovery.anchor_table import Keys, Pages
-    from semblend_trt.discovery.fingerprint import HashArray, Positions, TokenArray
+    from semblend_trt.discovery.fingerprint import Positions, TokenArray
 
 logger = logging.getLogger(__name__)
 
-_ALL_BITS = (1 << 64) - 1
-# A diagonal is a donor's number << 32 plus the distance from a position in the prompt to that in the donor.
-_DONOR_SHIFT = 32
-# To ask a clock takes a tenth of a comparison.
-_ASKED_EVERY = 8
-# So few nominations are all compared, in any order.
-_FEW_NOMINATIONS = 64
+Keys = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+Pages = npt.NDArray[np.int32]
+
+_FEW_NOMINATIONS = 64  # these are all compared, in any order
 # Tokens compared at once: at first at least and at most, and later at most.
 _FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 2048, 1 << 15
+
+# A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
+# A free slot is 0, or _EMPTIED after a key was removed.
+_KEY_BITS, _NUMBER_BITS = 36, np.uint64(28)
+_NUMBER = np.uint64((1 << 28) - 1)
+_EMPTIED = np.uint64(1)
+# A bucket's rows are cache lines, filled from the left: a row that does not end in 0 may have overflowed.
+_ROWS, _SLOTS = 256, 8
+# With more words, searches for missing keys take more steps.
+_MOST_FILLED = _ROWS * _SLOTS * 6 // 10
+# With fewer keys a full bucket does not split; it only drops its emptied slots.
+_WORTH_SPLITTING = _MOST_FILLED * 7 // 10
+_PAGE_BITS, _PAGE = 4, 16  # places are given to donors in pages
+_GONE = -1
+_MOST_PAGES = 1 << (28 - _PAGE_BITS)
+_GROWTH_BYTES = 1 << 22
 
 
 class Run(NamedTuple):
@@ -60,8 +71,6 @@ class Run(NamedTuple):
         first, last = max(begin, self.target_start), min(end, self.target_end)
         if first >= last:
             return None
-        if last - first == self.length:
-            return self
         return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
 
     def in_chunks(self, chunk: int) -> list[Run]:
@@ -69,16 +78,10 @@ class Run(NamedTuple):
         same tokens."""
         if (self.donor_start - self.target_start) % chunk == 0:
             return [self]
-        ends = {
-            end
-            for start in (self.donor_start, self.target_start)
-            for end in range(chunk - start % chunk, self.length, chunk)
-        }
-        cuts = [0, *sorted(ends), self.length]
-        return [
-            Run(self.donor_id, self.donor_start + begin, self.target_start + begin, end - begin)
-            for begin, end in pairwise(cuts)
-        ]
+        donor_id, donor_start, target_start, length = self
+        ends = (range(chunk - start % chunk, length, chunk) for start in (donor_start, target_start))
+        cuts = pairwise(sorted({0, length}.union(*ends)))
+        return [Run(donor_id, donor_start + begin, target_start + begin, end - begin) for begin, end in cuts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,8 @@ class ScanBounds:
     after which no further place is compared.
 
     Below these bounds every run of the wanted length is found, unless it is one repeated token. Above them the runs
-    found are still right, but some may be missing: `ScanWork.hidden_end` tells.
-
-    So a prompt of n tokens with a anchors costs at most a x max_bucket places read, max(max_extensions,
-    n / GUARANTEED_RUN) comparisons, and max_compared + n + 2 equal tokens, however many donors hold its text.
+    found are still right, but some may be missing: see `Scan.hidden_end`. Beyond `max_compared`, the prompt's tokens
+    and two more may be compared.
     """
 
     max_repeats: int = 8
@@ -103,23 +104,6 @@ class ScanBounds:
     max_pairs: int = 1 << 16
     max_extensions: int = 1024
     max_compared: int = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class ScanWork:
-    """What one lookup cost: the prompt's anchors, the places read for them, the places compared by tokens, and the
-    equal tokens, with one more for each end of a comparison.
-
-    `hidden_end` is the end of the last anchor that stands in no run and has a place that was not compared, because of a
-    bound or the caller; 0 without one. Places that `max_bucket` or `max_pairs` leave out count where such anchors
-    follow each other for a wanted run's length: phrases that many donors hold are shorter.
-    """
-
-    anchors: int = 0
-    places: int = 0
-    extensions: int = 0
-    compared: int = 0
-    hidden_end: int = 0
 
 
 @dataclass(slots=True)
@@ -150,28 +134,231 @@ class _Donor:
 _Nomination: TypeAlias = "tuple[_Donor, int, Positions]"
 
 
+class AnchorTable:
+    """Where donors hold each anchor: from its key to its newest place, which links to older ones. Not thread safe.
+
+    The hash table uses extendible hashing (Fagin et al., TODS 1979): a key's leading bits select an entry in a
+    directory of 2**depth bucket numbers, a full bucket splits in two, and the directory doubles when it must. So a
+    change moves only the buckets that it fills. Every step handles all keys of a prompt or donor at once. Keys are
+    uint64 with all bits random.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._directory: Integers = np.zeros(1, dtype=np.int64)
+        self._buckets = 1
+        self._rows: Keys = np.zeros((_ROWS, _SLOTS), dtype=np.uint64)
+        self._filled: Integers = np.zeros(1, dtype=np.int64)
+        # Of each place: its position in the donor, and the next older and newer place of its key. Place 0 means none;
+        # its own values are never read.
+        self._positions, self._older, self._newer = (np.zeros(_PAGE, dtype=np.int32) for _ in range(3))
+        self._donors: Pages = np.zeros(1, dtype=np.int32)
+        self._pages = 1
+        self._free: list[int] = []
+
+    def add(self, donor: int, keys: Keys, positions: Integers) -> Pages:
+        """Enters the keys [n] of a donor (a number below 2**31) that stand at `positions` (int64 [n], below 2**31).
+
+        Returns the pages of its places, for `remove`. Raises CapacityError.
+        """
+        pages = self._take_pages(-(-len(keys) // _PAGE))
+        places = _places_of(pages, len(keys))
+        self._donors[pages] = donor
+        self._positions[places] = positions
+        keys = _shortened(keys)
+        order = np.argsort(keys, kind="stable")
+        keys, places = keys[order], places[order]
+        again = np.flatnonzero(keys[1:] == keys[:-1])  # the later place of a key is the newer one
+        self._older[places[again + 1]] = places[again]
+        self._newer[places[again]] = places[again + 1]
+        is_newest, is_oldest = np.ones(len(keys), dtype=np.bool_), np.ones(len(keys), dtype=np.bool_)
+        is_newest[again], is_oldest[again + 1] = False, False
+        keys, newest, oldest = keys[is_newest], places[is_newest], places[is_oldest]
+        slots = self._slots_for(keys)
+        words = self._rows.reshape(-1)
+        before = (words[slots] & _NUMBER).astype(np.int64)
+        self._older[oldest] = before
+        self._newer[before] = oldest
+        self._newer[newest] = 0
+        words[slots] = keys << _NUMBER_BITS | newest.astype(np.uint64)
+        return pages
+
+    def remove(self, pages: Pages, keys: Keys) -> None:
+        """Removes the places in the pages that `add` returned for `keys`."""
+        places = _places_of(pages, len(keys))
+        self._positions[places] = _GONE
+        older, newer = self._older[places], self._newer[places]
+        for links, ends in ((self._older, older), (self._newer, newer)):
+            while len(gone := np.flatnonzero(self._positions[ends] == _GONE)):
+                ends[gone] = links[ends[gone]]
+        self._older[newer] = older
+        self._newer[older] = newer
+        was_newest = newer == 0
+        keys, left = _shortened(keys[was_newest]), older[was_newest].astype(np.uint64)
+        which, slots = self._find(keys)
+        self._rows.reshape(-1)[slots] = np.where(left > 0, keys << _NUMBER_BITS | left, _EMPTIED)[which]
+        self._free += pages.tolist()
+
+    def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers, Integers]:
+        """The newest places of each key: at most `most` of a key and `limit` in all, the newest of all keys first.
+
+        Returns indices into `keys`, donor numbers, and positions in the donors, int64 [places] each; then the indices
+        of the keys that have older places as well.
+        """
+        which, slots = self._find(_shortened(keys))
+        places = (self._rows.reshape(-1)[slots] & _NUMBER).astype(np.int64)
+        found, unread = [], []
+        for _ in range(most):
+            unread.append(which[limit:])
+            which, places = which[:limit], places[:limit]
+            found.append((which, places))
+            limit -= len(places)
+            places = self._older[places].astype(np.int64)
+            has_older = places > 0
+            which, places = which[has_older], places[has_older]
+            if not len(places):
+                break
+        unread.append(which)
+        which, places = (np.concatenate(each) for each in zip(*found, strict=True))
+        donors, positions = self._donors[places >> _PAGE_BITS], self._positions[places]
+        return which, donors.astype(np.int64), positions.astype(np.int64), np.concatenate(unread)
+
+    def _home_rows(self, keys: Keys) -> Integers:
+        buckets = self._directory[(keys >> np.uint64(_KEY_BITS - self._depth)).astype(np.int64)]
+        rows: Integers = buckets * _ROWS + (keys.view(np.int64) >> 1 & _ROWS - 1)
+        return rows
+
+    def _find(self, keys: Keys) -> tuple[Integers, Integers]:
+        """The indices of the `keys` that are in the table, and their slots: int64 [found] each."""
+        rows, waiting = self._home_rows(keys), np.arange(len(keys))
+        which, slots = [waiting[:0]], [waiting[:0]]
+        while len(waiting):
+            words = self._rows.take(rows, axis=0)
+            hits = np.flatnonzero(words >> _NUMBER_BITS == keys[:, None])
+            found = hits // _SLOTS
+            which.append(waiting[found])
+            slots.append(rows[found] * _SLOTS + hits % _SLOTS)
+            overflowed = words[:, -1] != 0
+            overflowed[found] = False
+            left = np.flatnonzero(overflowed)
+            waiting, keys = waiting[left], keys[left]
+            rows = _next_rows(rows[left], keys)
+        return np.concatenate(which), np.concatenate(slots)
+
+    def _slots_for(self, keys: Keys) -> Integers:
+        """The slots of the different `keys`, int64 [n]; missing keys are entered."""
+        while True:
+            which, found = self._find(keys)
+            missing = np.ones(len(keys), dtype=np.bool_)
+            missing[which] = False
+            buckets, coming = np.unique(self._home_rows(keys[missing]) // _ROWS, return_counts=True)
+            filled = self._filled[buckets] + coming
+            crowded = np.flatnonzero(filled > _MOST_FILLED)
+            if not len(crowded):
+                break
+            for bucket, count in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
+                self._rebuild(bucket, count)  # words have moved, and there may still be too little room
+        self._filled[buckets] = filled
+        slots = np.empty(len(keys), dtype=np.int64)
+        slots[which] = found
+        slots[missing] = self._claim(keys[missing])
+        return slots
+
+    def _claim(self, keys: Keys) -> Integers:
+        """Enters different `keys` that are missing and for which there is room; returns their slots."""
+        slots = np.empty(len(keys), dtype=np.int64)
+        rows, waiting, words = self._home_rows(keys), np.arange(len(keys)), self._rows.reshape(-1)
+        while len(waiting):
+            order = np.argsort(rows, kind="stable")
+            rows, waiting = rows[order], waiting[order]
+            # A row's free slots are its last ones; keys of one row take them in order.
+            column = np.count_nonzero(self._rows[rows], axis=1) + np.arange(len(rows)) - np.searchsorted(rows, rows)
+            fits = column < _SLOTS
+            entered, chosen = waiting[fits], rows[fits] * _SLOTS + column[fits]
+            slots[entered] = chosen
+            words[chosen] = keys[entered] << _NUMBER_BITS
+            waiting = waiting[~fits]
+            rows = _next_rows(rows[~fits], keys[waiting])
+        return slots
+
+    def _rebuild(self, bucket: int, coming: int) -> None:
+        """Rebuilds a bucket without its emptied slots, as two buckets when it has many keys."""
+        rows = slice(bucket * _ROWS, (bucket + 1) * _ROWS)
+        held = self._rows[rows]
+        held = held[held > _NUMBER]
+        other = bucket
+        if len(held) + coming > _WORTH_SPLITTING:
+            entries = np.flatnonzero(self._directory == bucket)
+            if len(entries) == 1:
+                self._directory, self._depth = np.repeat(self._directory, 2), self._depth + 1
+                entries = 2 * entries[0] + np.arange(2)
+            other, self._buckets = self._buckets, self._buckets + 1
+            _grow(self._rows, self._buckets * _ROWS)
+            _grow(self._filled, self._buckets)
+            self._directory[entries[len(entries) // 2 :]] = other
+        self._rows[rows] = 0
+        slots = self._claim(held >> _NUMBER_BITS)
+        self._rows.reshape(-1)[slots] = held
+        moved = int((slots >= other * _ROWS * _SLOTS).sum()) if other != bucket else 0
+        self._filled[other] = moved
+        self._filled[bucket] = len(held) - moved
+
+    def _take_pages(self, count: int) -> Pages:
+        new = max(0, count - len(self._free))
+        if self._pages + new > _MOST_PAGES:
+            raise CapacityError(
+                f"the span index holds all of the {_MOST_PAGES * _PAGE} anchors that it can; remove donors first"
+            )
+        free = len(self._free) - (count - new)
+        taken = [*self._free[free:], *range(self._pages, self._pages + new)]
+        del self._free[free:]
+        self._pages += new
+        _grow(self._donors, self._pages)
+        for array in (self._positions, self._older, self._newer):
+            _grow(array, self._pages * _PAGE)
+        return np.array(taken, dtype=np.int32)
+
+
+def _shortened(keys: Keys) -> Keys:
+    """The bits of each key that a slot holds; never 0."""
+    shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
+    return shortened
+
+
+def _next_rows(rows: Integers, keys: Keys) -> Integers:
+    """The next row of the same bucket for keys whose row is full. Different steps keep full rows from clustering."""
+    steps = keys.view(np.int64) >> 9 | 1
+    return rows & -_ROWS | rows + steps & _ROWS - 1
+
+
+def _places_of(pages: Pages, count: int) -> Integers:
+    return (pages[:, None].astype(np.int64) * _PAGE + np.arange(_PAGE)).reshape(-1)[:count]
+
+
+def _grow(array: npt.NDArray[np.generic], count: int) -> None:
+    """Makes `array` at least `count` long. The C library remaps the pages of large arrays instead of copying them."""
+    if len(array) < count:
+        spare = min(count // 2, _GROWTH_BYTES * len(array) // array.nbytes)
+        array.resize((count + spare, *array.shape[1:]), refcheck=False)
+
+
 class SpanIndex:
     """Donors by their tokens. Thread safe: a lock is held while anchors are entered or looked up, never while tokens
     are compared.
 
     Anchors are entered and taken out by a thread of the index, one donor after the other, while the caller goes on:
     they take a millisecond, which an engine's step would wait for. A lookup waits for the donor under way.
-
-    `hash_mask` selects the bits of a gram's hash that are used. Tests force collisions with it; results are right with
-    any mask.
     """
 
-    def __init__(self, bounds: ScanBounds | None = None, hash_mask: int = _ALL_BITS) -> None:
+    def __init__(self, bounds: ScanBounds | None = None) -> None:
         self._bounds = bounds or ScanBounds()
-        self._mask = np.uint64(hash_mask)
         self._lock = threading.Lock()
         self._table = AnchorTable()
         self._donors: dict[str, _Donor] = {}
         self._by_number: list[_Donor | None] = []
         self._free_numbers: list[int] = []
         self._namespaces: dict[str, _Namespace] = {}
-        # One donor is added or removed at a time.
-        self._changes = threading.Lock()
+        self._changes = threading.Lock()  # one donor is added or removed at a time
         self._background = Background("semblend-index")
         weakref.finalize(self, self._background.close, 0.0)
         self._is_idle = threading.Event()
@@ -188,10 +375,10 @@ class SpanIndex:
             if donor_id in self._donors:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
             with self._lock:
-                space = self._namespaces.get(namespace_key)
-                if space is None:
-                    space = _Namespace(namespace_key, np.uint64(secrets.randbits(64) | 1))
-                    self._namespaces[namespace_key] = space
+                if namespace_key not in self._namespaces:
+                    factor = np.uint64(secrets.randbits(64) | 1)
+                    self._namespaces[namespace_key] = _Namespace(namespace_key, factor)
+                space = self._namespaces[namespace_key]
                 space.donors += 1
                 if not self._free_numbers:
                     self._free_numbers.append(len(self._by_number))
@@ -215,51 +402,47 @@ class SpanIndex:
             self._begin(self._take_out, donor)
         return True
 
-    def find(self, namespace_key: str, tokens: npt.ArrayLike, shortest: int = GUARANTEED_RUN) -> list[Run]:
-        """Returns the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
-
-        A run is maximal when the tokens before and after it differ. Runs shorter than GUARANTEED_RUN are never
-        returned; a larger `shortest` makes the lookup quicker. Sorted by prompt position, then the longest first.
-        Donors of other namespaces are never compared. Raises ValueError for bad token ids.
-        """
-        return self.find_counting(namespace_key, tokens, shortest)[0]
-
-    def find_counting(
+    def find(
         self,
         namespace_key: str,
         tokens: npt.ArrayLike,
         shortest: int = GUARANTEED_RUN,
         is_over: Callable[[], bool] = lambda: False,
-    ) -> tuple[list[Run], ScanWork]:
-        """The runs that `find` returns, and the work of the lookup. Once `is_over` no further place is compared."""
+    ) -> Scan:
+        """Finds the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
+
+        A run is maximal when the tokens before and after it differ. Runs shorter than GUARANTEED_RUN are never
+        returned; a larger `shortest` makes the lookup quicker. Sorted by prompt position, then the longest first.
+        Donors of other namespaces are never compared. Once `is_over` no further place is compared. Raises ValueError
+        for bad token ids.
+        """
         prompt, shortest = as_token_array(tokens), max(shortest, GUARANTEED_RUN)
+        scan = Scan(prompt, shortest, self._bounds, is_over)
         if namespace_key not in self._namespaces:
-            return [], ScanWork()
+            return scan
         self.wait()
-        anchors, search = fingerprint(prompt, len(prompt), shortest), _Search(prompt, shortest, self._bounds, is_over)
+        anchors = fingerprint(prompt, len(prompt), shortest)
+        scan.anchors = len(anchors.positions)
         is_surplus = anchors.surplus(self._bounds.max_repeats)
-        repeats = is_surplus.any()
-        search.compare(self._nominate(namespace_key, anchors.only(~is_surplus) if repeats else anchors, search))
-        if repeats:
-            # Text that repeats itself lies in runs by now; else a donor's text stands in the prompt many times.
-            again = is_surplus & _are_outside(anchors.positions, search.runs)
-            search.compare(self._nominate(namespace_key, anchors.only(again), search))
-        work = search.places, search.extensions, search.compared, search.hidden_end()
-        return search.runs, ScanWork(len(anchors.positions), *work)
+        scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus), scan))
+        if is_surplus.any():
+            # Text that repeats itself is in runs by now; else a donor's text is in the prompt many times.
+            again = is_surplus & _are_outside(anchors.positions, scan.runs)
+            scan.compare(self._nominate(namespace_key, anchors.only(again), scan))
+        return scan
 
     def used_bytes(self) -> int:
         """Memory of tokens and anchors in bytes, without donor ids and Python objects."""
         self.wait()
         with self._lock:
-            pages = sum(each.pages.nbytes for each in self._donors.values() if each.pages is not None)
-            return self._table.nbytes + pages + sum(each.tokens.nbytes for each in self._donors.values())
+            arrays = [*vars(self._table).values()]
+            for donor in self._donors.values():
+                arrays += [donor.tokens, donor.pages]
+            return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
 
     def wait(self) -> None:
         """Waits until the change under way is done."""
         self._is_idle.wait()
-
-    def __len__(self) -> int:
-        return len(self._donors)
 
     def __contains__(self, donor_id: object) -> bool:
         return donor_id in self._donors
@@ -273,8 +456,7 @@ class SpanIndex:
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
         with self._lock:
             try:
-                keys = self._keys(anchors.hashes, donor.space)
-                donor.pages = self._table.add(donor.number, keys, anchors.positions)
+                donor.pages = self._table.add(donor.number, anchors.hashes * donor.space.factor, anchors.positions)
             except CapacityError as error:
                 logger.warning("donor %s is not found by look-ups: %s", donor.donor_id, error)
 
@@ -282,32 +464,25 @@ class SpanIndex:
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
         with self._lock:
             if donor.pages is not None:
-                self._table.remove(donor.pages, self._keys(anchors.hashes, donor.space))
+                self._table.remove(donor.pages, anchors.hashes * donor.space.factor)
             self._free_numbers.append(donor.number)
 
-    def _keys(self, hashes: HashArray, space: _Namespace) -> Keys:
-        keys: Keys = (hashes & self._mask) * space.factor
-        return keys
-
-    def _nominate(self, namespace_key: str, anchors: Fingerprints, search: _Search) -> list[_Nomination]:
-        """Where the namespace's donors hold `anchors` of a prompt.
-
-        Nominations with most anchors come first; before all others, where there are many, the best one of each anchor,
-        and there are no more than these or the bound.
-        """
+    def _nominate(self, namespace_key: str, anchors: Fingerprints, scan: Scan) -> list[_Nomination]:
+        """Where the namespace's donors hold `anchors` of a prompt, those with most anchors first. Where there are many,
+        the best one of each anchor comes before all others, and there are no more than these or the bound."""
         bounds = self._bounds
         with self._lock:
             space = self._namespaces.get(namespace_key)
             if space is None:
                 return []
-            keys, limit = self._keys(anchors.hashes, space), bounds.max_pairs - search.places
-            which, numbers, places, unread = self._table.find(keys, bounds.max_bucket, limit)
-            search.places += len(which)
-            search.unread.append(anchors.positions[unread])
+            limit = bounds.max_pairs - scan.places
+            which, numbers, places, unread = self._table.find(anchors.hashes * space.factor, bounds.max_bucket, limit)
+            scan.places += len(which)
+            scan.unread.append(anchors.positions[unread])
             if not len(which):
                 return []
             targets = anchors.positions[which]
-            diagonals = (numbers << _DONOR_SHIFT) + (places - targets)
+            diagonals = (numbers << 32) + (places - targets)  # by donor, and by the shift from prompt to donor
             order = np.argsort(diagonals, kind="stable")
             diagonals = diagonals[order]
             edges = np.flatnonzero(diagonals[1:] != diagonals[:-1]) + 1
@@ -316,7 +491,7 @@ class SpanIndex:
             if len(ranked) > _FEW_NOMINATIONS:
                 ranked, best = _best_first(ranked, which[order], ends - begins)
                 ranked, others = np.split(ranked, [max(best, bounds.max_extensions)])
-                search.left += [targets[order[begins[each] : ends[each]]] for each in others.tolist()]
+                scan.left += [targets[order[begins[each] : ends[each]]] for each in others.tolist()]
             nominations = []
             for begin, end in zip(begins[ranked].tolist(), ends[ranked].tolist(), strict=True):
                 first = order[begin]
@@ -327,9 +502,11 @@ class SpanIndex:
             return nominations
 
 
-class _Search:
-    """The `runs` of one prompt that are found, and what it took. `left` are positions of anchors of which a nominated
-    place was not compared, `unread` of those that have older places."""
+class Scan:
+    """One lookup: the `runs` of a prompt that are found, and what that cost. `anchors` are the prompt's, `places` those
+    that were read for them, `extensions` those that were compared by tokens, and `compared` the equal tokens, with one
+    more for each end of a comparison. `left` are positions of anchors of which a nominated place was not compared,
+    `unread` of those that have older places."""
 
     def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
         self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
@@ -337,7 +514,7 @@ class _Search:
         self.runs: list[Run] = []
         self.left: list[Positions] = []
         self.unread: list[Positions] = []
-        self.places = self.extensions = self.compared = 0
+        self.anchors = self.places = self.extensions = self.compared = 0
 
     def compare(self, nominations: list[_Nomination]) -> None:
         """Adds the runs that the nominated places lie in, until a bound is reached; sorts the runs."""
@@ -347,15 +524,19 @@ class _Search:
                 break
         self.runs.sort(key=lambda run: (run.target_start, -run.length, run.donor_id, run.donor_start))
 
+    @cached_property
     def hidden_end(self) -> int:
-        """As `ScanWork` has it."""
+        """The end of the last anchor that is in no run and has a place that was not compared, because of a bound or the
+        caller; 0 without one.
+
+        Places that `max_bucket` or `max_pairs` leave out count where such anchors follow each other for a wanted run's
+        length: phrases that many donors hold are shorter.
+        """
         end = 0
         for positions, shortest in ((self.left, GRAM_TOKENS), (self.unread, self._shortest)):
-            if any(map(len, positions)):
-                outside = np.concatenate(positions)
-                outside = np.unique(outside[_are_outside(outside, self.runs)])
-                if not len(outside):
-                    continue
+            anchors = np.concatenate([*positions, np.empty(0, dtype=np.int64)])
+            outside = np.unique(anchors[_are_outside(anchors, self.runs)])
+            if len(outside):
                 parts = np.split(outside, np.flatnonzero(np.diff(outside) > self._shortest) + 1)
                 ends = [int(part[-1]) + GRAM_TOKENS for part in parts if np.ptp(part) + GRAM_TOKENS >= shortest]
                 end = max(end, *ends[-1:], 0)
@@ -368,15 +549,15 @@ class _Search:
         while at < len(targets):
             if self.extensions == most_extensions or self.compared > most_compared:
                 return False
-            if self.extensions % _ASKED_EVERY == 0 and self._is_over():
+            if self.extensions % 8 == 0 and self._is_over():  # to ask a clock takes a tenth of a comparison
                 return False
             target = targets[at]
             place = target + shift
-            ahead = _equal(held[place:], prompt[target:], min(targets[-1] - target + _FEWEST_COMPARED, _LIKELY_EQUAL))
-            behind = 0
+            likely = min(targets[-1] - target + _FEWEST_COMPARED, _LIKELY_EQUAL)
+            ahead, behind = equal_tokens(held[place:], prompt[target:], likely), 0
             if ahead:  # else another gram has the anchor's key
                 before = held_backwards[len(held) - place :], self._backwards[len(prompt) - target :]
-                behind = _equal(*before, _FEWEST_COMPARED)
+                behind = equal_tokens(*before, _FEWEST_COMPARED)
             self.extensions, self.compared = self.extensions + 1, self.compared + ahead + behind + 2
             if ahead + behind >= self._shortest:
                 self.runs.append(Run(donor.donor_id, place - behind, target - behind, ahead + behind))
@@ -400,13 +581,12 @@ def _best_first(ranked: Positions, which: Positions, sizes: Positions) -> tuple[
 def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]:
     """Which of the prompt's positions lie in none of the `runs` (sorted by prompt position)."""
     starts, ends = (np.array([0, *(each[2] + part * each[3] for each in runs)]) for part in (0, 1))
-    outside: npt.NDArray[np.bool_] = (
-        positions >= np.maximum.accumulate(ends)[np.searchsorted(starts, positions, "right") - 1]
-    )
+    reached = np.maximum.accumulate(ends)[np.searchsorted(starts, positions, "right") - 1]
+    outside: npt.NDArray[np.bool_] = positions >= reached
     return outside
 
 
-def _equal(left: TokenArray, right: TokenArray, step: int) -> int:
+def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
     """Number of equal tokens at the beginning; `step` are compared first, then four times as many each time."""
     length, done = min(len(left), len(right)), 0
     while done < length:

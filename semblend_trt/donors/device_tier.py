@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 _LEAVING_TIMEOUT_SECONDS = 10.0
 
 
-def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Blocks of an arena of at most `byte_budget` bytes. Scheduler and workers both count with this."""
-    return byte_budget // (geometry.bytes_per_token(dtype) * geometry.block_size)
-
-
 @dataclass(slots=True)
 class _Donor:
     """`block_ids`: int64 [blocks], on the host. `readers` threads are queueing work on the blocks; `reads` are the ends
@@ -100,7 +95,7 @@ class DeviceTier:
                 self._fences = [fence for fence in self._fences if not fence.query()]
                 fences = list(self._fences)
             wait(stream, fences)
-            yield self._paged(donor)
+            yield PagedKv(self._arena, donor.block_ids, self._geometry)
         except BaseException:
             self._let_go(donor_id, donor)
             raise
@@ -118,24 +113,19 @@ class DeviceTier:
         Raises DonorUnavailableError when the donor is not held.
         """
         with self._changed:
-            donor = self._donors.get(donor_id)
-            if donor is None or not donor.is_ready:
-                raise DonorUnavailableError(f"donor {donor_id} is not in the device tier")
+            donor = self._ready(donor_id)
             donor.readers += 1
         stream = current_stream(self._arena.device)
         try:
             wait(stream, [donor.written])
-            yield self._paged(donor)
+            yield PagedKv(self._arena, donor.block_ids, self._geometry)
         finally:
             self._end_work(donor, record(stream))
 
     def tokens_of(self, donor_id: str) -> int:
         """Positions that the donor holds; DonorUnavailableError when it is not held."""
         with self._changed:
-            donor = self._donors.get(donor_id)
-            if donor is None or not donor.is_ready:
-                raise DonorUnavailableError(f"donor {donor_id} is not in the device tier")
-            return donor.tokens
+            return self._ready(donor_id).tokens
 
     def drop(self, donor_id: str) -> bool:
         """Lets the donor's blocks go, now or when its last reader leaves; False when there is none."""
@@ -144,7 +134,6 @@ class DeviceTier:
             return donor is not None and self._let_go(donor_id, donor)
 
     def clear(self) -> None:
-        """Lets every donor's blocks go."""
         with self._changed:
             for donor_id in list(self._donors):
                 self.drop(donor_id)
@@ -171,8 +160,11 @@ class DeviceTier:
             donor = self._donors[donor_id] = _Donor(taken, tokens, readers=1)
             return donor
 
-    def _paged(self, donor: _Donor) -> PagedKv:
-        return PagedKv(self._arena, donor.block_ids, self._geometry)
+    def _ready(self, donor_id: str) -> _Donor:
+        donor = self._donors.get(donor_id)
+        if donor is None or not donor.is_ready:
+            raise DonorUnavailableError(f"donor {donor_id} is not in the device tier")
+        return donor
 
     def _end_work(self, donor: _Donor, end: Event | None) -> None:
         """The reader or writer of `donor` has queued all of its work, which ends with `end`."""

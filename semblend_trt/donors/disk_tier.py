@@ -1,7 +1,7 @@
-"""The disk tier: a folder of donors' files that one engine owns.
+"""The disk tier: a folder of donors' files that one engine owns, and the transfers to and from it.
 
 Its calls read and write files and are made in the background only. Files hold token ids and KV, from which prompts can
-be recovered: the folder is the owner's alone (0700, files 0600) and belongs where prompts may lie. A key that lies
+be recovered: the folder is the owner's alone (0700, files 0600) and belongs where prompts may be. A key that is
 elsewhere seals the files, so a process that can write the folder can still make no file that is read.
 
 A file is safetensors with `kv` [layers, tokens, kv_factor, kv_heads, head_dim] and `tokens` int32 [tokens]. KV lies in
@@ -15,6 +15,7 @@ disk cannot give would then end the process.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -24,24 +25,29 @@ import os
 import re
 import secrets
 import threading
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from semblend_trt.background import Background
+from semblend_trt.donors.catalog import DonorText
+from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import DonorUnavailableError, SemBlendError
 from semblend_trt.files import open_file, open_folder, refuse_others
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
-    from semblend_trt.donors.host_tier import HostKv
+    from semblend_trt.donors.store import HostKv, HostTier
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
@@ -50,24 +56,19 @@ FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"
 _DONOR_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 PAGE = 4096
-_TOKEN_ID_BYTES = 4
 # A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
 _HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
 FORMAT = "semblend-donor-3"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _LENGTH_BYTES = 8
-# Far above the header of any model's file; what claims more is none.
+# Far above the header of any model's file.
 _MOST_HEADER_BYTES = 1 << 20
 _THREADS = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DonorText:
-    """`tokens`: int32 [n]; `generation` is above 0 where the KV was built from approximate KV."""
-
-    namespace_key: str
-    tokens: npt.NDArray[np.int32]
-    generation: int = 0
+KEY_BYTES = 32
+# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
+MAX_WAITING = 8
+_CLOSING_SECONDS = 60.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
@@ -116,7 +117,7 @@ class KvForm:
 
 def file_bytes(num_layers: int, token_bytes: int, tokens: int) -> int:
     """Bytes on disk, whole pages, of a donor with `token_bytes` bytes of KV a token; known before it is written."""
-    return _header_bytes(num_layers) + _pages(tokens * (token_bytes + _TOKEN_ID_BYTES))
+    return _header_bytes(num_layers) + _pages(tokens * (token_bytes + 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +169,18 @@ class DiskTier:
         if not path.is_symlink():
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            self._descriptor = opened.enter_context(_own_folder(path, make=True))
+            with open_folder(path) as parent:
+                with suppress(FileExistsError):
+                    os.mkdir(FOLDER, 0o700, dir_fd=parent)
+                self._descriptor = opened.enter_context(open_folder(FOLDER, parent))
+            refuse_others(self._descriptor, self._folder, 0o022)
             os.fchmod(self._descriptor, 0o700)
             self._lock = opened.enter_context(open_file("lock", os.O_RDWR | os.O_CREAT, self._descriptor))
-            if not _is_lockable(self._lock):
-                raise BlockingIOError(
-                    f"another engine keeps its donors in {self._folder}; give each one its own folder"
-                )
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                message = f"another engine keeps its donors in {self._folder}; give each one its own folder"
+                raise BlockingIOError(message) from error
             self._check_place()
             names = sorted(os.listdir(self._descriptor))
             self._unfinished = [name for name in names if name.endswith(_UNFINISHED)]
@@ -191,10 +197,10 @@ class DiskTier:
         self._check_place()
         unfinished, name = donor_id + _UNFINISHED, donor_id + _SUFFIX
         try:
-            with self._file(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            with open_file(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._descriptor) as file:
                 seal = write_donor(file, donor_id, text, kv, self.form, self._key)
             os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-            self._sync_folder()
+            os.fsync(self._descriptor)
         except BaseException:
             for left in (unfinished, name):
                 with suppress(OSError):
@@ -212,7 +218,7 @@ class DiskTier:
         """Copies the donor's KV into `held`, checked, and marks the file as used. Raises DonorFileError and OSError."""
         self.tokens_of(donor_id)
         self._check_place()
-        with self._file(donor_id + _SUFFIX) as file:
+        with open_file(donor_id + _SUFFIX, folder=self._descriptor) as file:
             read_kv(file, self._known[donor_id][1], self.form, self._key, held)
             with suppress(OSError):  # a folder that has become read-only still serves
                 os.utime(file)
@@ -228,7 +234,7 @@ class DiskTier:
             self._remove(donor_id + _SUFFIX)
 
     def scan(self) -> Iterator[tuple[str, DonorText] | DonorFileError]:
-        """The donors whose files lie in the folder, the longest unused first. A file that cannot be used is removed,
+        """The donors whose files are in the folder, the longest unused first. A file that cannot be used is removed,
         and its error comes in its place; unfinished files come first. Raises OSError."""
         for left in self._unfinished:
             yield DonorFileError("unfinished", f"{left} was not written to its end")
@@ -236,7 +242,7 @@ class DiskTier:
         names = [name for name in os.listdir(self._descriptor) if name.endswith(_SUFFIX)]
         for name in sorted(names, key=self._last_use):
             try:
-                with self._file(name) as file:
+                with open_file(name, folder=self._descriptor) as file:
                     donor_id, text, seal = read_text(file, self.form, self._key)
                 if name != donor_id + _SUFFIX:
                     raise DonorFileError("corrupt", "it is the file of another donor")
@@ -257,9 +263,6 @@ class DiskTier:
         """Lets another engine have the folder."""
         self._opened.close()
 
-    def _file(self, name: str, flags: int = os.O_RDONLY) -> AbstractContextManager[int]:
-        return open_file(name, flags, self._descriptor)
-
     def _remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
@@ -271,9 +274,6 @@ class DiskTier:
         if not os.path.samestat(there, os.fstat(self._lock)):
             raise FileNotFoundError(f"{self._folder} is not the folder any more that this engine locked; start it anew")
 
-    def _sync_folder(self) -> None:
-        os.fsync(self._descriptor)
-
     def _last_use(self, name: str) -> float:
         try:
             return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime
@@ -281,44 +281,115 @@ class DiskTier:
             return 0.0
 
 
-def is_in_use(path: Path) -> bool:
-    """Whether an engine holds the folder in `path` now. Makes nothing. Raises OSError where none could have it."""
-    with (
-        suppress(FileNotFoundError),
-        _own_folder(path, make=False) as folder,
-        open_file("lock", os.O_RDWR, folder) as lock,
-    ):
-        return not _is_lockable(lock)
-    return False
+class DiskTransfers:
+    """Writes donors' files and reads them back in the background, on one thread each.
 
+    Every `write` and every `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of
+    its bytes have been read back and checked.
+    """
 
-@contextmanager
-def _own_folder(path: Path, make: bool) -> Iterator[int]:
-    with open_folder(path) as parent:
-        with suppress(FileExistsError):
-            if make:
-                os.mkdir(FOLDER, 0o700, dir_fd=parent)
-        with open_folder(FOLDER, parent) as folder:
-            refuse_others(folder, path / FOLDER, 0o022)
-            yield folder
+    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
+        """Begins to look for the files that are there."""
+        self._disk, self._host, self._link, self._events = disk, host, link, events
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
+        self._reader.submit(self._scan)
 
+    def write(self, donor_id: str) -> None:
+        """Begins writing a donor of host memory; with MAX_WAITING before it, it stays without a file."""
+        with self._lock:
+            is_taken = self._waiting < MAX_WAITING
+            self._waiting += is_taken
+        if is_taken:
+            self._writer.submit(lambda: self._write(donor_id))
+        else:
+            self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
 
-def _is_lockable(lock: int) -> bool:
-    """Locks it until it is closed; False where another process has."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    def fetch(self, donor_id: str) -> None:
+        """Begins reading a donor back into host memory."""
+        self._reader.submit(lambda: self._fetch(donor_id))
 
+    def drop(self, donor_id: str) -> None:
+        """Begins removing a donor's file, after what is being written."""
+        self._writer.submit(lambda: self._drop(donor_id))
 
-KEY_BYTES = 32
+    def drain(self) -> None:
+        """Waits until everything that was begun has ended."""
+        self._reader.drain()
+        self._writer.drain()
+
+    def close(self) -> None:
+        """Waits, for a minute at most, until what was begun has ended."""
+        end = time.monotonic() + _CLOSING_SECONDS
+        closed = [thread.close(max(0.0, end - time.monotonic())) for thread in (self._reader, self._writer)]
+        if all(closed):
+            self._disk.close()
+        else:
+            logger.warning("the disk does not answer; donors that were being written are lost")
+
+    def _write(self, donor_id: str) -> None:
+        text = self._link.texts.pop(donor_id, None)
+        try:
+            if text is None:
+                self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
+                return
+            with self._host.reading(donor_id) as kv:
+                text = replace(text, tokens=text.tokens[: kv.capacity])
+                self._disk.write(donor_id, text, kv)
+            self._report(OffloadEventKind.FILE_WRITTEN, donor_id)
+        except Exception as error:
+            logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
+            free = None
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                free = self._disk.free_bytes() if self._waiting == 1 else 0  # others that wait take of it
+            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), text, free))
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _fetch(self, donor_id: str) -> None:
+        try:
+            form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
+            with self._host.writing(donor_id, form.shape(tokens), form.dtype) as held:
+                self._disk.read(donor_id, held)
+            self._report(OffloadEventKind.FETCHED, donor_id)
+        except Exception as error:
+            logger.warning("donor %s cannot be read back: %s", donor_id, error)
+            self._report(OffloadEventKind.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
+
+    def _drop(self, donor_id: str) -> None:
+        try:
+            self._disk.forget(donor_id)
+        except OSError as error:
+            logger.warning("the file of donor %s cannot be removed: %s", donor_id, error)
+
+    def _scan(self) -> None:
+        found = self._link.found
+        try:
+            for each in self._disk.scan():
+                if isinstance(each, tuple):
+                    found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, each[0], None, each[1]))
+                else:
+                    found.append(OffloadEvent(OffloadEventKind.FILE_REFUSED, "", f"{each.reason}: {each}"))
+            found.append(OffloadEvent(OffloadEventKind.FILES_READ))
+        except Exception as error:
+            logger.exception("the donors' folder cannot be read; nothing is written to it either")
+            self._report(OffloadEventKind.DISK_UNAVAILABLE, "", f"{type(error).__name__}: {error}")
+
+    def _report(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
+        self._events.append(OffloadEvent(event, donor_id, error))
 
 
 def key_path(given: Path | None, sealed: Path) -> Path:
     """The key's file: the given one, else `semblend-trt/donor-key` in the user's state folder (XDG base directory
     specification). Raises OSError, also where it would lie in `sealed`, the folder of the files."""
-    path = given or _state_folder() / "semblend-trt" / "donor-key"
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = given or (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state")
+    except RuntimeError as error:
+        raise OSError("this user has no home for the disk tier's key; set SEMBLEND_DISK_KEY_PATH to a file") from error
+    path = given or folder / "semblend-trt" / "donor-key"
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(sealed)):
         raise OSError(f"the key {path} lies among the files that it seals; set SEMBLEND_DISK_KEY_PATH to one elsewhere")
     return path
@@ -350,14 +421,6 @@ def make_key(path: Path) -> bytes:
     finally:
         unnamed.unlink(missing_ok=True)
     return read_key(path)
-
-
-def _state_folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        return Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    except RuntimeError as error:
-        raise OSError("this user has no home for the disk tier's key; set SEMBLEND_DISK_KEY_PATH to a file") from error
 
 
 def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:

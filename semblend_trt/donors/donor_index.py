@@ -3,45 +3,164 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, Tier
-from semblend_trt.donors.device_tier import arena_blocks
-from semblend_trt.donors.disk_tier import DonorText, file_bytes
-from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind, OffloadQueue, SaveIntent
-from semblend_trt.donors.texts import DonorTexts
+from semblend_trt.discovery.span_index import SpanIndex, equal_tokens
+from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText, Tier
+from semblend_trt.donors.offload import (
+    DiskLink,
+    DonorObserver,
+    OffloadEvent,
+    OffloadEventKind,
+    OffloadQueue,
+    SaveIntent,
+)
+from semblend_trt.donors.store import arena_blocks
 from semblend_trt.errors import CapacityError
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterable, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from semblend_trt.config import Settings
-    from semblend_trt.donors.observer import DonorObserver
+    from semblend_trt.discovery.fingerprint import TokenArray
     from semblend_trt.donors.offload import SavedDonor
-    from semblend_trt.donors.texts import Near
     from semblend_trt.pool_facts import PoolFacts
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
 
+# Neighbours to look at on each side. One suffices where no text continues another one.
+_REACH = 2
+_FEWEST_COMPARED = 256
+# A text is kept beside another one that begins alike if it adds a span, or one in this many of its tokens.
+LITTLE_SHARE = 8
+
+
+class Near(NamedTuple):
+    """A text of `length` tokens, the first `common` of which begin the text that was asked about."""
+
+    donor_id: str
+    generation: int
+    common: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Text:
+    donor_id: str
+    tokens: TokenArray
+
+    def __lt__(self, other: _Text) -> bool:
+        common = equal_tokens(self.tokens, other.tokens, _FEWEST_COMPARED)
+        if common == min(len(self.tokens), len(other.tokens)):
+            return len(self.tokens) < len(other.tokens)
+        return bool(self.tokens[common] < other.tokens[common])
+
+
+class DonorTexts(DonorObserver):
+    """Donors' texts by namespace and generation, in the order of their tokens: those that begin alike are neighbours.
+
+    A text is kept once: what would add little to another donor becomes no donor, and a donor that another one continues
+    goes when that one is held. Texts of donors that are being saved are among them; `spans` has those of held donors
+    alone. A look for near texts takes some comparisons of arrays, whatever is held.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.spans = SpanIndex()
+        self._settings = settings
+        self._orders: dict[str, dict[int, list[_Text]]] = {}
+        self._places: dict[str, tuple[str, int, _Text]] = {}
+        # Donors that others continue: they go once they can.
+        self._continued: dict[str, str] = {}
+
+    def put(self, namespace_key: str, generation: int, donor_id: str, tokens: TokenArray) -> None:
+        """Holds a donor's text (int32 [n], never changed), in place of what it was before."""
+        self._remove(donor_id)
+        text = _Text(donor_id, tokens)
+        self._places[donor_id] = namespace_key, generation, text
+        insort(self._orders.setdefault(namespace_key, {}).setdefault(generation, []), text)
+
+    def gone(self, donor_id: str) -> None:
+        """The donor is not found any more, and its text may be kept again."""
+        self.spans.remove(donor_id)
+        self._continued.pop(donor_id, None)
+        self._remove(donor_id)
+
+    def near(self, namespace_key: str, tokens: TokenArray) -> Iterator[Near]:
+        """Of each generation some texts, among them the one that begins most like `tokens`."""
+        asked = _Text("", tokens)
+        for generation, order in self._orders.get(namespace_key, {}).items():
+            at = bisect_left(order, asked)
+            for each in order[max(0, at - _REACH) : at + _REACH]:
+                common = equal_tokens(each.tokens, tokens, _FEWEST_COMPARED)
+                yield Near(each.donor_id, generation, common, len(each.tokens))
+
+    def keeper(self, intent: SaveIntent, near: Iterable[Near], most: int) -> str | None:
+        """The donor for which a text of at most `most` tokens need not be kept; None without one.
+
+        It is of the same or a lower generation, and holds all but few of the text's tokens, or its prompt with another
+        answer. `near` are texts near this one.
+        """
+        for each in near:
+            if each.donor_id == intent.donor_id or each.generation > intent.generation:
+                continue
+            is_longer = not self._is_little(each.length - each.common, each.length)
+            if self._is_little(most - each.common, most) or (is_longer and each.common >= intent.prompt_tokens):
+                return each.donor_id
+        return None
+
+    def continued_by(self, intent: SaveIntent, near: Iterable[Near]) -> list[str]:
+        """Donors of the same or a higher generation of which the text that these are near holds all but few."""
+        others = (each for each in near if each.donor_id != intent.donor_id and each.generation >= intent.generation)
+        return [each.donor_id for each in others if self._is_little(each.length - each.common, each.length)]
+
+    def continue_with(self, intent: SaveIntent, near: Iterable[Near]) -> None:
+        """The intent's donor is held, and continues those that it holds all but few tokens of."""
+        continued = self.continued_by(intent, near)
+        self._continued.update(dict.fromkeys(continued, intent.donor_id))
+        for older, newer in self._continued.items():
+            self._continued[older] = intent.donor_id if newer in continued else newer
+
+    @property
+    def continued(self) -> dict[str, str]:
+        """Donors, each with the held one that continues it."""
+        return {older: newer for older, newer in self._continued.items() if newer in self.spans}
+
+    def __iter__(self) -> Iterator[str]:
+        """The donors that are held or being saved."""
+        return iter(self._places)
+
+    def _is_little(self, tokens: int, length: int) -> bool:
+        """Whether `tokens` that no other donor holds are too few to keep a text of `length` tokens for them."""
+        return tokens < min(self._settings.min_span_tokens, self._settings.min_donor_tokens, 1 + length // LITTLE_SHARE)
+
+    def _remove(self, donor_id: str) -> None:
+        if donor_id not in self._places:
+            return
+        namespace_key, generation, text = self._places.pop(donor_id)
+        orders = self._orders[namespace_key]
+        order = orders[generation]
+        del order[order.index(text, bisect_left(order, text))]
+        if not order:
+            del orders[generation]
+        if not orders:
+            del self._orders[namespace_key]
+
 
 @dataclass(slots=True)
 class _Saving:
-    """A donor that a worker is asked to save: int32 `tokens`, and the engine's blocks that hold them.
+    """A donor that a worker is asked to save, and the engine's blocks that hold it.
 
     `is_sound` until the engine is seen to copy into one of the blocks, or the donor is to be dropped.
     """
 
     intent: SaveIntent
-    namespace_key: str
-    tokens: npt.NDArray[np.int32]
+    text: DonorText
     block_ids: frozenset[int]
     is_sound: bool = True
 
@@ -77,16 +196,19 @@ class DonorIndex:
         """`observers` hear which donors are held, and where. `disk` is None without an open disk tier. `count` hears
         every event of the tiers."""
         self._settings, self._observers = settings, observers
-        geometry, bytes_per_token = pool.geometry, pool.geometry.bytes_per_token(pool.dtype)
+        geometry = pool.geometry
         capacities = Capacities(
             host_bytes=settings.host_bytes,
-            bytes_per_token=bytes_per_token,
+            bytes_per_token=geometry.bytes_per_token(pool.dtype),
             max_donors=settings.max_donors,
             device_blocks=arena_blocks(settings.device_bytes, geometry, pool.dtype),
             block_size=geometry.block_size,
-            disk_bytes=0 if disk is None else settings.disk_bytes,
-            file_bytes=partial(file_bytes, geometry.num_layers, bytes_per_token),
         )
+        if disk is not None:
+            from semblend_trt.donors.disk_tier import file_bytes  # few engines have a disk tier
+
+            sizes = partial(file_bytes, geometry.num_layers, capacities.bytes_per_token)
+            capacities = replace(capacities, disk_bytes=settings.disk_bytes, file_bytes=sizes)
         self.catalog = DonorCatalog(capacities, settings.eviction)
         self.texts = DonorTexts(settings)
         self.offload = OffloadQueue(self.catalog, (*observers, self.texts), disk, count)
@@ -104,21 +226,19 @@ class DonorIndex:
             approximate=len(self.catalog.generations),
         )
 
-    # -- saving ----------------------------------------------------------------------------------------------------
-
     def begin_save(
         self,
         intent: SaveIntent,
         namespace_key: str,
-        tokens: npt.NDArray[np.int32],
+        tokens: TokenArray,
         block_ids: Iterable[int] = (),
         generation: int | None = 0,
     ) -> bool:
         """Takes room for `tokens` (int32 [n], the donor's whole text, in the engine's blocks `block_ids`), and has the
         workers save them. Returns False when they are too few, held already or without room, or when no `generation`
         says what they are."""
-        donor_id = intent.donor_id
-        intent = replace(intent, max_tokens=len(tokens), generation=generation or 0)
+        donor_id, text = intent.donor_id, DonorText(namespace_key, tokens, generation or 0)
+        intent = replace(intent, max_tokens=len(tokens), generation=text.generation)
         near = list(self.texts.near(namespace_key, tokens))
         is_short = generation is None or len(tokens) < self._settings.min_donor_tokens
         if is_short or self.is_kept(intent, near, len(tokens)):
@@ -126,18 +246,15 @@ class DonorIndex:
             return False
         continued = next(iter(self.texts.continued_by(intent, near)), "")
         try:
-            moves = self.catalog.reserve(donor_id, len(tokens), continued, intent.generation)
+            moves = self.catalog.reserve(donor_id, len(tokens), continued, text.generation)
         except CapacityError as error:
             logger.info("request %d does not become a donor: %s", intent.request_id, error)
             self.cancel(intent)
             return False
         self.offload.make_room(moves)
-        self.texts.put(namespace_key, intent.generation, donor_id, tokens)
-        self._saving[donor_id] = _Saving(intent, namespace_key, tokens, frozenset(block_ids))
-        self.offload.save(
-            replace(intent, tier=moves.tier, is_written=donor_id in moves.written),
-            DonorText(namespace_key, tokens, intent.generation),
-        )
+        self.texts.put(namespace_key, text.generation, donor_id, tokens)
+        self._saving[donor_id] = _Saving(intent, text, frozenset(block_ids))
+        self.offload.save(replace(intent, tier=moves.tier, is_written=donor_id in moves.written), text)
         return True
 
     def is_kept(self, intent: SaveIntent, near: Iterable[Near], most: int) -> bool:
@@ -160,34 +277,34 @@ class DonorIndex:
     def saved(self, saved: SavedDonor) -> None:
         """The worker holds the donor, could not save it, or lost it on its way to the host. Only a held one is
         found."""
-        entry = self._saving.pop(saved.donor_id, None)
+        donor_id, why, entry = saved.donor_id, saved.error, self._saving.pop(saved.donor_id, None)
         if entry is None:
-            if saved.error is not None:
-                self.lost({saved.donor_id})
+            if why is not None:
+                self.lost({donor_id})
             return
-        tokens, why = entry.tokens[: saved.tokens], saved.error
+        namespace_key, whole, generation = entry.text.namespace_key, entry.text.tokens, entry.text.generation
+        tokens = whole[: saved.tokens]
         if why is None and not entry.is_sound:
             why = "its KV is not to be kept any more"
-        near = list(self.texts.near(entry.namespace_key, tokens))
-        is_cut = why is None and len(tokens) < len(entry.tokens)
+        near = list(self.texts.near(namespace_key, tokens))
+        is_cut = why is None and len(tokens) < len(whole)
         is_short = len(tokens) < self._settings.min_donor_tokens
         if is_cut and (is_short or self.is_kept(entry.intent, near, len(tokens))):
-            why = f"only {len(tokens)} of its {len(entry.tokens)} tokens were"
+            why = f"only {len(tokens)} of its {len(whole)} tokens were"
         if why is not None:
-            logger.warning("donor %s was not saved: %s", saved.donor_id, why)
-            self.catalog.cancel(saved.donor_id)
-            self.offload.drop([saved.donor_id])
+            logger.warning("donor %s was not saved: %s", donor_id, why)
+            self.catalog.cancel(donor_id)
+            self.offload.drop([donor_id])
             return
-        generation = entry.intent.generation
-        tier = self.catalog.commit(saved.donor_id, len(tokens))
+        tier = self.catalog.commit(donor_id, len(tokens))
         if is_cut:
-            self.texts.put(entry.namespace_key, generation, saved.donor_id, tokens)
-        self.texts.spans.add(entry.namespace_key, saved.donor_id, tokens)
+            self.texts.put(namespace_key, generation, donor_id, tokens)
+        self.texts.spans.add(namespace_key, donor_id, tokens)
         for observer in self._observers:
             if generation:
-                observer.gone(saved.donor_id)  # events cannot say that a donor is approximate
+                observer.gone(donor_id)  # events cannot say that a donor is approximate
             else:
-                observer.held(saved.donor_id, tokens, tier.value)
+                observer.held(donor_id, tokens, tier.value)
         self.texts.continue_with(entry.intent, near)
         self._drop_continued()
 
@@ -197,12 +314,10 @@ class DonorIndex:
         self.catalog.cancel(intent.donor_id)
         self.offload.forget(intent.donor_id)
 
-    # -- dropping --------------------------------------------------------------------------------------------------
-
     def lost(self, donor_ids: set[str]) -> list[str]:
         """Drops donors whose KV could not be read, so that no later prompt counts on them; returns those dropped.
 
-        A donor that another request has leased stays until that request's own load tells.
+        A donor that another request has leased stays until that request's own load reports it.
         """
         dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
         self.offload.drop(dropped)

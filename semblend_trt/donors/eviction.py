@@ -25,7 +25,6 @@ class DonorHistory:
 
 
 Rank = tuple[float, ...]
-# The history that a policy reads.
 HistoryT_contra = TypeVar("HistoryT_contra", bound=DonorHistory, contravariant=True)
 
 
@@ -57,8 +56,8 @@ class Ranking:
 class EvictionPolicy(Generic[HistoryT_contra]):
     """Names the donors of one tier in the order in which they should go, the lowest rank first.
 
-    Few calls look at all of them. Not thread safe: the catalog calls it under its own lock, and changes nothing while
-    it walks `candidates`. A donor's history is up to date when the policy hears of it.
+    Not thread safe: the catalog calls it under its own lock, and changes nothing while it walks `candidates`. A donor's
+    history is up to date when the policy hears of it.
     """
 
     def __init__(self, rank: Callable[[HistoryT_contra], Rank]) -> None:
@@ -107,15 +106,10 @@ class SizeAwareEviction(EvictionPolicy[DonorHistory]):
             self._floor = max(self._floor, rank[0])
 
 
-_RANKS: dict[Eviction, Callable[[DonorHistory], Rank]] = {
-    Eviction.LRU: lambda history: (history.last_use,),
-    Eviction.LFU: lambda history: (history.uses, history.last_use),
-}
-
-
 def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
     """Makes the policy of one tier."""
     if name is Eviction.SIZE_AWARE:
         return SizeAwareEviction()
-    is_lru = name is Eviction.LRU
-    return EvictionPolicy(lambda history: (history.last_use,) if is_lru else (history.uses, history.last_use))
+    if name is Eviction.LFU:
+        return EvictionPolicy(lambda history: (history.uses, history.last_use))
+    return EvictionPolicy(lambda history: (history.last_use,))

@@ -1,31 +1,20 @@
-"""How donors move between tiers: the scheduler's commands, rank 0's events, and the transfers to and from disk."""
+"""How donors move between tiers: the scheduler's commands, and rank 0's events."""
 
 from __future__ import annotations
 
-import errno
-import logging
-import threading
-import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.background import Background
 from semblend_trt.donors.catalog import Tier
-from semblend_trt.donors.disk_tier import DonorFileError, DonorText
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from semblend_trt.donors.catalog import DonorCatalog, TierMoves
-    from semblend_trt.donors.disk_tier import DiskTier
-    from semblend_trt.donors.host_tier import HostTier
-    from semblend_trt.donors.observer import DonorObserver
-
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute(by_values=False))
+    from semblend_trt.discovery.fingerprint import TokenArray
+    from semblend_trt.donors.catalog import DonorCatalog, DonorText, TierMoves
+    from semblend_trt.namespace import CacheNamespace
 
 # Each fetch and each promotion holds room in two tiers until it has ended.
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
@@ -33,10 +22,6 @@ MAX_FETCHES, MAX_PROMOTIONS = 4, 2
 MAX_PREFETCHES = 2
 # A look-up indexes at most this many donors that were found on disk: it waits for them.
 _FOUND_AT_ONCE = 4
-# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
-MAX_WAITING = 8
-_CLOSING_SECONDS = 60.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +103,31 @@ class OffloadCommands:
     saves: list[SaveIntent] = field(default_factory=list)
 
 
+class DonorObserver:
+    """Hears of an engine's donors on the scheduler's thread, and does nothing. No method waits or raises.
+
+    Token arrays are int32 [n] and never change.
+    """
+
+    def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
+        """A donor of this namespace, bound to `salt`, may be held soon."""
+
+    def held(self, donor_id: str, tokens: TokenArray, tier: str) -> None:
+        """The donor with these tokens is held in `tier`."""
+
+    def found(self, donor_id: str, namespace_key: str, tokens: TokenArray, tier: str) -> None:
+        """A donor that an earlier process saved is held in `tier`."""
+
+    def moved(self, donor_id: str, tier: str) -> None:
+        """The donor is held in `tier` now."""
+
+    def gone(self, donor_id: str) -> None:
+        """The donor is no longer held, or its save failed."""
+
+    def close(self) -> None:
+        """The engine ends: none of its donors is held any more."""
+
+
 class OffloadQueue:
     """Collects commands for the tiers, keeps the catalog in step with the tiers' events, and tells the observers.
 
@@ -174,18 +184,14 @@ class OffloadQueue:
 
     def fetch(self, donor_ids: Iterable[str]) -> None:
         """Reads donors back from disk, the first ones first, as far as there is room and few are on their way."""
-        for donor_id in donor_ids:
-            if len(self._fetching) < MAX_FETCHES:
-                self._begin_fetch(donor_id, self._catalog.fetch(donor_id))
+        self._fetch(donor_ids, MAX_FETCHES, may_drop=True)
 
     def prefetch(self, donor_ids: Iterable[str]) -> None:
         """Reads donors back that a later lookup may use: few at once, and only where no other donor is lost for it.
 
         Equal tokens still decide what that lookup reuses.
         """
-        for donor_id in donor_ids:
-            if len(self._fetching) < MAX_PREFETCHES:
-                self._begin_fetch(donor_id, self._catalog.fetch(donor_id, may_drop=False))
+        self._fetch(donor_ids, MAX_PREFETCHES, may_drop=False)
 
     def promote(self, donor_ids: Iterable[str]) -> None:
         """Copies donors of the host to the device, the first ones first, as far as there is room and few are on their
@@ -236,115 +242,13 @@ class OffloadQueue:
             elif is_here:
                 self._moved(donor_id, Tier.HOST)
 
-    def _begin_fetch(self, donor_id: str, moves: TierMoves | None) -> None:
-        if moves is not None:
-            self.make_room(moves)
-            self._commands.fetches.append(donor_id)
-            self._fetching.add(donor_id)
+    def _fetch(self, donor_ids: Iterable[str], most: int, *, may_drop: bool) -> None:
+        for donor_id in donor_ids:
+            if len(self._fetching) < most and (moves := self._catalog.fetch(donor_id, may_drop=may_drop)) is not None:
+                self.make_room(moves)
+                self._commands.fetches.append(donor_id)
+                self._fetching.add(donor_id)
 
     def _moved(self, donor_id: str, tier: Tier) -> None:
         for observer in self._observers:
             observer.moved(donor_id, tier.value)
-
-
-class DiskTransfers:
-    """Writes donors' files and reads them back in the background, on one thread each.
-
-    Every `write` and every `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of
-    its bytes have been read back and checked.
-    """
-
-    def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
-        """Begins to look for the files that are there."""
-        self._disk, self._host, self._link, self._events = disk, host, link, events
-        self._waiting = 0
-        self._lock = threading.Lock()
-        self._writer, self._reader = Background("semblend-write"), Background("semblend-fetch")
-        self._reader.submit(self._scan)
-
-    def write(self, donor_id: str) -> None:
-        """Begins writing a donor of host memory; with MAX_WAITING before it, it stays without a file."""
-        with self._lock:
-            is_taken = self._waiting < MAX_WAITING
-            self._waiting += is_taken
-        if is_taken:
-            self._writer.submit(lambda: self._write(donor_id))
-        else:
-            self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
-
-    def fetch(self, donor_id: str) -> None:
-        """Begins reading a donor back into host memory."""
-        self._reader.submit(lambda: self._fetch(donor_id))
-
-    def drop(self, donor_id: str) -> None:
-        """Begins removing a donor's file, behind what is being written."""
-        self._writer.submit(lambda: self._drop(donor_id))
-
-    def drain(self) -> None:
-        """Waits until everything that was begun has ended."""
-        self._reader.drain()
-        self._writer.drain()
-
-    def close(self) -> None:
-        """Waits, for a minute at most, until what was begun has ended."""
-        end = time.monotonic() + _CLOSING_SECONDS
-        closed = [thread.close(max(0.0, end - time.monotonic())) for thread in (self._reader, self._writer)]
-        if all(closed):
-            self._disk.close()
-        else:
-            logger.warning("the disk does not answer; donors that were being written are lost")
-
-    def _write(self, donor_id: str) -> None:
-        text = self._link.texts.pop(donor_id, None)
-        try:
-            if text is None:
-                self._tell(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is gone")
-                return
-            with self._host.reading(donor_id) as kv:
-                text = replace(text, tokens=text.tokens[: kv.capacity])
-                self._disk.write(donor_id, text, kv)
-        except Exception as error:
-            logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
-            free = None
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                free = self._disk.free_bytes() if self._waiting == 1 else 0  # others that wait take of it
-            self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), text, free))
-            return
-        finally:
-            with self._lock:
-                self._waiting -= 1
-        self._tell(OffloadEventKind.FILE_WRITTEN, donor_id)
-
-    def _fetch(self, donor_id: str) -> None:
-        try:
-            form, tokens = self._disk.form, self._disk.tokens_of(donor_id)
-            with self._host.writing(donor_id, form.shape(tokens), form.dtype) as held:
-                self._disk.read(donor_id, held)
-        except Exception as error:
-            logger.warning("donor %s cannot be read back: %s", donor_id, error)
-            self._tell(OffloadEventKind.FETCH_FAILED, donor_id, f"{type(error).__name__}: {error}")
-            return
-        self._tell(OffloadEventKind.FETCHED, donor_id)
-
-    def _drop(self, donor_id: str) -> None:
-        try:
-            self._disk.forget(donor_id)
-        except OSError as error:
-            logger.warning("the file of donor %s cannot be removed: %s", donor_id, error)
-
-    def _scan(self) -> None:
-        try:
-            for each in self._disk.scan():
-                if isinstance(each, DonorFileError):
-                    self._link.found.append(OffloadEvent(OffloadEventKind.FILE_REFUSED, "", f"{each.reason}: {each}"))
-                else:
-                    donor_id, text = each
-                    self._link.found.append(OffloadEvent(OffloadEventKind.FILE_FOUND, donor_id, None, text))
-        except Exception as error:
-            logger.exception("the donors' folder cannot be read; nothing is written to it either")
-            self._tell(OffloadEventKind.DISK_UNAVAILABLE, "", f"{type(error).__name__}: {error}")
-            return
-        self._link.found.append(OffloadEvent(OffloadEventKind.FILES_READ))
-
-    def _tell(self, event: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
-        self._events.append(OffloadEvent(event, donor_id, error))

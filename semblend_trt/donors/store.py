@@ -1,18 +1,281 @@
-"""What one rank holds, in memory. It obeys the scheduler's catalog and decides nothing."""
+"""What one rank holds of donors, in memory. It obeys the scheduler's catalog and decides nothing.
+
+Page-locked memory is taken from the system once, and given out in ranges. Torch's allocator would round every donor up
+to a power of two and keep what was freed, and locking memory while requests run would hold them up.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
+from bisect import bisect_left
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from semblend_trt.errors import CapacityError, DonorUnavailableError
+import torch
+
+from kernels.layout import ContiguousKv
+from semblend_trt.errors import CapacityError, ConfigurationError, DonorUnavailableError
+from semblend_trt.streams import wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kernels.layout import PagedKv
+    from kernels.layout import KvGeometry, PagedKv
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.host_tier import HostKv, HostTier
+    from semblend_trt.streams import Event, Stream
+
+
+def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
+    """Blocks of a device tier of at most `byte_budget` bytes. Scheduler and workers both count with this."""
+    return byte_budget // (geometry.bytes_per_token(dtype) * geometry.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class HostKv:
+    """`parts`: [layers, kv_factor, kv_heads, tokens of the part, head_dim] each, in the order of their tokens."""
+
+    parts: tuple[ContiguousKv, ...]
+
+    @property
+    def capacity(self) -> int:
+        """Positions of all parts together."""
+        return sum(part.capacity for part in self.parts)
+
+    def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int]]:
+        """Where positions `start .. start + length - 1` lie: each part of them, its first index there, and how many."""
+        first, end = 0, start + length
+        for part in self.parts:
+            begin, stop = max(start, first), min(end, first + part.capacity)
+            if begin < stop:
+                yield part, begin - first, stop - begin
+            first += part.capacity
+
+
+class Range(NamedTuple):
+    """Bytes `start .. end - 1`."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+class HostMemory:
+    """`size` bytes, page-locked for the GPU with `lock`; not thread safe.
+
+    As long as all takes have rows of one size, every free row can be had: scattered room is given out as several
+    ranges. Raises ConfigurationError when the memory cannot be had.
+    """
+
+    def __init__(self, size: int, *, lock: bool) -> None:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if lock and size > physical:
+            raise ConfigurationError(
+                f"SEMBLEND_HOST_BYTES is {size}; this machine has {physical} bytes of memory to lock, lower it"
+            )
+        try:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise ConfigurationError(f"{size} bytes of host memory cannot be had; lower SEMBLEND_HOST_BYTES") from error
+        self._holes = [Range(0, size)] if size else []
+        if lock and size:
+            runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()
+            if code := int(runtime.cudaHostRegister(address, size, 0)):
+                raise ConfigurationError(
+                    f"{size} bytes of host memory cannot be page-locked (CUDA error {code}); lower SEMBLEND_HOST_BYTES"
+                )
+            # The system takes the pages back when the process ends; before, they must not be freed locked.
+            weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+
+    def take(self, rows: int, row_bytes: int) -> list[Range]:
+        """Ranges for `rows` rows in order, each a multiple of `row_bytes`: one where that is possible, else few.
+
+        Raises CapacityError when they cannot be had; nothing is taken then.
+        """
+        fitting = [hole for hole in self._holes if hole.size >= rows * row_bytes]
+        chosen = [min(fitting, key=lambda hole: hole.size)] if fitting else sorted(self._holes, key=lambda h: -h.size)
+        taken = []
+        for hole in chosen:
+            part = min(rows, hole.size // row_bytes)
+            if part:
+                taken.append(Range(hole.start, hole.start + part * row_bytes))
+                rows -= part
+        if rows:
+            raise CapacityError(
+                f"{rows} rows of {row_bytes} bytes more than there are free in the {self._bytes.numel()} bytes of host "
+                "memory; drop donors or raise SEMBLEND_HOST_BYTES"
+            )
+        for cut in taken:
+            at = bisect_left(self._holes, cut)
+            end = self._holes[at].end
+            self._holes[at : at + 1] = [Range(cut.end, end)] if cut.end < end else []
+        return taken
+
+    def give_back(self, ranges: list[Range]) -> None:
+        """Makes ranges free again that were taken."""
+        for start, end in ranges:
+            at = bisect_left(self._holes, (start, end))
+            if at < len(self._holes) and self._holes[at].start == end:
+                end = self._holes.pop(at).end
+            if at and self._holes[at - 1].end == start:
+                start = self._holes.pop(at - 1).start
+                at -= 1
+            self._holes.insert(at, Range(start, end))
+
+    def view(self, part: Range, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The bytes of `part` as a contiguous tensor."""
+        return self._bytes[part.start : part.end].view(dtype).view(shape)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One donor's room. `kv` is None while its bytes are being copied; `readers` threads are queueing work on them."""
+
+    size: int
+    ranges: list[Range]
+    kv: HostKv | None = None
+    readers: int = 0
+    is_dropped: bool = False
+
+
+class HostTier:
+    """Donor KV in host memory, at most `byte_budget` bytes of it. Thread safe; copies run outside the lock.
+
+    A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so that any run of tokens of one layer is
+    one copy to a device. Donors are in `memory`, in one part or in several; without it each has memory of its own. A
+    GPU reads page-locked `memory` asynchronously: the caller says by `read_until` when queued reads end, and no other
+    donor is written before. `used_bytes` counts all donors held or being copied, a dropped one until its copy has
+    ended.
+    """
+
+    def __init__(self, byte_budget: int, memory: HostMemory | None = None) -> None:
+        self.byte_budget = byte_budget
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._slots: dict[str, _Slot] = {}
+        self.used_bytes = 0
+        self._reads: list[Event] = []
+
+    @contextmanager
+    def writing(
+        self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream | None = None
+    ) -> Iterator[HostKv]:
+        """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, which is held once the block is
+        left; its bytes must be there by then.
+
+        Reads of the memory's former donor have ended when the block begins; with `stream`, on which alone the memory
+        may then be written, that stream waits for them instead. Raises ValueError for an id that is taken,
+        CapacityError when the budget has no room, DonorUnavailableError at the end when the donor was dropped
+        meanwhile. Nothing is held after an error.
+        """
+        slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
+        try:
+            held = self._allocate(slot, shape, dtype)
+            with self._lock:
+                self._reads = reads = [read for read in self._reads if not read.query()]
+            wait(stream, reads)
+            for read in reads if stream is None else ():
+                read.synchronize()
+            yield held
+        except BaseException:
+            self._end_copy(donor_id, slot, None)
+            raise
+        if not self._end_copy(donor_id, slot, held):
+            raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being saved")
+
+    @contextmanager
+    def reading(self, donor_id: str) -> Iterator[HostKv]:
+        """The donor's KV, which stays its own within the block; for reads that are only queued there see `read_until`.
+
+        Raises DonorUnavailableError when the donor is not held.
+        """
+        with self._lock:
+            slot = self._slots.get(donor_id)
+            if slot is None or slot.kv is None:
+                raise DonorUnavailableError(f"donor {donor_id} is not in host memory")
+            slot.readers += 1
+        try:
+            yield slot.kv
+        finally:
+            with self._lock:
+                slot.readers -= 1
+                if slot.is_dropped and not slot.readers:
+                    self._free(slot)
+
+    def read_until(self, end: Event | None) -> None:
+        """Reads of donors that were queued within `reading` end with `end`; None where they have ended."""
+        if end is not None:
+            with self._lock:
+                self._reads = [*(read for read in self._reads if not read.query()), end]
+
+    def drop(self, donor_id: str) -> bool:
+        """Frees the donor, or stops a save of it, whose room is free when its copy has ended; False without one."""
+        with self._lock:
+            slot = self._slots.pop(donor_id, None)
+            if slot is None:
+                return False
+            slot.is_dropped = True
+            if slot.kv is not None and not slot.readers:
+                self._free(slot)
+            return True
+
+    def clear(self) -> None:
+        for donor_id in list(self._slots):
+            self.drop(donor_id)
+
+    def __contains__(self, donor_id: object) -> bool:
+        with self._lock:
+            slot = self._slots.get(donor_id) if isinstance(donor_id, str) else None
+            return slot is not None and slot.kv is not None
+
+    def _claim(self, donor_id: str, tokens: int, token_bytes: int) -> _Slot:
+        size = tokens * token_bytes
+        with self._lock:
+            if donor_id in self._slots:
+                raise ValueError(f"donor {donor_id} is already in host memory; drop it first")
+            if self.used_bytes + size > self.byte_budget:
+                raise CapacityError(
+                    f"donor {donor_id} needs {size} bytes; {self.byte_budget - self.used_bytes} of "
+                    f"{self.byte_budget} are free in host memory, drop donors or raise SEMBLEND_HOST_BYTES"
+                )
+            ranges = [] if self._memory is None else self._memory.take(tokens, token_bytes)
+            slot = self._slots[donor_id] = _Slot(size, ranges)
+            self.used_bytes += size
+            return slot
+
+    def _allocate(self, slot: _Slot, shape: tuple[int, ...], dtype: torch.dtype) -> HostKv:
+        layers, kv_factor, kv_heads, tokens, head_dim = shape
+        parts = []
+        for part in slot.ranges or [Range(0, slot.size)]:
+            in_memory = (layers, part.size * tokens // slot.size, kv_factor, kv_heads, head_dim)
+            if self._memory is None:
+                held = torch.empty(in_memory, dtype=dtype, device="cpu")
+            else:
+                held = self._memory.view(part, in_memory, dtype)
+            parts.append(ContiguousKv(held.permute(0, 2, 3, 1, 4)))
+        return HostKv(tuple(parts))
+
+    def _free(self, slot: _Slot) -> None:
+        self.used_bytes -= slot.size
+        if self._memory is not None:
+            self._memory.give_back(slot.ranges)
+
+    def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
+        """Makes the copied donor readable. Returns False, and frees its room, without `kv` or when it was dropped."""
+        with self._lock:
+            is_held = self._slots.get(donor_id) is slot
+            if is_held and kv is not None:
+                slot.kv = kv
+                return True
+            if is_held:
+                del self._slots[donor_id]
+            self._free(slot)
+            return False
 
 
 class DonorStore:
@@ -29,9 +292,8 @@ class DonorStore:
     def reading(self, donor_id: str) -> Iterator[PagedKv | HostKv]:
         """The donor's KV, from the device where it is there; the work that reads it is queued within the block.
 
-        The caller tells the end of queued reads of host memory by `HostTier.read_until`.
-
-        Raises DonorUnavailableError when neither tier holds it.
+        The caller announces the end of queued reads of host memory by `HostTier.read_until`. Raises
+        DonorUnavailableError when neither tier holds it.
         """
         with ExitStack() as reads:
             yield self._readable(donor_id, reads)
@@ -52,7 +314,7 @@ class DonorStore:
                 with self.host.writing(donor_id, shape, source.pool.dtype) as held:
                     copy(source, tokens, held)
         except Exception:
-            # Dropped by the scheduler meanwhile: then it is not missed.
+            # Where the scheduler has dropped it meanwhile, nothing is lost.
             if not self.device.drop(donor_id):
                 return False
             raise
@@ -87,19 +349,15 @@ class DonorStore:
         return self.device
 
     def clear(self) -> None:
-        """Drops every donor."""
         if self.device is not None:
             self.device.clear()
         self.host.clear()
 
     def _readable(self, donor_id: str, reads: ExitStack) -> PagedKv | HostKv:
-        if self.device is not None:
-            with suppress(DonorUnavailableError):
-                return reads.enter_context(self.device.reading(donor_id))
-        try:
-            # Never on the device, or moved down since: then the host has it already.
+        if self.device is None:
             return reads.enter_context(self.host.reading(donor_id))
-        except DonorUnavailableError:
-            if self.device is None:
-                raise
-            return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere
+        with suppress(DonorUnavailableError):
+            return reads.enter_context(self.device.reading(donor_id))
+        with suppress(DonorUnavailableError):  # never on the device, or moved down since: then the host has it already
+            return reads.enter_context(self.host.reading(donor_id))
+        return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere

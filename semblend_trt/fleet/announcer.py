@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held

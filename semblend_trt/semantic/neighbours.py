@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from semblend_trt.background import Background
-from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.outcome import Neighbour

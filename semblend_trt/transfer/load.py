@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import compress, pairwise
+from operator import not_
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from kernels.kv_move import Move, prepared
 from kernels.layout import PagedKv
 from kernels.moves import check_moves
-from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind
 from semblend_trt.streams import Event, Stream, current_stream, record, wait
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.donors.store import DonorStore
-    from semblend_trt.plan import PlanSpan, SemanticKvPlan
+    from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.transfer.staging import HostReader
 
 # Layers from the host arrive in groups. With more groups less is left to compute behind the last one; with fewer the
@@ -58,9 +58,9 @@ class LayerReadiness:
         return bool(self._queued) or self._groups is not None
 
     def expect(self, groups: Generator[tuple[int, Event | None]], ahead: int = 1) -> None:
-        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool behind
-        `event`. Asking `groups` for one queues its transfer: here for the first `ahead`, which is at least 1, and then
-        for so many beyond the layers that a forward has come to. What was announced before must have been joined."""
+        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool after
+        `event`. Asking `groups` for one queues its transfer: the first `ahead`, at least 1, here, and then this many
+        beyond the layers that a forward has come to. What was announced before must have been joined."""
         self._groups, self._ahead, self._arrived_layers = groups, ahead, 0
         self._ask()
 
@@ -95,13 +95,8 @@ class LayerReadiness:
                 self._queued.append(group)
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """One plan's moves: `near` are from the arena (or all, without a reader), `far` from the host."""
-
-    target: PagedKv
-    near: list[Move]
-    far: list[Move]
+# One plan's target, and its moves: from the arena (or all, without a reader), and from the host.
+_Load: TypeAlias = "tuple[PagedKv, list[Move], list[Move]]"
 
 
 class PlanLoader:
@@ -121,13 +116,8 @@ class PlanLoader:
         readiness: LayerReadiness,
         reader: HostReader | None,
     ) -> None:
-        self._store = store
-        self._pool = pool
-        self._geometry = geometry
-        self._rotation = rotation
-        self._readiness = readiness
-        self._reader = reader
-        self._token_bytes = geometry.bytes_per_token(pool.dtype)
+        self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
+        self._readiness, self._reader = readiness, reader
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
         """Queues the plans' loads behind the current stream's work; what follows on it sees all of them.
@@ -160,35 +150,31 @@ class PlanLoader:
             donor_id: reads.enter_context(self._store.reading(donor_id))
             for donor_id in dict.fromkeys(span.donor_id for span in plan.spans)
         }
-        target = target_of(plan, self._pool, self._geometry)
-        moves = moves_of(plan, donors)
+        target, moves = target_of(plan, self._pool, self._geometry), moves_of(plan, donors)
         check_moves(moves, target, self._rotation)
-        load = _Load(target, [], [])
-        for move in moves:
-            is_near = self._reader is None or isinstance(move.source, PagedKv)
-            (load.near if is_near else load.far).append(move)
-        return load
+        is_near = [self._reader is None or isinstance(move.source, PagedKv) for move in moves]
+        return target, list(compress(moves, is_near)), list(compress(moves, map(not_, is_near)))
 
     def _issue(self, loads: Sequence[_Load], stream: Stream | None, reads: ExitStack) -> None:
-        distant = [load for load in loads if load.far]
+        distant = [(target, far) for target, _, far in loads if far]
         if self._reader is not None and distant:
             self._reader.begin(record(stream))
-        for load in loads:
-            if load.near:
-                prepared(load.near, load.target, self._rotation)(range(self._geometry.num_layers), 0)
+        for target, near, _ in loads:
+            if near:
+                prepared(near, target, self._rotation)(range(self._geometry.num_layers), 0)
         if self._reader is not None and distant:
             self._readiness.expect(self._placed(distant, self._reader, reads.pop_all()), GROUPS_AHEAD)
             if not self._readiness.is_awaited:
                 self._readiness.join(stream)
 
     def _placed(
-        self, loads: Sequence[_Load], reader: HostReader, reads: ExitStack
+        self, loads: Sequence[tuple[PagedKv, list[Move]]], reader: HostReader, reads: ExitStack
     ) -> Generator[tuple[int, Event | None]]:
         """Queues the loads from the host, a group of layers each time that it is asked for one, as `LayerReadiness` has
         it; `reads` are let go behind the last."""
         num_layers = self._geometry.num_layers
-        tokens = sum(move.length for load in loads for move in load.far)
-        layer_bytes = tokens * self._token_bytes // num_layers
+        tokens = sum(move.length for _, moves in loads for move in moves)
+        layer_bytes = tokens * self._geometry.bytes_per_token(self._pool.dtype) // num_layers
         most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
         # Groups of the lower half are twice as large: while they come, the host lays out the moves of all layers and
         # prepares the forward. The last layer comes alone: only its own computing is then left behind the transfer.
@@ -197,7 +183,7 @@ class PlanLoader:
         cuts = sorted({*lower, *upper, num_layers - 1, num_layers})
         with reads:
             try:
-                placing = [reader.placing(load.far, load.target, largest) for load in loads]
+                placing = [reader.placing(moves, target, largest) for target, moves in loads]
                 for first, end in pairwise(cuts):
                     placed: Event | None = None
                     for place in placing:
@@ -227,18 +213,19 @@ def moves_of(plan: SemanticKvPlan, donors: Mapping[str, PagedKv | HostKv]) -> li
 
     Raises DonorUnavailableError when a donor does not hold its span.
     """
-    return [move for span in plan.spans for move in _moves_of_span(span, donors[span.donor_id])]
-
-
-def _moves_of_span(span: PlanSpan, donor: PagedKv | HostKv) -> list[Move]:
-    if not 0 <= span.donor_start < span.donor_end <= donor.capacity:
-        raise DonorUnavailableError(
-            f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs {span.donor_start}..{span.donor_end}"
-        )
-    if not isinstance(donor, HostKv):
-        return [Move(donor, span.donor_start, span.target_start, span.length)]
-    moves, target = [], span.target_start
-    for part, start, length in donor.parts_of(span.donor_start, span.length):
-        moves.append(Move(part, start, target, length, turn=span.shift))
-        target += length
+    moves = []
+    for span in plan.spans:
+        donor = donors[span.donor_id]
+        if not 0 <= span.donor_start < span.donor_end <= donor.capacity:
+            raise DonorUnavailableError(
+                f"donor {span.donor_id} holds {donor.capacity} tokens; the span needs "
+                f"{span.donor_start}..{span.donor_end}"
+            )
+        if not isinstance(donor, HostKv):
+            moves.append(Move(donor, span.donor_start, span.target_start, span.length))
+            continue
+        target = span.target_start
+        for part, start, length in donor.parts_of(span.donor_start, span.length):
+            moves.append(Move(part, start, target, length, turn=span.shift))
+            target += length
     return moves

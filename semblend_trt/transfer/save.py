@@ -24,11 +24,12 @@ from semblend_trt.streams import Event, current_stream, finish, on, record, side
 from semblend_trt.transfer.load import block_vector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kernels.rope import Rotation
     from semblend_trt.donors.device_tier import DeviceTier
-    from semblend_trt.donors.offload import DiskTransfers, SaveIntent
+    from semblend_trt.donors.disk_tier import DiskTransfers
+    from semblend_trt.donors.offload import SaveIntent
     from semblend_trt.donors.store import DonorStore
     from semblend_trt.transfer.staging import HostWriter
 
@@ -58,11 +59,12 @@ class _Save:
 
 
 class DonorSaver:
-    """Fills the tiers on one thread and one stream of its own, in the order of its calls.
+    """Fills the tiers on one thread and one stream of its own, in the order of its calls: room is made before it is
+    used.
 
-    The order keeps the tiers within their budgets: room is made before it is used. A save reads bytes that do not
-    change: the engine holds a request's blocks until `finished` names it, or `snapshots` hold a copy that was queued
-    before any later forward. `save_seconds` are the times of the last saves, each from its start to its last byte.
+    A save reads bytes that do not change: the engine holds a request's blocks until `finished` names it, or `snapshots`
+    hold a copy that was queued before any later forward. `save_seconds` are the times of the last saves, each from its
+    start to its last byte.
     """
 
     def __init__(
@@ -83,14 +85,11 @@ class DonorSaver:
         heads. `start` itself queues up to `at_once` chunks of a copy to the host. Without `snapshots` the engine holds
         what is saved."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
-        self._writer = writer
         self._events: deque[OffloadEvent] = deque() if events is None else events
-        self._transfers = transfers
-        self._ranks = ranks or Ranks()
-        self._at_once = at_once
-        self._snapshots = snapshots
+        self._writer, self._transfers, self._ranks = writer, transfers, ranks or Ranks()
+        self._at_once, self._snapshots = at_once, snapshots
         self._stream = side_stream(pool.device)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="semblend-save")
+        self._thread = ThreadPoolExecutor(1, "semblend-save")
         self._newest: Future[Any] = self._thread.submit(int)
         self._saves: dict[int, Future[SavedDonor]] = {}
         self._offloads: deque[Future[SavedDonor]] = deque()
@@ -98,7 +97,6 @@ class DonorSaver:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine's pool lies."""
         return self._pool.device
 
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
@@ -145,39 +143,40 @@ class DonorSaver:
         With several ranks these are the saves that have ended on all of them, with the tokens that all hold: what one
         rank could not save is kept on none.
         """
-        own = [future.result() if future.done() else None for future in self._saves.values()]
-        ended = []
-        for request_id, saved, tokens in zip(list(self._saves), own, self._on_all_ranks(own), strict=True):
-            if saved is not None and tokens != _RUNS:
+        ended, saves = [], dict(self._saves)
+        for request_id, saved in zip(saves, self._agreed(saves.values()), strict=True):
+            if saved is not None:
                 del self._saves[request_id]
-                ended.append((request_id, self._agreed(saved, tokens)))
+                ended.append((request_id, saved))
         return ended
 
     def lost(self) -> list[SavedDonor]:
         """Returns and forgets the donors that any rank has lost on their way down since the last call. Every rank must
         call it."""
-        own = [future.result() if future.done() else None for future in self._offloads]
         lost = []
-        for saved, tokens in zip(own, self._on_all_ranks(own), strict=True):
-            if saved is None or tokens == _RUNS:
+        for saved in self._agreed([*self._offloads]):
+            if saved is None:
                 break
             self._offloads.popleft()
-            if tokens == 0:
-                lost.append(self._agreed(saved, tokens))
+            if not saved.tokens:
+                lost.append(saved)
         return lost
 
-    def _on_all_ranks(self, own: list[SavedDonor | None]) -> list[int]:
-        """The tokens that every rank holds of each donor; _RUNS while a rank is not done (None)."""
-        return self._ranks.least([_RUNS if saved is None else saved.tokens for saved in own]) if own else []
-
-    def _agreed(self, saved: SavedDonor, tokens: int) -> SavedDonor:
-        """What this rank has saved, as all ranks have it; a donor that another rank does not hold is dropped."""
-        if saved.error is not None or tokens == saved.tokens:
-            return saved
-        if tokens:
-            return SavedDonor(saved.donor_id, tokens)
-        self._store.drop(saved.donor_id)
-        return SavedDonor(saved.donor_id, 0, "another rank does not hold it")
+    def _agreed(self, futures: Iterable[Future[SavedDonor]]) -> Iterator[SavedDonor | None]:
+        """What this rank has saved, as all ranks have it; None while a rank is not done. A donor that another rank does
+        not hold is dropped."""
+        own = [future.result() if future.done() else None for future in futures]
+        least = self._ranks.least([_RUNS if saved is None else saved.tokens for saved in own]) if own else []
+        for saved, tokens in zip(own, least, strict=True):
+            if saved is None or tokens == _RUNS:
+                yield None
+            elif saved.error is not None or tokens == saved.tokens:
+                yield saved
+            elif tokens:
+                yield SavedDonor(saved.donor_id, tokens)
+            else:
+                self._store.drop(saved.donor_id)
+                yield SavedDonor(saved.donor_id, 0, "another rank does not hold it")
 
     def drain(self) -> None:
         """Waits until everything that was begun has ended."""
@@ -256,7 +255,7 @@ class DonorSaver:
         except Exception as error:
             logger.exception("donor %s was lost on its way from the device to the host", donor_id)
             if is_written:
-                self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost"))
+                self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "the donor is lost")
             return SavedDonor(donor_id, 0, f"{type(error).__name__}: {error}")
         if is_written:
             self._write(donor_id)
@@ -269,14 +268,15 @@ class DonorSaver:
                 self._store.promote(donor_id, self._writer.copy_up)
         except Exception as error:
             logger.warning("donor %s stays in host memory: %s", donor_id, error)
-            self._events.append(
-                OffloadEvent(OffloadEventKind.PROMOTE_FAILED, donor_id, f"{type(error).__name__}: {error}")
-            )
+            self._report(OffloadEventKind.PROMOTE_FAILED, donor_id, f"{type(error).__name__}: {error}")
             return
-        self._events.append(OffloadEvent(OffloadEventKind.PROMOTED, donor_id))
+        self._report(OffloadEventKind.PROMOTED, donor_id)
 
     def _write(self, donor_id: str) -> None:
         if self._transfers is None:
-            self._events.append(OffloadEvent(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier"))
+            self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, "this rank has no disk tier")
         else:
             self._transfers.write(donor_id)
+
+    def _report(self, kind: OffloadEventKind, donor_id: str, error: str | None = None) -> None:
+        self._events.append(OffloadEvent(kind, donor_id, error))

@@ -7,7 +7,7 @@ memory. A slot holds some tokens of some layers, so that staging memory is bound
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kernels.rope import Rotation
-    from semblend_trt.donors.host_tier import HostKv
+    from semblend_trt.donors.store import HostKv
 
 
 # A slot's capacity is a multiple, so that it can be cut into 2, 3, 4, 6 or 12 equal rooms.
@@ -30,7 +30,7 @@ _ROOMS = 12
 
 @dataclass(slots=True)
 class _Slot:
-    """One buffer, and the event behind which it may be written again. `number`: its place among the slots."""
+    """One buffer, and the event after which it may be written again. `number`: its place among the slots."""
 
     number: int
     memory: torch.Tensor
@@ -57,14 +57,11 @@ class Staging:
         if self.capacity > _ROOMS:
             self.capacity -= self.capacity % _ROOMS
         self._memory = torch.empty((slots, self.capacity * token_elements), dtype=dtype, device=device)
-        self._slots = [_Slot(number, row) for number, row in enumerate(self._memory)]
-        self._turn = 0
+        self._turns = cycle([_Slot(number, row) for number, row in enumerate(self._memory)])
 
     def next(self) -> _Slot:
         """The slot whose turn it is."""
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % len(self._slots)
-        return slot
+        return next(self._turns)
 
     def rooms(self, layers: int) -> torch.Tensor:
         """All slots, each cut into `layers` rooms of equal size: as `view`, of so many layers a slot. `layers` divides
@@ -135,8 +132,7 @@ class HostWriter:
     """Copies paged KV between the device and host memory, through one slot, on the stream that is current."""
 
     def __init__(self, rotation: Rotation, staging: Staging | None) -> None:
-        self._rotation = rotation
-        self._staging = staging
+        self._rotation, self._staging = rotation, staging
 
     def copy(self, source: PagedKv, tokens: int, held: HostKv) -> None:
         """Copies the first `tokens` positions into `held`. When it returns or raises, no copy to `held` is under way

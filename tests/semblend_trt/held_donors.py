@@ -8,9 +8,9 @@ import torch
 
 from kernels.layout import ContiguousKv
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import Capacities, DonorCatalog
-from semblend_trt.donors.disk_tier import DonorText, KvForm, file_bytes
-from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText
+from semblend_trt.donors.disk_tier import KvForm, file_bytes
+from semblend_trt.donors.store import HostKv
 
 BYTES_PER_TOKEN = 10
 FORM = KvForm(num_layers=3, kv_factor=2, kv_heads=2, head_dim=8, dtype=torch.float32)
@@ -34,6 +34,11 @@ def held_kv(tier, donor_id):
     """The donor's KV, valid until it is dropped."""
     with tier.reading(donor_id) as held:
         return held
+
+
+def whole(kv):
+    """All parts of KV of the host, as [layers, kv_factor, kv_heads, tokens, head_dim]."""
+    return torch.cat([part.tensor for part in kv.parts], dim=3)
 
 
 def held_in(store):

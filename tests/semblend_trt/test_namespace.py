@@ -253,12 +253,6 @@ def test_round_trips(base, salt):
             assert read.key == item.key
 
 
-@given(namespaces(), namespaces())
-def test_equal_keys_mean_equal_hard_fields(first, second):
-    hard = [json.dumps(item._key_fields(), sort_keys=True) for item in (first, second)]
-    assert (first.key == second.key) == (hard[0] == hard[1])
-
-
 def test_namespace_cannot_be_changed_behind_its_key():
     source = rope()
     built = namespace(rope_config=source)

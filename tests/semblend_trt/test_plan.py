@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import (
-    EngineExecution,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SemanticKvPlan,
-    SpanCheck,
-)
+from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan, SpanCheck
 
 NUM_LAYERS = 4
 

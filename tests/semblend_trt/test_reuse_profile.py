@@ -200,13 +200,6 @@ def test_another_version_differs(monkeypatch):
     assert "runs 9.9.9" in sentence
 
 
-@given(changed=st.sets(st.sampled_from(range(len(OTHERS)))))
-def test_as_many_sentences_as_fields_that_differ(changed):
-    changes = {OTHERS[index][0]: OTHERS[index][1] for index in changed}  # two of them change `extra`
-    sentences = profile().differences(namespace(**changes), GEOMETRY)
-    assert len(sentences) == len(set(sentences)) == len(changes)
-
-
 # -- what it says -------------------------------------------------------------------------------------------------
 
 
@@ -619,13 +612,7 @@ def test_a_check_of_every_token_needs_no_families_and_exact_text_no_evidence(tmp
 )
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_file_that_others_can_write_or_replace_is_refused(
-    tmp_path,
-    path,
-    file_mode,
-    folder_mode,
-    is_refused,
-    is_linked,
-    monkeypatch,
+    tmp_path, path, file_mode, folder_mode, is_refused, is_linked, monkeypatch
 ):
     monkeypatch.setattr(files, "_is_private", lambda _: False)
     folder = tmp_path / "folder"

@@ -12,8 +12,8 @@ from semblend_trt.model_tokenizer import tokenizer_file
 from semblend_trt.reuse_profile import ReuseProfile
 from tests.semblend_trt.held_donors import at_once
 from validation.cases import content_of
-from validation.estimate.figures import recorded_observations
 from validation.engines import AuditFile
+from validation.estimate.figures import recorded_observations
 from validation.replay.trace import trace_file
 from validation.scoreboard import rows_of
 

@@ -24,6 +24,7 @@ from semblend_trt.errors import SemBlendError
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_block
 from tests.random_models import random_model
+from tests.semblend_trt.held_donors import whole
 from validation.embedded_engine import RANDOM_WEIGHTS, open_llm
 
 BLOCK, BLOCKS = 8, 60
@@ -367,7 +368,7 @@ class Life:
         drain(self._llm)
         for donor_id in list(store.host._slots):
             with store.host.reading(donor_id) as held:
-                self._check_donor(donor_id, held.tensor)
+                self._check_donor(donor_id, whole(held))
         for donor_id in [] if store.device is None else list(store.device._donors):
             with store.device.reading(donor_id) as kv:
                 blocks = pool_view(kv.pool, kv.geometry)[kv.block_ids].permute(1, 2, 3, 0, 4, 5)

@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.request import output_of
 from semblend_trt.audit import AuditEvents
-from semblend_trt.donors.host_tier import HostKv
 from semblend_trt.errors import SemBlendError
 from semblend_trt.metrics import TOKEN_KINDS, Metrics, Series
 from semblend_trt.runtime import ActivePlans
 from semblend_trt.transfer.save import DonorSaver
+from tests.engine_wrapper.embedded import random_life as random_life_module
 from tests.engine_wrapper.embedded.random_life import CASES, HABIT_CASES, Case, random_life
 from tests.engine_wrapper.embedded_llm import evict_prefixes
+from tests.semblend_trt.held_donors import whole
 
 STEPS = int(os.environ.get("STATEFUL_STEPS", "5000"))
 ALL = (*CASES, *HABIT_CASES)
@@ -50,7 +51,6 @@ def test_no_stale_byte_no_lease_and_no_block_is_lost(tmp_path, case):
     assert (happened["starts_again"] > 0) == case.v2
 
 
-STORED = HostKv.tensor.fget
 # Defects of the product, each with an engine in whose life it shows.
 DEFECTS = {
     "approximate blocks are published": (
@@ -66,7 +66,7 @@ DEFECTS = {
         lambda self, snapshots, donor_id, source, *rest: source,
         HABIT_CASES[2],
     ),
-    "donors hold wrong bytes": (HostKv, "tensor", property(lambda self: STORED(self) + 1), HABIT_CASES[0]),
+    "donors hold wrong bytes": (random_life_module, "whole", lambda held: whole(held) + 1, HABIT_CASES[0]),
 }
 
 

@@ -21,7 +21,7 @@ from semblend_trt.plan import (
 )
 from semblend_trt.runtime import runtime_for
 from tests.conftest import save_tiny_model
-from tests.semblend_trt.held_donors import held_in, held_kv
+from tests.semblend_trt.held_donors import held_in, held_kv, whole
 from tests.semblend_trt.plans import plan_of
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
@@ -144,7 +144,7 @@ def blocks_of(whole):
 
 def kv_of(worker):
     """What is kept of request 1, [layers, 2, kv_heads, tokens, head_dim]."""
-    return held_kv(worker.store.host, "donor-1").tensor
+    return whole(held_kv(worker.store.host, "donor-1"))
 
 
 def test_save_holds_the_written_tokens_of_the_requests_blocks(worker, args):

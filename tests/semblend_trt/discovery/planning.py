@@ -15,13 +15,7 @@ NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
 
 
-def planner(
-    donors,
-    policy="position_fix",
-    generations=None,
-    chunk=None,
-    **overrides,
-):
+def planner(donors, policy="position_fix", generations=None, chunk=None, **overrides):
     index = SpanIndex()
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
@@ -30,14 +24,7 @@ def planner(
     return Planner(index, values, values.policy, NUM_LAYERS, generations=generations, chunk=chunk)
 
 
-def request(
-    tokens,
-    computed=0,
-    mode=WRAPPER,
-    guard=True,
-    profile=None,
-    profile_refusal="no_profile",
-):
+def request(tokens, computed=0, mode=WRAPPER, guard=True, profile=None, profile_refusal="no_profile"):
     return LookupRequest(
         7, "space", tokens, computed, 32, mode, guard, profile=profile, profile_refusal=profile_refusal
     )

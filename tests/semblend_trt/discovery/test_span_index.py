@@ -6,7 +6,9 @@ import numba
 import numpy as np
 import pytest
 
-from semblend_trt.discovery.span_index import Run, ScanBounds, SpanIndex
+from semblend_trt.discovery import span_index
+from semblend_trt.discovery.fingerprint import fingerprint
+from semblend_trt.discovery.span_index import AnchorTable, Run, ScanBounds, SpanIndex
 from tests.semblend_trt.samples import text as random_tokens
 
 # Far above anything these small cases need, so that every run has to be found.
@@ -15,14 +17,23 @@ UNBOUNDED = ScanBounds(
 )
 BOUNDS = ScanBounds()
 ALL_BITS = (1 << 64) - 1
-FEW_HASHES = {"one-hash": 0, "four-hashes": 3 << 40, "low-byte": 0xFF}
 
 
-def index_of(donors, bounds=None, hash_mask=ALL_BITS, space="space"):
-    index = SpanIndex(bounds, hash_mask)
+def index_of(donors, bounds=None):
+    index = SpanIndex(bounds)
     for donor_id, tokens in donors.items():
-        index.add(space, donor_id, tokens)
+        index.add("space", donor_id, tokens)
     return index
+
+
+@pytest.fixture
+def collide(request, monkeypatch):
+    """Grams of which these bits of their hashes are equal have the same hash."""
+    monkeypatch.setattr(span_index, "fingerprint", lambda *arguments: masked(fingerprint(*arguments), request.param))
+
+
+def masked(anchors, bits):
+    return anchors._replace(hashes=anchors.hashes & np.uint64(bits))
 
 
 @numba.njit(cache=False)
@@ -93,15 +104,13 @@ def assert_equal_tokens(runs, donors, prompt):
         assert np.array_equal(donor, prompt[run.target_start : run.target_end])
 
 
-@pytest.mark.parametrize(
-    ("hash_mask", "indexes"), [(ALL_BITS, 20), (3 << 40, 8), (0, 4)], ids=["all-bits", "four-hashes", "one-hash"]
-)
-def test_equals_brute_force_on_random_cases(hash_mask, indexes):
+@pytest.mark.parametrize(("collide", "indexes"), [(ALL_BITS, 20), (3 << 40, 8), (0, 4)], indirect=["collide"])
+def test_equals_brute_force_on_random_cases(collide, indexes):
     """Each index is shared by many cases in namespaces of their own, so adding and removing is tested along."""
-    rng = np.random.default_rng(hash_mask % 1000)
+    rng = np.random.default_rng(indexes)
     runs = 0
     for _ in range(indexes):
-        index = SpanIndex(UNBOUNDED, hash_mask)
+        index = SpanIndex(UNBOUNDED)
         for case in range(250):
             space, shortest = f"space-{case}", int(rng.choice([32, 32, 33, 48, 64, 64, 100]))
             vocabulary, longest = int(rng.choice([2, 3, 8, 1_000, 2**31])), 400 if rng.integers(0, 20) == 0 else 150
@@ -109,15 +118,16 @@ def test_equals_brute_force_on_random_cases(hash_mask, indexes):
             donors = {f"{space}/{number}": part for number, part in enumerate(parts)}
             for donor_id, tokens in donors.items():
                 index.add(space, donor_id, tokens)
-            found, work = index.find_counting(space, prompt, shortest)
+            work = index.find(space, prompt, shortest)
+            found = work.runs
             assert work.hidden_end == 0
             assert_found(found, donors, prompt, shortest)
-            assert index.find("elsewhere", prompt, shortest) == []
+            assert index.find("elsewhere", prompt, shortest).runs == []
             runs += len(found)
             # Every other case leaves its donors, which the later ones must not see.
             if case % 2:
                 assert all(index.remove(donor_id) for donor_id in donors)
-                assert index.find(space, prompt, shortest) == []
+                assert index.find(space, prompt, shortest).runs == []
     assert runs > 30 * indexes
 
 
@@ -127,7 +137,7 @@ def test_answers_stay_right_within_tight_bounds(seed):
     parts, prompt = random_case(rng, int(rng.choice([2, 3, 1_000])))
     donors = {str(number): part for number, part in enumerate(parts)}
     tight = ScanBounds(max_repeats=2, max_bucket=2, max_pairs=5, max_extensions=3)
-    runs = index_of(donors, tight).find("space", prompt)
+    runs = index_of(donors, tight).find("space", prompt).runs
     assert_found(runs, donors, prompt, every=False)
     assert len(runs) <= 3
 
@@ -136,12 +146,12 @@ def test_answers_stay_right_within_tight_bounds(seed):
 def test_other_namespaces_give_nothing_and_change_nothing(seed):
     parts, prompt = random_case(np.random.default_rng(seed), 3)
     index = index_of({str(number): part for number, part in enumerate(parts)})
-    alone = index.find("space", prompt)
+    alone = index.find("space", prompt).runs
     # A crowd of equal donors in another namespace may not use up any bound of this one.
     for copy in range(100):
         index.add("elsewhere", f"foreign-{copy}", prompt)
-    assert index.find("space", prompt) == alone
-    assert index.find("", prompt) == index.find("space ", prompt) == []
+    assert index.find("space", prompt).runs == alone
+    assert index.find("", prompt).runs == index.find("space ", prompt).runs == []
 
 
 def test_ids_are_one_for_all_namespaces_and_taken_once():
@@ -149,8 +159,8 @@ def test_ids_are_one_for_all_namespaces_and_taken_once():
     for namespace in ("space", "elsewhere"):
         with pytest.raises(ValueError, match="donor is already indexed"):
             index.add(namespace, "donor", np.arange(50))
-    assert index.find("space", np.arange(100)) == [Run("donor", 0, 0, 100)]
-    assert index.find("elsewhere", np.arange(100)) == []
+    assert index.find("space", np.arange(100)).runs == [Run("donor", 0, 0, 100)]
+    assert index.find("elsewhere", np.arange(100)).runs == []
 
 
 def test_the_index_keeps_its_own_copy():
@@ -158,15 +168,15 @@ def test_the_index_keeps_its_own_copy():
     index = index_of({"donor": tokens})
     prompt = tokens.copy()
     tokens[:] = 0
-    assert index.find("space", prompt) == [Run("donor", 0, 0, 100)]
-    assert index.find("space", tokens) == []
+    assert index.find("space", prompt).runs == [Run("donor", 0, 0, 100)]
+    assert index.find("space", tokens).runs == []
 
 
 def test_a_document_is_found_at_any_shift_in_any_of_many_donors():
     rng = np.random.default_rng(11)
     donors = {f"donor-{i}": random_tokens(rng, 2_000) for i in range(30)}
     prompt = np.concatenate([random_tokens(rng, 777), donors["donor-4"][500:1900], donors["donor-9"][:1000]])
-    found = index_of(donors).find("space", prompt)
+    found = index_of(donors).find("space", prompt).runs
     assert found == [Run("donor-4", 500, 777, 1400), Run("donor-9", 0, 2177, 1000)]
 
 
@@ -175,21 +185,22 @@ def test_boilerplate_in_every_donor_does_not_hide_a_document():
     rng = np.random.default_rng(12)
     boilerplate = random_tokens(rng, 400)
     donors = {f"donor-{i}": np.concatenate([boilerplate, random_tokens(rng, 600)]) for i in range(300)}
-    runs = index_of(donors).find("space", donors["donor-3"])
+    runs = index_of(donors).find("space", donors["donor-3"]).runs
     assert Run("donor-3", 0, 0, 1000) in runs
     assert len(runs) <= 4 * BOUNDS.max_bucket < len(donors)
 
 
-@pytest.mark.parametrize("hash_mask", FEW_HASHES.values(), ids=FEW_HASHES)
-def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(hash_mask):
+@pytest.mark.parametrize("collide", [0, 3 << 40, 0xFF], indirect=True)
+def test_forced_collisions_cost_bounded_work_and_no_wrong_answer(collide):
     donors = {f"donor-{i}": random_tokens(i, 4_000) for i in range(60)}
-    index = index_of(donors, hash_mask=hash_mask)
+    index = index_of(donors)
     prompt = np.concatenate([donors["donor-7"][1_000:3_000], random_tokens(99, 5_000), donors["donor-59"][:2_000]])
-    runs, work = index.find_counting("space", prompt)
+    work = index.find("space", prompt)
+    runs = work.runs
     assert_bounded(work, prompt)
     assert_equal_tokens(runs, donors, prompt)
     assert all(index.remove(donor_id) for donor_id in donors)
-    assert index.find("space", prompt) == []
+    assert index.find("space", prompt).runs == []
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 17, 30, 200])
@@ -197,7 +208,8 @@ def test_text_that_repeats_itself_is_found_whole_and_in_bounded_work(period):
     text = np.tile(random_tokens(5, period), 30_000 // period)
     donors = {f"donor-{i}": np.concatenate([random_tokens(10 + i, i), text]) for i in range(100)}
     prompt = np.concatenate([random_tokens(6, 333), text])
-    runs, work = index_of(donors).find_counting("space", prompt)
+    work = index_of(donors).find("space", prompt)
+    runs = work.runs
     assert max(run.length for run in runs) >= len(text)
     assert_equal_tokens(runs, donors, prompt)
     assert_bounded(work, prompt)
@@ -208,7 +220,8 @@ def test_tight_bounds_hold():
     bounds = ScanBounds(max_repeats=2, max_bucket=3, max_pairs=40, max_extensions=5, max_compared=500)
     text = random_tokens(7, 5_000)
     donors = {f"donor-{i}": np.concatenate([random_tokens(50 + i, i), text]) for i in range(30)}
-    runs, work = index_of(donors, bounds).find_counting("space", text)
+    work = index_of(donors, bounds).find("space", text)
+    runs = work.runs
     assert 1 <= len(runs) <= 5
     assert_bounded(work, text, bounds)
 
@@ -218,7 +231,8 @@ def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other(
     order = np.random.default_rng(3)
     donors = {f"donor-{i}": np.concatenate([pieces[at] for at in order.permutation(100)]) for i in range(8)}
     prompt, bounds = np.concatenate(pieces), ScanBounds(max_extensions=1)
-    runs, work = index_of(donors, bounds).find_counting("space", prompt, 64)
+    work = index_of(donors, bounds).find("space", prompt, 64)
+    runs = work.runs
     assert {at for run in runs for at in range(run.target_start, run.target_end)} == {*range(len(prompt))}
     assert len(runs) < 400
     assert_bounded(work, prompt, bounds)
@@ -228,7 +242,8 @@ def test_of_each_part_of_the_prompt_the_best_place_is_compared_before_any_other(
 def test_what_a_bound_may_hide_is_told(bounds):
     prompt = np.concatenate([random_tokens(seed, length) for seed, length in ((3, 100), (1, 400), (4, 100), (2, 300))])
     donors = {"a": prompt[100:500], "b": prompt[600:]}
-    runs, work = index_of(donors, bounds).find_counting("space", prompt, 64)
+    work = index_of(donors, bounds).find("space", prompt, 64)
+    runs = work.runs
     assert [run.donor_id for run in runs] == ["a"]
     assert 850 < work.hidden_end <= 900
 
@@ -238,7 +253,8 @@ def test_places_that_were_left_out_hide_nothing_where_a_run_is_found_or_in_a_phr
     donors = {f"{i}": np.concatenate([random_tokens(10 + i, 30), document, phrase]) for i in range(9)}
     prompt = np.concatenate([document, random_tokens(3, 100), phrase, random_tokens(4, 100)])
     tight = ScanBounds(max_bucket=3)
-    runs, work = index_of(donors, tight).find_counting("space", prompt, 64)
+    work = index_of(donors, tight).find("space", prompt, 64)
+    runs = work.runs
     assert {run.length for run in runs} == {400}
     assert work.hidden_end == 0
 
@@ -247,7 +263,8 @@ def test_a_search_that_is_over_keeps_what_it_has_found():
     donors = {f"donor-{i}": random_tokens(i, 100 + i) for i in range(20)}
     prompt = np.concatenate(list(donors.values()))
     ends = iter([False, False, True])
-    runs, work = index_of(donors).find_counting("space", prompt, 64, lambda: next(ends))
+    work = index_of(donors).find("space", prompt, 64, lambda: next(ends))
+    runs = work.runs
     assert len(runs) == 16
     assert work.hidden_end > 0
 
@@ -260,7 +277,7 @@ def test_bad_token_ids_are_refused_and_nothing_is_kept(token):
     with pytest.raises(ValueError, match="token ids"):
         index.add("space", "other", tokens)
     assert "other" not in index
-    assert len(index) == 1
+    assert len(index._donors) == 1
 
 
 def test_readers_find_every_published_donor_while_the_table_grows_many_times():
@@ -283,7 +300,7 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times():
                 number = published[int(choose.integers(0, len(published)))]
                 begin = int(choose.integers(0, 2_900))
                 prompt = np.concatenate([passing, random_tokens(choose, 50, 2**31 - 1), donors[number][begin:][:100]])
-                runs = index.find("space", prompt, int(choose.choice([32, 64])))
+                runs = index.find("space", prompt, int(choose.choice([32, 64]))).runs
                 there = Run(f"donor-{number}", begin, 450, 100)
                 if runs not in ([there], [Run("passing", 0, 0, 400), there]):
                     failures.append((number, begin, runs))
@@ -306,7 +323,7 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times():
     for reader in readers:
         reader.join()
     assert failures == []
-    assert len(index) == 400
+    assert len(index._donors) == 400
 
 
 def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch):
@@ -314,11 +331,50 @@ def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch):
     kept, more = rng.integers(0, 1000, (2, 4000))
     index.add("space", "kept", kept)
     index.wait()
-    monkeypatch.setattr("semblend_trt.discovery.anchor_table._MOST_PAGES", index._table._pages)
+    monkeypatch.setattr("semblend_trt.discovery.span_index._MOST_PAGES", index._table._pages)
     index.add("space", "more", more)
-    assert index.find("space", more) == []
-    assert [run.donor_id for run in index.find("space", kept)] == ["kept"]
+    assert index.find("space", more).runs == []
+    assert [run.donor_id for run in index.find("space", kept).runs] == ["kept"]
     assert index.remove("more")
     assert index.remove("kept")
     index.add("space", "more", more)
-    assert [run.donor_id for run in index.find("space", more)] == ["more"]
+    assert [run.donor_id for run in index.find("space", more).runs] == ["more"]
+
+
+@pytest.mark.parametrize(("different", "most"), [(3, 4), (500, 3), (1 << 20, 2)])
+def test_the_newest_places_of_each_key_are_found_through_any_change(different, most):
+    rng = np.random.default_rng(different)
+    pool = rng.integers(0, 1 << 64, different, dtype=np.uint64)
+    table, held, donors = AnchorTable(), {}, {}
+    for donor in range(400):
+        count = int(rng.integers(0, 120))
+        keys = rng.choice(pool, count)
+        donors[donor] = keys, table.add(donor, keys, np.arange(count))
+        for position, key in enumerate(keys.tolist()):
+            held.setdefault(key, []).append((donor, position))
+        while len(donors) > 100 or (donors and rng.random() < 0.3):
+            gone = int(rng.choice(list(donors)))
+            keys, pages = donors.pop(gone)
+            table.remove(pages, keys)
+            for key in set(keys.tolist()):
+                held[key] = [place for place in held[key] if place[0] != gone]
+        asked = np.unique(np.concatenate([rng.choice(pool, 20), rng.integers(0, 1 << 64, 5, dtype=np.uint64)]))
+        *places, unread = (each.tolist() for each in table.find(asked, most, 1 << 20))
+        found = list(zip(*places, strict=True))
+        assert sorted(unread) == [at for at, key in enumerate(asked.tolist()) if len(held.get(key, [])) > most]
+        for number, key in enumerate(asked.tolist()):
+            newest = held.get(key, [])[::-1][:most]
+            assert [place for which, *place in found if which == number] == [list(place) for place in newest]
+
+
+def test_the_newest_of_all_keys_come_before_older_ones():
+    table, keys = AnchorTable(), np.array([1 << 40, 2 << 40], dtype=np.uint64)
+    for donor in range(3):
+        table.add(donor, keys, np.array([7, 8]))
+    which, donors, positions, unread = table.find(keys, most=9, limit=3)
+    assert set(unread.tolist()) == {0, 1}
+    assert list(zip(which.tolist(), donors.tolist(), positions.tolist(), strict=True)) == [
+        (0, 2, 7),
+        (1, 2, 8),
+        (0, 1, 7),
+    ]

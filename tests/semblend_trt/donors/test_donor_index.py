@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -15,21 +16,20 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import MAX_ANSWER_TOKENS, DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.discovery.planner import LookupRequest
-from semblend_trt.donors.catalog import FULL_SECONDS, Tier
-from semblend_trt.donors.disk_tier import DonorText, file_bytes
-from semblend_trt.donors.donor_index import DonorIndex, HeldDonors
-from semblend_trt.donors.observer import DonorObserver
+from semblend_trt.donors.catalog import FULL_SECONDS, DonorText, Tier
+from semblend_trt.donors.disk_tier import file_bytes
+from semblend_trt.donors.donor_index import LITTLE_SHARE, DonorIndex, DonorTexts, HeldDonors
 from semblend_trt.donors.offload import (
     MAX_FETCHES,
     MAX_PREFETCHES,
     MAX_PROMOTIONS,
     DiskLink,
+    DonorObserver,
     OffloadCommands,
     OffloadEvent,
     OffloadEventKind,
     SavedDonor,
 )
-from semblend_trt.donors.texts import LITTLE_SHARE
 from semblend_trt.plan import EngineMode, PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
@@ -220,9 +220,7 @@ def test_an_exact_copy_replaces_an_approximate_donor_of_the_same_text():
     keep_approximate(index, "first", tokens, 1)
     assert moves(index).drops == ["second"]
     keep_approximate(index, "elsewhere", tokens, 1, "other")
-    assert not index.texts.holds("namespace", tokens)
     keep(index, "exact", tokens)
-    assert index.texts.holds("namespace", tokens)
     assert moves(index).drops == ["first"]
     assert [index.catalog.tier(each) for each in ("second", "first", "exact")] == [None, None, Tier.HOST]
     assert index.catalog.tier("elsewhere") is Tier.HOST
@@ -299,7 +297,6 @@ def test_a_conversation_takes_its_own_room_and_evicts_nothing():
     stats = index.catalog.stats()
     assert (stats.ready, stats.used_bytes, stats.evicted) == (5, (4 * 120 + 1200) * TOKEN_BYTES, 0)
     assert [reused(index, each) for each in (said, text(0, 120), text(3, 120))] == [1200, 120, 120]
-    assert index.texts.holds("namespace", said[:700])
 
 
 def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
@@ -318,19 +315,6 @@ def test_what_a_donor_continues_goes_once_that_is_held_and_not_before():
     keep(index, "turn-3", said)
     assert observer.told == [("held", "turn-3"), ("gone", "turn-1")]
     assert (moves(index).drops, reused(index, said)) == (["turn-1"], 300)
-
-
-def test_a_donor_that_is_read_goes_when_it_is_released():
-    index = index_of(host_tokens=2000)
-    said = text(1, 400)
-    keep(index, "turn-1", said[:200])
-    _, (lease,) = plan(index, said[:200])
-    keep(index, "turn-2", said[:300])
-    keep(index, "turn-3", said)
-    assert [index.catalog.tier(f"turn-{turn}") for turn in (1, 2, 3)] == [Tier.HOST, None, Tier.HOST]
-    lease.release()
-    index.take_events(deque())
-    assert [index.catalog.tier(f"turn-{turn}") for turn in (1, 2, 3)] == [None, None, Tier.HOST]
 
 
 def test_beams_and_answers_to_one_prompt_leave_one_donor():
@@ -357,18 +341,6 @@ def test_donor_lost_on_its_way_down_is_found_no_more():
     index.saved(SavedDonor("donor", 0, "out of memory"))
     assert (reused(index, tokens), index.catalog.tier("donor")) == (0, None)
     assert moves(index).drops == ["donor"]
-
-
-def test_a_leased_donor_stays_until_it_is_released():
-    index, tokens = index_of(host_tokens=250), text(1, 200)
-    keep(index, "a", tokens)
-    _, (lease,) = plan(index, tokens)
-    assert not index.begin_save(index.intend("b", tracked(2, text(2, 200)), 0), "namespace", text(2, 200))
-    assert index.lost({"a"}) == []
-    lease.release()
-    assert index.lost({"a", "never-heard-of"}) == ["a"]
-    begin(index, "b", text(2, 200))
-    assert moves(index).drops == ["a"]
 
 
 def test_when_all_are_dropped_those_that_are_leased_or_being_saved_go_as_soon_as_they_can():
@@ -462,13 +434,6 @@ def test_of_two_files_of_one_text_the_lowest_generation_stays(order):
     assert moves(tiers.index).drops == [high]
     assert [call for call in tiers.told if call[0] == "found"] == [("found", "of-0", "disk")] * (0 in order)
     assert tiers.index.generation(low) == min(order)
-
-
-def test_the_displaced_of_the_card_move_down_and_get_a_file():
-    tiers = Tiers(host=2, device=1)
-    assert tiers.keep("first") == OffloadCommands()
-    assert tiers.keep("second") == OffloadCommands(offloads=["first"], writes=["first"])
-    assert tiers.told == [("moved", "first", "host")]
 
 
 def test_what_has_a_file_is_released_and_not_dropped():
@@ -794,3 +759,50 @@ class DonorIndexMachine(RuleBasedStateMachine):
 
 TestDonorIndexMachine = DonorIndexMachine.TestCase
 TestDonorIndexMachine.settings = hypothesis_settings(max_examples=30, stateful_step_count=30)
+
+
+# -- texts: of many, the one that begins most like another is found ----------------------------------------------
+
+TOKENS = st.lists(st.integers(0, 2), max_size=8)
+
+
+def array(tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def shared(left, right):
+    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+@given(st.lists(st.tuples(TOKENS, st.integers(0, 1), st.sampled_from("ab")), max_size=30), TOKENS, st.data())
+def test_the_text_that_begins_most_alike_is_near(texts, asked, data):
+    order, held = DonorTexts(load_settings()), {}
+    for number, (tokens, generation, namespace) in enumerate(texts):
+        order.put(namespace, generation, f"{number}", array(tokens))
+        held[f"{number}"] = (tokens, generation, namespace)
+    for donor_id in data.draw(st.lists(st.sampled_from(sorted(held)), unique=True)) if held else []:
+        order.gone(donor_id)
+        del held[donor_id]
+    assert set(order) == set(held)
+    near = list(order.near("a", array(asked)))
+    for donor_id, generation, common, length in near:
+        tokens, *rest = held[donor_id]
+        assert (rest, common, length) == ([generation, "a"], shared(tokens, asked), len(tokens))
+    for wanted in (0, 1):
+        of_all = [shared(tokens, asked) for tokens, *rest in held.values() if rest == [wanted, "a"]]
+        assert max(of_all, default=None) == max(
+            (each.common for each in near if each.generation == wanted), default=None
+        )
+
+
+def test_a_text_is_put_in_place_of_what_it_was_and_long_ones_are_compared_to_their_end():
+    order, long = DonorTexts(load_settings()), np.arange(100_000, dtype=np.int32)
+    order.put("a", 0, "donor", long)
+    order.put("a", 1, "donor", long[:70_000])
+    assert [tuple(each) for each in order.near("a", long)] == [("donor", 1, 70_000, 70_000)]
+    changed = long.copy()
+    changed[65_537] = 0
+    assert next(order.near("a", changed)).common == 65_537
+    order.gone("never-heard-of")
+    order.gone("donor")
+    assert list(order) == list(order.near("a", long)) == []

@@ -198,7 +198,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def every_donor_is_where_the_catalog_says(self):
         for donor_id in self.ready:
             fetching = self.moving.get(donor_id) == "fetch"
-            assert self.catalog._entries[donor_id].state.value == ("fetching" if fetching else "ready")
+            assert self.catalog._entries[donor_id].state == ("fetching" if fetching else "ready")
         for lease in self.leases:
             assert self.catalog.tier(lease.donor_id) in (Tier.HOST, Tier.DEVICE)
 

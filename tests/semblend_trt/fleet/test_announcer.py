@@ -22,8 +22,7 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.donors.donor_index import DonorIndex
-from semblend_trt.donors.observer import DonorObserver
-from semblend_trt.donors.offload import SavedDonor
+from semblend_trt.donors.offload import DonorObserver, SavedDonor
 from semblend_trt.fleet import announcer
 from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
 from semblend_trt.fleet.connection import is_meant

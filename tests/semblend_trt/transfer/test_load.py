@@ -16,13 +16,9 @@ from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation, rotate_keys
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.host_tier import HostKv, HostMemory, HostTier
-from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
 from semblend_trt.errors import DonorUnavailableError, PlanError
-from semblend_trt.plan import (
-    PlanKind,
-    PlanSpan,
-)
+from semblend_trt.plan import PlanKind, PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader, moves_of, target_of
 from semblend_trt.transfer.staging import HostReader, Staging

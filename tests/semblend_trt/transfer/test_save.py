@@ -11,13 +11,12 @@ from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.host_tier import HostTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore
+from semblend_trt.donors.store import DonorStore, HostTier
 from semblend_trt.ranks import EngineRanks
 from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostWriter
-from tests.semblend_trt.held_donors import held_in, held_kv
+from tests.semblend_trt.held_donors import held_in, held_kv, whole
 
 GEOMETRY = KvGeometry(2, 1, 8, 4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
@@ -127,7 +126,7 @@ def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting):
     snapshotting.start(SaveIntent(1, "long", 11), [2, 0, 1], 11)
     snapshotting.drain()
     assert finished(snapshotting).tokens == 8
-    kv = held_kv(snapshotting._store.host, "long").tensor
+    kv = whole(held_kv(snapshotting._store.host, "long"))
     assert torch.equal(kv[:, :, :, 4:], snapshotting._pool[0].view(2, 2, 1, 4, 8))
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kernels.kv_move import LayerMoves, Move, kv_move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
-from semblend_trt.donors.host_tier import HostKv
+from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.transfer import staging as staging_module
 from semblend_trt.transfer.staging import HostReader, HostWriter, Staging, batches
+from tests.semblend_trt.held_donors import whole
 
 GEOMETRY = KvGeometry(num_layers=5, kv_heads=2, head_dim=8, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1, 0.01, 0.001), 8)
@@ -43,12 +44,7 @@ def staging(tokens, slots=2, device=CPU):
 
 
 @settings(max_examples=40)
-@given(
-    room=st.integers(1, 60),
-    layers=st.integers(1, 5),
-    slots=st.integers(1, 3),
-    data=st.data(),
-)
+@given(room=st.integers(1, 60), layers=st.integers(1, 5), slots=st.integers(1, 3), data=st.data())
 def test_staged_spans_are_those_of_one_plain_move(room, layers, slots, data):
     donors = [host_donor(14, 1), host_donor(13, 2)]
     chosen = data.draw(st.lists(st.sampled_from(MOVES), min_size=1, unique=True))
@@ -125,7 +121,7 @@ def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, firs
     expected = torch.full((5, 2, 2, tokens, 8), math.nan)
     HostWriter(ROTATION, None if capacity is None else staging(capacity, 1)).copy(source, tokens, held)
     kv_move([Move(source, 0, 0, tokens)], ContiguousKv(expected), ROTATION)
-    assert torch.equal(held.tensor, expected)
+    assert torch.equal(whole(held), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -134,7 +130,7 @@ def test_fetched_rows_are_bit_for_bit_those_of_the_blocks(capacity, tokens, firs
 def test_promoted_rows_are_bit_for_bit_those_of_the_host_and_nothing_else_is_written(device, capacity, sizes):
     held = HostKv(tuple(host_donor(size, seed, device) for seed, size in enumerate(sizes)))
     expected, target = empty_target(device), empty_target(device)
-    kv_move([Move(ContiguousKv(held.tensor.to(device)), 0, 0, held.capacity)], expected, ROTATION)
+    kv_move([Move(ContiguousKv(whole(held).to(device)), 0, 0, held.capacity)], expected, ROTATION)
     HostWriter(ROTATION, None if capacity is None else staging(capacity, 1, device)).copy_up(held, target)
     torch.testing.assert_close(target.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
 

@@ -12,17 +12,14 @@ from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.device_tier import DeviceTier
-from semblend_trt.donors.host_tier import HostMemory, HostTier
 from semblend_trt.donors.offload import SaveIntent
-from semblend_trt.donors.store import DonorStore
-from semblend_trt.plan import (
-    PlanSpan,
-)
+from semblend_trt.donors.store import DonorStore, HostMemory, HostTier
+from semblend_trt.plan import PlanSpan
 from semblend_trt.transfer import load as loader_module
 from semblend_trt.transfer.load import LayerReadiness, PlanLoader
 from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
-from tests.semblend_trt.held_donors import held_kv, save
+from tests.semblend_trt.held_donors import held_kv, save, whole
 from tests.semblend_trt.plans import plan_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -111,7 +108,7 @@ class Card:
 
     def read(self, donor_id):
         with self.store.reading(donor_id) as kv:
-            return taken(kv) if isinstance(kv, PagedKv) else kv.tensor.clone()
+            return taken(kv) if isinstance(kv, PagedKv) else whole(kv).clone()
 
 
 @pytest.fixture
@@ -142,7 +139,7 @@ def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole():
     card = Card(host_tokens=3 * half)
     expected = expected_pool(card.pool)
     host = card.store.host
-    assert held_kv(host, "far").tensor.is_pinned()
+    assert whole(held_kv(host, "far")).is_pinned()
     assert host.drop("far")
     for name in ("first", "second", "third"):
         save(host, name, random_kv(5, half))
@@ -155,7 +152,7 @@ def test_a_donor_in_scattered_locked_memory_is_saved_and_loaded_whole():
     assert card.loader.load([PLAN]) == []
     torch.cuda.synchronize()
     assert_equal(card.pool[:50], expected[:50])
-    assert torch.equal(held_kv(host, "far").tensor, random_kv(2))
+    assert torch.equal(whole(held_kv(host, "far")), random_kv(2))
 
 
 def test_memory_of_a_dropped_donor_is_written_only_when_queued_reads_have_run():
@@ -263,7 +260,7 @@ def test_donors_come_back_bit_for_bit_from_both_tiers_and_after_an_offload(card)
     card.saver.drain()
     assert card.saver.lost() == []
     assert "near" not in card.store.device
-    held = held_kv(card.store.host, "near").tensor
+    held = whole(held_kv(card.store.host, "near"))
     assert held.is_pinned()
     assert torch.equal(held, random_kv(1))
 
@@ -286,7 +283,7 @@ def test_an_offload_and_the_save_into_its_blocks_keep_their_order(card):
     put(card.pool, range(60, 92), random_kv(3))
     card.saver.start(SaveIntent(0, "next", TOKENS, Tier.DEVICE), list(range(60, 92)), TOKENS)
     card.saver.drain()
-    assert torch.equal(held_kv(card.store.host, "near").tensor, random_kv(1))
+    assert torch.equal(whole(held_kv(card.store.host, "near")), random_kv(1))
     assert torch.equal(card.read("next").cpu(), random_kv(3))
 
 
@@ -323,6 +320,6 @@ def test_a_snapshot_is_read_between_the_forward_that_wrote_and_the_one_that_writ
     saver.drain()
     ((_, saved),) = saver.finished()
     assert (saved.tokens, saved.error) == (TOKENS, None)
-    assert torch.equal(held_kv(store.host, "donor").tensor.cpu(), kv)
+    assert torch.equal(whole(held_kv(store.host, "donor")).cpu(), kv)
     assert snapshots.free_tokens == ARENA * 32
     saver.close()

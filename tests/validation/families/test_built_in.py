@@ -16,7 +16,7 @@ def runs_of(writer, case):
     index = SpanIndex()
     for number, donor in enumerate(case.donors):
         index.add("namespace", str(number), writer.tokenizer.encode(donor).ids)
-    return index.find("namespace", writer.tokenizer.encode(case.prompt).ids)
+    return index.find("namespace", writer.tokenizer.encode(case.prompt).ids).runs
 
 
 def shared_row(writer, case):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from semblend_trt.background import Background
-from semblend_trt.donors import offload
-from semblend_trt.donors.disk_tier import FOLDER, DiskTier
-from semblend_trt.donors.host_tier import HostTier
-from semblend_trt.donors.offload import MAX_WAITING, DiskLink, DiskTransfers
+from semblend_trt.donors import disk_tier
+from semblend_trt.donors.disk_tier import FOLDER, MAX_WAITING, DiskTier, DiskTransfers
+from semblend_trt.donors.offload import DiskLink
 from semblend_trt.donors.offload import OffloadEventKind as Kind
-from tests.semblend_trt.held_donors import FORM, held_kv, host_kv, save, text_of
+from semblend_trt.donors.store import HostTier
+from tests.semblend_trt.held_donors import FORM, held_kv, host_kv, save, text_of, whole
 
 TOKENS = 20
 
@@ -29,7 +29,7 @@ class Kept:
 
     def hold(self, donor_id, tokens=TOKENS):
         """Puts a donor into host memory, and its text where the transfers look for it."""
-        kv = host_kv(tokens).tensor
+        kv = whole(host_kv(tokens))
         save(self.host, donor_id, kv)
         self.link.texts[donor_id] = text_of(tokens)
         return kv
@@ -66,7 +66,7 @@ def test_a_donor_comes_back_bit_for_bit_and_is_removed_with_its_file(kept):
     assert kept.write("donor") == [(Kind.FILE_WRITTEN, "donor")]
     kept.host.drop("donor")
     assert kept.fetch("donor") == [(Kind.FETCHED, "donor")]
-    assert torch.equal(held_kv(kept.host, "donor").tensor, kv)
+    assert torch.equal(whole(held_kv(kept.host, "donor")), kv)
     for donor_id in ("donor", "never there"):
         kept.transfers.drop(donor_id)
     assert (kept.told(), kept.files()) == ([], [])
@@ -230,7 +230,7 @@ def test_a_disk_that_never_answers_holds_the_end_up_for_a_minute_in_all(kept, mo
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.time, "monotonic", lambda: now[0])
+        patch.setattr(disk_tier.time, "monotonic", lambda: now[0])
         patch.setattr(Background, "close", hangs)
         kept.transfers.close()
     assert given == [60.0, 15.0]
