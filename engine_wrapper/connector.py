@@ -16,9 +16,9 @@ from engine_wrapper.trtllm.hooks import find_executor
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
-from semblend_trt.connector.weights import Weights
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import Weights
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,8 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     def _kv_scales(self) -> str | None:
         """As the stock worker's, read from the attention of the executor that registers its caches; the embedded
         engine's are 1."""
-        if self._runtime.engine is not None and self._facts is not None:
-            return digest_of((1.0,) * self._facts.num_layers)
+        if self._runtime.engine is not None and self.facts is not None:
+            return digest_of((1.0,) * self.facts.num_layers)
         parts = find_executor(self)
         try:
             return digest_of(scales_of(None if parts is None else parts.decoder))
@@ -93,7 +93,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
         if self._runtime.engine is not None:
             attach_to_embedded(self._runtime)
         else:
-            self.attachment = attach_to_executor(self, self._engine, self._facts, self._runtime, pool)
+            self.attachment = attach_to_executor(self, self._engine, self.facts, self._runtime, pool)
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
         """Ends this iteration's loads.

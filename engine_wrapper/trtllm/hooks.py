@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine_wrapper.patches import Undo
-    from semblend_trt.connector.weights import Weights
+    from semblend_trt.runtime import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from engine_wrapper.vllm.hooks import find_scheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput
-from semblend_trt.connector.metadata import SemBlendConnectorMetadata
+from semblend_trt.connector.requests import SemBlendConnectorMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,9 +1,8 @@
-"""The connector contract: what each of its versions calls, and the one place that imports TensorRT-LLM's base classes.
+"""TensorRT-LLM's connector contract: its data, its versions, and the one place that imports its base classes.
 
-Where tensorrt_llm can be imported (from either module path it has used) our connector derives from its classes,
-elsewhere from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM, under
-`_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3 release candidates and main).
+If tensorrt_llm can be imported, our connector derives from its classes, else from the classes below, which have the
+same abstract methods. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
+`connectors/kv_cache_connector.py` (1.3 release candidates and main).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +32,7 @@ MODULE_PATHS = (
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One scheduled request, as 1.1 and 1.2 tell it: new requests in full, cached ones as deltas."""
+    """One scheduled request, as 1.1 and 1.2 describe it: new requests in full, cached ones as deltas."""
 
     request_id: int
     new_tokens: list[int]
@@ -43,7 +43,7 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class RequestData(ScheduledRequest):
-    """As main tells it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
+    """As main describes it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
 
     `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1; with more
     than one group `new_block_ids` is empty. -1 in it stands for a block without a page.
@@ -57,8 +57,8 @@ class RequestData(ScheduledRequest):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one iteration runs, as main tells it: requests seen for the first time, requests seen before, and the owner
-    of the block ids under attention data parallelism."""
+    """What one iteration runs, as main describes it: requests seen for the first time, requests seen before, and the
+    owner of the block ids under attention data parallelism."""
 
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
@@ -68,32 +68,12 @@ class SchedulerOutput:
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 
-@dataclass(frozen=True, slots=True)
-class ContractVersion:
-    """One version of the contract.
-
-    `keeps_windowed_kv`: a layer with a window writes each token's KV to a place of its own, as other layers do, where
-    `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
-    """
-
-    name: str
-    keeps_windowed_kv: bool = True
+# The versions of the contract.
+V11, V12, V13, MAIN = "1.1", "1.2", "1.3rc", "main"
 
 
-V11, V12, V13, MAIN = (
-    ContractVersion("1.1", keeps_windowed_kv=False),
-    ContractVersion("1.2"),
-    ContractVersion("1.3rc"),
-    ContractVersion("main"),
-)
-_VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN)}
-
-
-def match_of(module: ModuleType) -> ContractVersion:
-    """The version of `module`, TensorRT-LLM's connector module.
-
-    Releases differ in what they have, not in their number. What has nothing of a newer version is the oldest.
-    """
+def match_of(module: ModuleType) -> str:
+    """The version of `module`, TensorRT-LLM's connector module, by what it has: its release number does not show it."""
     scheduler, worker = module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
     if hasattr(worker, "register_kv_cache_layout"):
         return MAIN
@@ -199,12 +179,10 @@ def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) ->
 
 
 def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
-    """The first module that there is."""
+    """The first of these modules that can be imported."""
     for path in paths:
-        try:
+        with suppress(ImportError):
             return importlib.import_module(path)
-        except ImportError:
-            continue
     return None
 
 
@@ -213,19 +191,16 @@ KvCacheConnectorScheduler: Any = _upstream.KvCacheConnectorScheduler if _upstrea
 KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else _WorkerBase
 
 
-def version_of(name: str | None) -> ContractVersion:
-    """The version of the contract of this name, without one that of TensorRT-LLM here.
-
-    Where nothing is known it is the oldest, which promises least.
-    """
-    if name in _VERSIONS:
-        return _VERSIONS[name]
+def version_of(name: str | None) -> str:
+    """The version of this name, by default that of TensorRT-LLM here; if none is known the oldest, which promises
+    least."""
+    if name in (V11, V12, V13, MAIN):
+        return name
     return V11 if _upstream is None else match_of(_upstream)
 
 
 def flashinfer_layout() -> str | None:
-    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be
-    read."""
+    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None if that cannot be read."""
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)
@@ -235,8 +210,7 @@ Method = TypeVar("Method", bound="Callable[..., Any]")
 
 
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
-    """Decorates a method to return `answer()` when it fails, and to count the failure under its name in the runtime's
-    `faults`.
+    """Decorate a method to return `answer()` if it fails, and to count that by its name in the runtime's `faults`.
 
     An exception in a leader call would leave the other ranks waiting in the broadcast of its result.
     """

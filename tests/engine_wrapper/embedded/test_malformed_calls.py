@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from semblend_trt.connector.contract import RequestData, SchedulerOutput
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS, RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, teach

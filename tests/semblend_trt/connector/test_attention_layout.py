@@ -11,26 +11,16 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 from transformers.masking_utils import sliding_window_overlay
 
 from kernels.rope import LayerRotations, RopeRotation, still
-from semblend_trt.connector.attention_layout import (
-    LayerGroup,
-    check_groups,
-    layer_groups,
-    lowest_check_layer,
-    rotation_of,
-    sizes_of,
-)
+from semblend_trt.connector.attention_layout import LayerGroup, layer_groups
+from semblend_trt.connector.model_facts import ModelFacts
 from semblend_trt.errors import UnsupportedModelError
 
 FAST, SLOW = RopeRotation((1.0, 0.5), 4), RopeRotation((0.1, 0.05), 4)
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
 
 
-def windows_of(config):
-    groups = layer_groups(config, [FAST] * config.num_hidden_layers)
-    check_groups(groups, config.num_hidden_layers)
-    found = {layer: group.window for group in groups for layer in group.layers}
-    assert all(group.attention == ("full" if group.window is None else "window") for group in groups)
-    return [found[layer] for layer in sorted(found)]
+def facts_of(groups, layers=3):
+    return ModelFacts("qwen2", layers, 4, 2, 16, 4096, tuple(groups), {}, None, "")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +41,9 @@ def windows_of(config):
     ],
 )
 def test_windows_are_those_of_the_configuration(config, windows):
-    assert windows_of(config) == windows
+    groups = layer_groups(config, [FAST] * config.num_hidden_layers)
+    assert list(facts_of(groups, config.num_hidden_layers).windows) == windows
+    assert all(group.attention == ("full" if group.window is None else "window") for group in groups)
 
 
 def test_a_window_counts_the_token_itself():
@@ -65,11 +57,9 @@ def test_a_chunk_is_as_long_as_the_models_and_one_of_all_positions_is_full_atten
     types = ["chunked_attention", "full_attention", "sliding_attention"]
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=256, sliding_window=32, layer_types=types)
     config.attention_chunk_size = 64
-    groups = layer_groups(config, [FAST] * 3)
-    assert [(group.attention, group.window) for group in groups] == [("chunks", 64), ("full", None), ("window", 32)]
-    assert sizes_of(groups, "chunks") == (64, None, None)
-    assert sizes_of(groups, "window") == (None, None, 32)
-    assert [lowest_check_layer(each) for each in (groups, groups[:1], groups[::-1])] == [2, 1, 2]
+    facts = facts_of(layer_groups(config, [FAST] * 3))
+    assert (facts.chunks, facts.windows, facts.lowest_check_layer) == ((64, None, None), (None, None, 32), 2)
+    assert facts_of([LayerGroup((0, 1, 2), "window", 32, FAST)]).lowest_check_layer == 3
     config.attention_chunk_size = 256
     assert [group.attention for group in layer_groups(config, [FAST] * 3)] == ["full", "window"]
 
@@ -83,10 +73,10 @@ def test_layers_that_attend_and_rotate_alike_are_one_group():
         LayerGroup((1,), "full", None, FAST),
         LayerGroup((2,), "full", None, still(4)),
     )
-    rotation = rotation_of(groups[::-1])
+    rotation = facts_of(groups[::-1]).rotation
     assert isinstance(rotation, LayerRotations)
     assert [rotation.of_layer(layer) for layer in range(3)] == [SLOW, FAST, still(4)]
-    assert rotation_of(layer_groups(config, [FAST] * 3)) is FAST
+    assert facts_of(layer_groups(config, [FAST] * 3)).rotation is FAST
 
 
 @pytest.mark.parametrize(
@@ -105,7 +95,6 @@ def test_layers_that_are_not_known_are_refused(types, told):
 
 @pytest.mark.parametrize("held", [[(0, 1)], [(0, 1), (1, 2)], [(0, 1), (2, 3)], []])
 def test_each_layer_must_be_in_one_group(held):
-    groups = [LayerGroup(layers, "full", None, FAST) for layers in held]
     with pytest.raises(UnsupportedModelError, match=r"hold layers \[.*\]; each of 0\.\.2 is needed once") as refused:
-        check_groups(groups, 3)
+        facts_of(LayerGroup(layers, "full", None, FAST) for layers in held)
     assert refused.value.reason == "attention_layout"

@@ -19,12 +19,12 @@ from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import rotate_keys
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.attention_layout import PUBLISHED_CODE
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.connector.model_facts import model_facts
-from semblend_trt.connector.pool_geometry import geometry_of
+from semblend_trt.connector.requests import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import UnsupportedModelError
 from semblend_trt.plan import EngineMode, PlanSpan
+from semblend_trt.pool_facts import geometry_of
 from tests.semblend_trt.plans import plan_of
 
 OWN_CODE = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": PUBLISHED_CODE}
@@ -145,14 +145,13 @@ def test_what_only_claims_the_form_is_refused_with_the_value(tmp_path, reason, c
 
 
 def test_pools_of_latent_rows(tmp_path):
-    facts = facts_of(tmp_path)
-    wanted = KvGeometry(3, 1, 40, 16, kv_factor=1)
-    assert geometry_of(torch.zeros(4, 3, 1, 16 * 40), facts, 1) == wanted
-    assert geometry_of(torch.zeros(4, 3, 1, 16 * 40), facts, 2) == wanted  # every rank holds all of it
+    sizes, wanted = facts_of(tmp_path).sizes(1), KvGeometry(3, 1, 40, 16, kv_factor=1)
+    assert sizes == facts_of(tmp_path).sizes(2)  # every rank holds all of it
     layers = tuple(torch.zeros(4, 1, 16, 40) for _ in range(3))
-    assert geometry_of(LayeredPool(layers), facts, 1) == wanted
+    for pool in (torch.zeros(4, 3, 1, 16 * 40), LayeredPool(layers)):
+        assert geometry_of(pool, sizes) == wanted
     for unfit in (torch.zeros(4, 3, 2, 16 * 40), LayeredPool(layers, layers), LayeredPool(layers[1:])):
-        assert geometry_of(unfit, facts, 1) is None
+        assert geometry_of(unfit, sizes) is None
 
 
 BLOCK = 8

@@ -11,7 +11,7 @@ import torch
 from engine_wrapper.embedded.llm_args import LlmArgs
 from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
+from semblend_trt.connector.requests import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SavedDonor, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
