@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# From the registration up: our own methods, the contract's default forms, and the executor.
-_MAX_FRAMES = 16
-
 
 @dataclass(frozen=True, slots=True)
 class ExecutorParts:
@@ -49,10 +46,10 @@ class ExecutorParts:
 def find_executor(worker: object) -> ExecutorParts | None:
     """The executor that is registering its caches with `worker`, found among the callers; None if no caller is it.
 
-    No supported way leads to it: the connector's contract hands a worker the arguments and the pool, and nothing else.
+    There is no supported way: the connector's contract hands a worker the arguments and the pool, and nothing else.
     """
     frame = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
+    for _ in range(16):  # our own methods, the contract's default forms, and the executor
         # Only what an object itself holds is read: a property of a foreign class could do anything.
         held = held_by(frame.f_locals.get("self"))
         if held_by(held.get("kv_connector_manager")).get("worker") is worker:
