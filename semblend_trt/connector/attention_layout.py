@@ -82,11 +82,6 @@ def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | 
     return tuple(found.get(layer) for layer in range(sum(len(group.layers) for group in groups)))
 
 
-def halved(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
-    """The groups in an engine that reorders a head's channels, so that halves rotate."""
-    return tuple(replace(group, rotation=replace(group.rotation, interleaved=False)) for group in groups)
-
-
 def _attention(config: Any, whole: Attention) -> list[tuple[Attention, int | None]]:
     """The attention of each layer and its window or chunk. If that hides nothing, it is `whole`, with None."""
     kinds: dict[str, tuple[Attention, int | None]] = {

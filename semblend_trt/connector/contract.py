@@ -16,12 +16,15 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     import torch
 
 logger = logging.getLogger(__name__)
+
+Method = TypeVar("Method", bound="Callable[..., Any]")
+Group = TypeVar("Group")
 
 # Newest first.
 MODULE_PATHS = (
@@ -106,12 +109,12 @@ class _SchedulerBase(ABC):
     @abstractmethod
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
 
+    # The V2 cache manager calls these in place of the flat forms; they forward a single group.
+
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
-        """Called in place of the flat form under the V2 cache manager; forwards a single group to it."""
         self.update_state_after_alloc(request, _only_group(self, block_ids_by_layer_group))
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: list[list[int]]) -> bool:
-        """Called in place of the flat form under the V2 cache manager; forwards a single group to it."""
         return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
 
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
@@ -139,13 +142,8 @@ class _WorkerBase(ABC):
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
-        tensor = layout.as_single_pool_tensor()
-        if tensor is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no register_kv_cache_layout, and a cache of {len(layout.groups)} layer "
-                "groups is no single pool tensor; implement it"
-            )
-        self.register_kv_caches(tensor)
+        _only_group(self, layout.groups)
+        self.register_kv_caches(layout.as_single_pool_tensor())
 
     @abstractmethod
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
@@ -169,13 +167,13 @@ class _WorkerBase(ABC):
         return None
 
 
-def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) -> list[int]:
-    if len(block_ids_by_layer_group) != 1:
+def _only_group(connector: object, groups: Sequence[Group]) -> Group:
+    if len(groups) != 1:
         raise NotImplementedError(
-            f"{type(connector).__name__} has flat methods only, and a cache of {len(block_ids_by_layer_group)} layer "
-            "groups has no flat block ids; implement the forms by layer group"
+            f"{type(connector).__name__} has flat methods only, and a cache of {len(groups)} layer groups has no flat "
+            "block ids; implement the forms by layer group"
         )
-    return block_ids_by_layer_group[0]
+    return groups[0]
 
 
 def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
@@ -204,9 +202,6 @@ def flashinfer_layout() -> str | None:
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)
-
-
-Method = TypeVar("Method", bound="Callable[..., Any]")
 
 
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:

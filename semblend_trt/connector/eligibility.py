@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.attention_layout import LLAMA4, halved
+from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.contract import V11
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
@@ -138,7 +138,8 @@ def facts_in_engine(facts: ModelFacts, engine: EngineSpec) -> ModelFacts:
     """The facts of a model as this engine computes it; `facts` are those of Transformers."""
     if facts.model_type not in engine.halved_model_types:
         return facts
-    return replace(facts, groups=halved(facts.groups))
+    halves = (replace(each, rotation=replace(each.rotation, interleaved=False)) for each in facts.groups)
+    return replace(facts, groups=tuple(halves))
 
 
 def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:

@@ -19,7 +19,7 @@ from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode, PlanKind, are_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -170,13 +170,13 @@ class TrackedRequest:
         self.release_leases()
 
 
-class RequestTable:
-    """Requests, the one that was scheduled longest ago first. `add` gives up the first ones to keep within the limit,
-    but never one that awaits a load."""
+class RequestTable(OrderedDict[int, TrackedRequest]):
+    """Requests by id, the one that was scheduled longest ago first. `add` gives up the first ones to keep within the
+    limit, but never one that awaits a load."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
+        super().__init__()
         self._limit = limit
-        self._requests: OrderedDict[int, TrackedRequest] = OrderedDict()
         self._iteration = 0
         self._loading: list[TrackedRequest] = []
         self._holder_of_block: dict[int, TrackedRequest] = {}
@@ -184,10 +184,10 @@ class RequestTable:
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
         """Return, and forget, the requests that had to make room."""
         request.last_heard = self._iteration
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id)
-        surplus = max(0, len(self._requests) - self._limit)
-        return self._give_up(islice((each for each in self._requests.values() if not each.awaits_load), surplus))
+        self[request.request_id] = request
+        self.move_to_end(request.request_id)
+        surplus = max(0, len(self) - self._limit)
+        return self._give_up(islice((each for each in self.values() if not each.awaits_load), surplus))
 
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
         """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
@@ -195,7 +195,7 @@ class RequestTable:
         Those loads were queued before the forward that has been issued since. With `last_failed` that forward failed,
         and the requests in it have ended, even if the engine does not say so.
         """
-        ended = self._give_up(filter(self.is_running, self._requests.values())) if last_failed else []
+        ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
         for request in ended:
             request.forward_failed = True
         self._iteration += 1
@@ -203,25 +203,19 @@ class RequestTable:
             request.release_leases()
         self._loading.clear()
         limit = self._iteration - MAX_SILENT_ITERATIONS
-        silent = takewhile(lambda each: each.last_heard < limit, self._requests.values())
+        silent = takewhile(lambda each: each.last_heard < limit, self.values())
         return ended + self._give_up(each for each in silent if not each.awaits_load)
 
     def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
         """The request with this id, which runs in this iteration; with `loads` its donors are read in it."""
-        request = self._requests.get(request_id)
+        request = self.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
             request.is_scheduled = True
-            self._requests.move_to_end(request.request_id)
+            self.move_to_end(request.request_id)
             if loads:
                 self._loading.append(request)
         return request
-
-    def __iter__(self) -> Iterator[TrackedRequest]:
-        return iter(self._requests.values())
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def holds(self, request: TrackedRequest, block_ids: Iterable[int]) -> None:
         """Note that the request has these blocks, its own or shared ones."""
@@ -230,28 +224,16 @@ class RequestTable:
     def displaced(self, block_ids: Iterable[int], by: TrackedRequest) -> list[TrackedRequest]:
         """Return, and forget, requests that had one of these blocks, which are now `by`'s own: they have ended."""
         holders = dict.fromkeys(map(self._holder_of_block.get, block_ids))
-        return self._give_up(
-            each for each in holders if each not in (None, by) and self._requests.get(each.request_id) is each
-        )
+        return self._give_up(each for each in holders if each not in (None, by) and self.get(each.request_id) is each)
 
     def is_running(self, request: TrackedRequest) -> bool:
         """True if the request is part of the iteration that began last."""
         return request.is_scheduled and request.last_heard == self._iteration
 
-    def get(self, request_id: int) -> TrackedRequest | None:
-        return self._requests.get(request_id)
-
-    def pop(self, request_id: int) -> TrackedRequest | None:
-        return self._requests.pop(request_id, None)
-
-    def pop_oldest(self) -> TrackedRequest:
-        """Remove and return the request that was silent for longest; KeyError if there is none."""
-        return self._requests.popitem(last=False)[1]
-
     def _give_up(self, requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
         given_up = list(requests)
         for request in given_up:
-            del self._requests[request.request_id]
+            del self[request.request_id]
         return given_up
 
 
@@ -330,20 +312,6 @@ class Iteration:
                 self.progress.append(progress)
             if is_first:
                 self.followed.append(tracked)
-
-    def metadata(
-        self, forgotten: Sequence[int], commands: OffloadCommands, weights_changes: int
-    ) -> SemBlendConnectorMetadata:
-        """The iteration's metadata, with the requests to forget and the commands for the tiers."""
-        return SemBlendConnectorMetadata(
-            plans=tuple(self.plans),
-            followed=tuple(tracked.request_id for tracked in self.followed),
-            progress=tuple(self.progress),
-            forgotten=tuple(forgotten),
-            commands=commands,
-            grown=tuple(self.grown),
-            weights_changes=weights_changes,
-        )
 
 
 def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first: bool) -> RequestProgress | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.rope import RopeRotation
 from semblend_trt.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _REFUSED = {
     "dynamic": "rope_dynamic",
@@ -131,10 +134,6 @@ def _default(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     return 1.0 / _waves(parameters, rotary_dim)
 
 
-def _linear(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    return _default(parameters, rotary_dim) / _number(parameters, "factor")
-
-
 def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     """Stretch long waves by the factor, leave short ones, and blend those between."""
     frequencies = _default(parameters, rotary_dim)
@@ -183,4 +182,9 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_FREQUENCIES: dict[str, Callable[[dict[str, Any], int], torch.Tensor]] = {
+    "default": _default,
+    "linear": lambda parameters, rotary_dim: _default(parameters, rotary_dim) / _number(parameters, "factor"),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -88,8 +88,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """The engine, as it is now described."""
         return from_llm_args(self._llm_args)
 
-    # -- the contract ---------------------------------------------------------------------------------------------
-
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
         """Build what look-ups need once the caches are registered, so that no request waits for files. The worker calls
@@ -102,7 +100,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Return the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
         request_id, start = int(request.request_id), perf_counter()
         self.outcomes.forget(request_id)  # of an earlier request with this id
-        if (replayed := self._requests.pop(request_id)) is not None:
+        if (replayed := self._requests.pop(request_id, None)) is not None:
             # A paused request comes again; what was decided before its blocks were lost no longer holds.
             self._let_go(replayed)
         try:
@@ -156,7 +154,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._let_go(tracked)
             raise
         finally:
-            self._requests.pop(tracked.request_id)
+            self._requests.pop(tracked.request_id, None)
 
     @never_raises(lambda: None)
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
@@ -166,8 +164,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     @never_raises(lambda: False)
     def request_finished_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
         return bool(self.request_finished(request, _flat(block_ids)))
-
-    # -- our own ---------------------------------------------------------------------------------------------------
 
     @never_raises(lambda: None)
     def take_commands(self) -> OffloadCommands | None:
@@ -200,7 +196,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if (changes := self._runtime.weights_changes) == self._weights_changes:
             return
         self._weights_changes = changes
-        for tracked in self._requests:  # they hold KV of both
+        for tracked in self._requests.values():  # they hold KV of both
             self._cancel_intent(tracked)
             tracked.intent = None
         if self._lookup is not None:
@@ -223,14 +219,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def close(self) -> None:
         """End the requests still tracked and write the audit log out."""
         self.take_events()
-        while len(self._requests):
-            self._end(self._requests.pop_oldest())
+        while self._requests:
+            self._end(self._requests.popitem(last=False)[1])
         for observer in reversed(self._observers):  # neighbours tell the announcer
             observer.close()
         self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
-
-    # -- lookup ----------------------------------------------------------------------------------------------------
 
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
         self._runtime.check_weights()
@@ -293,27 +287,32 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 if self.donor_index is not None and tracked.plan is not None:
                     self.donor_index.lost({span.donor_id for span in tracked.plan.spans})
 
-    # -- an iteration ----------------------------------------------------------------------------------------------
-
     def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
         ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open)
         if scheduler_output is not None:  # None is an iteration without requests
             for data in scheduler_output.new_requests:
-                self._tell(iteration, data, is_first=True)
+                self._add(iteration, data, is_first=True)
             for data in scheduler_output.cached_requests:
-                self._tell(iteration, data, is_first=False)
+                self._add(iteration, data, is_first=False)
         for request in ended:
             self._end(request)
         if self.donor_index is not None and self._neighbours is not None:
             self.donor_index.offload.prefetch(self._neighbours.near_donors())
-        commands = self.take_commands() or OffloadCommands()
-        metadata = iteration.metadata(self._forgotten, commands, self._weights_changes)
+        metadata = SemBlendConnectorMetadata(
+            plans=tuple(iteration.plans),
+            followed=tuple(tracked.request_id for tracked in iteration.followed),
+            progress=tuple(iteration.progress),
+            forgotten=tuple(self._forgotten),
+            commands=self.take_commands() or OffloadCommands(),
+            grown=tuple(iteration.grown),
+            weights_changes=self._weights_changes,
+        )
         self._forgotten = []
         for tracked in iteration.followed:
             tracked.is_followed = True
         return metadata
 
-    def _tell(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
+    def _add(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
         """Add what the engine says of one request. An entry that cannot be read harms no other."""
         tracked = None
         try:
@@ -346,22 +345,19 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
             lookup.donors.copied_into(block_ids[shared])
 
-    # -- the end of a request --------------------------------------------------------------------------------------
-
     def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
         tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
         self._record_outcome(tracked)
         tracked.release_leases()
-        saving, lookup = False, self._lookup
-        if tracked.intent is not None and lookup is not None and not tracked.forward_failed:
+        lookup, intent = self._lookup, tracked.intent
+        if intent is not None and lookup is not None and not tracked.forward_failed:
             count = savable_tokens(tracked, block_ids, lookup.pool.geometry.block_size)
             tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-            saving = lookup.donors.begin_save(
-                tracked.intent, tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
-            )
-        if not saving:
-            self._let_go(tracked)
-        return saving
+            kept = tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
+            if lookup.donors.begin_save(intent, *kept):
+                return True
+        self._let_go(tracked)
+        return False
 
     def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)

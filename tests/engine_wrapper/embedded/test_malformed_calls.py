@@ -214,7 +214,7 @@ class Engine:
             self.poll(waiting)
             waiting = []
         # What was promised is kept until an iteration has loaded it, however long that takes.
-        awaited = [each.request_id for each in self.scheduler._requests._requests.values() if each.awaits_load]
+        awaited = [each.request_id for each in self.scheduler._requests.values() if each.awaits_load]
         self.run([RequestData(request_id, [], BLOCKS, 0, 1) for request_id in awaited], [])
         for _ in range(MAX_SILENT_ITERATIONS + 2):
             self.run([], [])
