@@ -14,21 +14,15 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRotaryEmbedding, apply_rotary_emb
 
-from engine_wrapper.embedded.llm_args import LlmArgs
 from kernels.layout import KvGeometry, LayeredPool
 from kernels.rope import LayerRotations, RopeRotation, rotate_keys, still
-from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.attention_layout import PUBLISHED_CODE, LayerGroup, layer_groups
 from semblend_trt.connector.eligibility import facts_in_engine, served_facts
 from semblend_trt.connector.model_facts import ModelFacts, model_facts
-from semblend_trt.connector.requests import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.errors import UnsupportedModelError
-from semblend_trt.plan import EngineMode, PlanSpan
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.pool_facts import geometry_of
 from tests.semblend_trt.engine_specs import engine
-from tests.semblend_trt.plans import plan_of
 
 FAST, SLOW = RopeRotation((1.0, 0.5), 4), RopeRotation((0.1, 0.05), 4)
 SIZES = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
@@ -213,37 +207,6 @@ def test_pools_of_latent_rows(tmp_path):
         assert geometry_of(pool, sizes) == wanted
     for unfit in (torch.zeros(4, 3, 2, 16 * 40), LayeredPool(layers, layers), LayeredPool(layers[1:])):
         assert geometry_of(unfit, sizes) is None
-
-
-BLOCK = 8
-
-
-@pytest.mark.parametrize("mode", EngineMode)
-def test_the_worker_saves_and_moves_rows_of_tensorrt_llms_pool(tmp_path, mode):
-    """One row a token and layer, in blocks of [layers, 1, tokens * channels]."""
-    rotation = facts_of(tmp_path, V3).rotation
-    worker = SemBlendKvConnectorWorker(LlmArgs(model=tmp_path))
-    pool = torch.randn(32, 3, 1, BLOCK * 40, generator=torch.Generator().manual_seed(0))
-    before = pool.clone().view(32, 3, BLOCK, 40)
-    worker.register_kv_caches(pool)
-
-    def step(**fields):
-        worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
-        worker.start_load_kv(None)
-        worker.wait_for_save(None)
-
-    written = RequestProgress(1, (3, 5), 16, True)
-    step(followed=(1,), progress=(written,), commands=OffloadCommands(saves=[SaveIntent(1, "donor-1", 100)]))
-    done, _ = worker.get_finished([1], [])
-    while 1 not in done:
-        done, _ = worker.get_finished([], [])
-    step(plans=(plan_of(PlanSpan("donor-1", 0, 4, 16), prompt=30, computed=4, blocks=(20, 21, 22, 23), mode=mode),))
-    moved = pool.view(32, 3, BLOCK, 40)[[20, 21, 22]].transpose(0, 1).flatten(1, 2)[:, 4:20]
-    donor = before[[3, 5]].transpose(0, 1).flatten(1, 2)
-    assert torch.equal(moved[..., :32], donor[..., :32])
-    torch.testing.assert_close(moved, rotate_keys(donor, 4, rotation.of_layer(0)))
-    assert float((moved - donor)[..., 32:].abs().max()) > 0.5
-    worker.close()
 
 
 SCOUT_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
