@@ -201,9 +201,7 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
     if "forward" in held_by(backend):
         return "model_patched"
     sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
-    # A rank has its share of the heads, and at least one KV head.
-    heads, kv_heads = facts.num_heads // ranks, max(1, facts.kv_heads // ranks)
-    wanted = (facts.head_dim, heads * facts.head_dim, kv_heads * facts.head_dim)
+    wanted = (facts.head_dim, facts.num_heads // ranks * facts.head_dim, facts.sizes(ranks).kv_heads * facts.head_dim)
     if sizes != wanted or not isinstance(getattr(attention, "rope_fusion", None), bool):
         return "model_layout"
     if getattr(attention, "has_quant_scale", False):

@@ -77,7 +77,10 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
     """
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
-        digests = {state: found for state in states.values() if (found := _remembered(state, cache)) is not None}
+        digests = dict[FileState, str]()
+        for state in filter(lambda each: each.shows_writes, states.values()):
+            if found := _known.get(state) or (None if cache is None else cache.find(state)):
+                digests[state] = _known[state] = found
         unread = list(dict.fromkeys(state for state in states.values() if state not in digests))
         for state, digest in zip(unread, _read(unread), strict=True):
             if FileState.of(Path(state.path)) != state:
@@ -89,14 +92,6 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
                     cache.keep(state, digest)
     lines = "".join(f"{len(name)}:{name}:{digests[state]}\n" for name, state in states.items())
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
-    if not state.shows_writes:
-        return None
-    if state not in _known and cache is not None and (kept := cache.find(state)) is not None:
-        _known[state] = kept
-    return _known.get(state)
 
 
 def _read(states: Sequence[FileState]) -> list[str]:

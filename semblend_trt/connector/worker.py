@@ -209,7 +209,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             if commands is not None:
                 self._make_room(commands)
                 self._await_launch(commands)
-        self._begin_moves()
+        # Only now has the forward been launched, which the saver's thread would hold up.
+        waiting, self._waiting = self._waiting, []
+        for commands, loaded in waiting:
+            assert self.saver is not None
+            for donor_id in commands.offloads:
+                self.saver.offload(donor_id, is_written=donor_id in commands.writes)
+            for donor_id in commands.promotions:
+                self.saver.promote(donor_id, loaded)
         ended_saves.extend(request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id))
         if self.saver is not None:
             ended = self.saver.finished()
@@ -246,16 +253,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self.transfers.fetch(donor_id)
             for donor_id in [each for each in commands.writes if each not in commands.offloads]:
                 self.transfers.write(donor_id)
-
-    def _begin_moves(self) -> None:
-        """Call it after the forward's launch, which the saver's thread would hold up."""
-        waiting, self._waiting = self._waiting, []
-        for commands, loaded in waiting:
-            assert self.saver is not None
-            for donor_id in commands.offloads:
-                self.saver.offload(donor_id, is_written=donor_id in commands.writes)
-            for donor_id in commands.promotions:
-                self.saver.promote(donor_id, loaded)
 
     def _follow(self, metadata: SemBlendConnectorMetadata) -> None:
         for request_id in metadata.forgotten:
