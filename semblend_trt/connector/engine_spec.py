@@ -49,7 +49,6 @@ class EngineSpec:
 
     Sizes of parallelism that are None are the engine's default of 1, but unknown to a namespace.
 
-    - `tokenizer`: the path or hub id that it is from.
     - `kv_dtype`: of K and V in the caches, as torch names it.
     - `read_caches`: some engines know their caches only after these are registered.
     - `reads_own_weights`: the weights are those in the model's own files.
@@ -64,7 +63,7 @@ class EngineSpec:
     - `holds_saved_blocks`: an ended request's blocks are held until `get_finished` names it.
     - `tells_whole_prefix`: a request's local match counts all tokens of its prefix that the engine reuses.
     - `settings`: of the connector; they win over the environment.
-    - `refusal`: why nothing is reused, if the constructor has found a reason.
+    - `refusal`: why nothing is reused, if its constructor has found a reason.
     """
 
     name: str
