@@ -75,7 +75,7 @@ def guard_publication(manager: Any, guard: Any, names: Sequence[str]) -> Undo:
 
 
 def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
-    """Have `weights` suspected after the call that loads others, and told of the call that empties the reuse tree."""
+    """Have `weights` suspected after a call that loads others, and notice calls that empty the reuse tree."""
     with ExitStack() as undo:
         if hasattr(model, "load_weights"):
             undo.callback(watch_method(model, "load_weights", lambda *_: weights.suspect()))

@@ -47,7 +47,7 @@ class RequestData(ScheduledRequest):
     """As main describes it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
 
     `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1; with more
-    than one group `new_block_ids` is empty. -1 in it stands for a block without a page.
+    than one group `new_block_ids` is empty. -1 in it is a block without a page.
     """
 
     block_hashes: list[int] = field(default_factory=list)

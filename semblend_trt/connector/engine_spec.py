@@ -116,25 +116,25 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
     if isinstance(llm_args, EngineSpec):
         return llm_args
 
-    def told(name: str, default: Any = None) -> Any:
+    def given(name: str, default: Any = None) -> Any:
         return getattr(llm_args, name, default)
 
     def is_on(name: str) -> bool | None:
-        return None if told(name, _MISSING) is _MISSING else told(name) is not None
+        return None if given(name, _MISSING) is _MISSING else given(name) is not None
 
-    cache, model, lora = told("kv_cache_config"), told("model", ""), told("lora_config")
-    engine, backend = type(llm_args).__module__.split(".", 1)[0], told("attn_backend")
+    cache, model, lora = given("kv_cache_config"), given("model", ""), given("lora_config")
+    engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
     layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
     caches = Caches(text_of(getattr(cache, "dtype", None)), layout)
     kernels = str(backend or "TRTLLM").upper()
-    has_head_order = kernels == "FLASHINFER" and (told("flashinfer_layout") or flashinfer_layout()) == "HND"
-    asked, quantization = told("quant_config"), None
+    has_head_order = kernels == "FLASHINFER" and (given("flashinfer_layout") or flashinfer_layout()) == "HND"
+    asked, quantization = given("quant_config"), None
     # An engine that quantises nothing may have a quantisation that names no algorithm.
     if any(getattr(asked, name, None) is not None for name in ("quant_algo", "kv_cache_quant_algo")):
         quantization = AskedQuantization(text_of(getattr(asked, "quant_algo", None)), options_text(asked))
-    has_wrapper = getattr(told("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
-    is_dummy = "dummy" in str(told("load_format", "")).lower()
-    sizes = {name: told(name) for name in _SIZES}
+    has_wrapper = getattr(given("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
+    is_dummy = "dummy" in str(given("load_format", "")).lower()
+    sizes = {name: given(name) for name in _SIZES}
     for name, size in sizes.items():
         try:
             sizes[name] = None if size is None else int(size)
@@ -143,39 +143,39 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
     return EngineSpec(
         name=engine,
         model=model,
-        revision=told("revision"),
-        tokenizer=tokenizer_source(told("tokenizer"), model),
-        tokenizer_revision=told("tokenizer_revision"),
-        dtype=text_of(told("dtype")),
+        revision=given("revision"),
+        tokenizer=tokenizer_source(given("tokenizer"), model),
+        tokenizer_revision=given("tokenizer_revision"),
+        dtype=text_of(given("dtype")),
         read_caches=lambda: caches,
         quantization=quantization,
         # A loader of the user's own may read other files.
-        reads_own_weights=not is_dummy and told("checkpoint_loader") is None,
-        has_model_overrides=bool(told("model_kwargs")),
+        reads_own_weights=not is_dummy and given("checkpoint_loader") is None,
+        has_model_overrides=bool(given("model_kwargs")),
         **sizes,
-        max_num_tokens=told("max_num_tokens"),
+        max_num_tokens=given("max_num_tokens"),
         speculates=is_on("speculative_config"),
         orders_blocks_by_head=kernels == "TRTLLM" or has_head_order,
-        contract=None if told("follows_transformers", False) else version_of(told("contract")),
+        contract=None if given("follows_transformers", False) else version_of(given("contract")),
         # The wrapper reads TensorRT-LLM's after the caches are registered.
-        tells_kv_scales=bool(told("tells_kv_scales", has_wrapper)),
+        tells_kv_scales=bool(given("tells_kv_scales", has_wrapper)),
         # In TensorRT-LLM only the V2 cache manager does, which its layout shows; the embedded engine says it.
-        holds_saved_blocks=bool(told("holds_saved_blocks", False)),
-        max_seq_len=told("max_seq_len"),
+        holds_saved_blocks=bool(given("holds_saved_blocks", False)),
+        max_seq_len=given("max_seq_len"),
         attention_windows=tuple(getattr(cache, "max_attention_window", None) or ()),
-        attention_dp=bool(told("enable_attention_dp")),
+        attention_dp=bool(given("enable_attention_dp")),
         offloads_to_host=bool(getattr(cache, "host_cache_size", None)),
-        is_disaggregated=told("cache_transceiver_config") is not None,
+        is_disaggregated=given("cache_transceiver_config") is not None,
         attn_backend=None if backend is None else str(backend).upper(),
         compiles_prefill=is_on("torch_compile_config"),
         cuda_graphs=is_on("cuda_graph_config"),
-        lora=True if told("enable_lora") else is_on("lora_config"),
+        lora=True if given("enable_lora") else is_on("lora_config"),
         # Older versions have none.
-        sparse_attention=told("sparse_attention_config") is not None,
+        sparse_attention=given("sparse_attention_config") is not None,
         lora_dirs=tuple(map(str, getattr(lora, "lora_dir", None) or ())),
         # Main's V1 counts whole blocks of its prefix alone, without the part of a block that it copies.
         tells_whole_prefix=getattr(cache, "enable_partial_reuse", None) is False,
-        settings=told("settings", {}),
+        settings=given("settings", {}),
     )
 
 

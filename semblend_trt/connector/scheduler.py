@@ -149,7 +149,18 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             return False
         try:
             self.take_events()  # while it is tracked: what its check found may be among the events
-            return self._finish(tracked, request, cache_block_ids)
+            tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
+            self._record_outcome(tracked)
+            tracked.release_leases()
+            lookup, intent = self._lookup, tracked.intent
+            if intent is not None and lookup is not None and not tracked.forward_failed:
+                count = savable_tokens(tracked, cache_block_ids, lookup.pool.geometry.block_size)
+                tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
+                kept = tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
+                if lookup.donors.begin_save(intent, *kept):
+                    return True
+            self._let_go(tracked)
+            return False
         except Exception:
             self._let_go(tracked)
             raise
@@ -344,20 +355,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         may_copy = copied or not self._tells_parts
         if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
             lookup.donors.copied_into(block_ids[shared])
-
-    def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
-        tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
-        self._record_outcome(tracked)
-        tracked.release_leases()
-        lookup, intent = self._lookup, tracked.intent
-        if intent is not None and lookup is not None and not tracked.forward_failed:
-            count = savable_tokens(tracked, block_ids, lookup.pool.geometry.block_size)
-            tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-            kept = tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
-            if lookup.donors.begin_save(intent, *kept):
-                return True
-        self._let_go(tracked)
-        return False
 
     def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)
