@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.program import Count, run_counted
-from semblend_trt.connector.weights import Weights, weights_digest
+from semblend_trt.runtime import Weights, weights_digest
 
 if TYPE_CHECKING:
     from validation.results import Results

@@ -16,9 +16,9 @@ from engine_wrapper.trtllm.hooks import find_executor
 from semblend_trt.connector import SemBlendKvConnectorScheduler as StockKvConnectorScheduler
 from semblend_trt.connector import SemBlendKvConnectorWorker as StockKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
-from semblend_trt.connector.weights import Weights
 from semblend_trt.errors import SemBlendError
 from semblend_trt.plan import EngineMode
+from semblend_trt.runtime import Weights
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,8 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
 
     def _kv_scales(self) -> str | None:
         """As the stock worker's, from the attention of the executor that registers its caches; 1 if embedded."""
-        if self._runtime.engine is not None and self._facts is not None:
-            return digest_of((1.0,) * self._facts.num_layers)
+        if self._runtime.engine is not None and self.facts is not None:
+            return digest_of((1.0,) * self.facts.num_layers)
         parts = find_executor(self)
         try:
             return digest_of(scales_of(None if parts is None else parts.decoder))
@@ -69,7 +69,7 @@ class SemBlendKvConnectorWorker(StockKvConnectorWorker):
     def _attach(self, pool: torch.Tensor) -> None:
         runtime = self._runtime
         if runtime.engine is None:
-            self.attachment = attach_to_executor(self, self._engine, self._facts, runtime, pool)
+            self.attachment = attach_to_executor(self, self._engine, self.facts, runtime, pool)
         elif runtime.pool is not None:  # else the worker has refused the caches
             # The runner waits for loads layer by layer, and reports what its checks find.
             runner, blocks = runtime.engine.model_runner, runtime.engine.block_manager

@@ -1,21 +1,20 @@
-"""PoolFacts: the engine's pool of KV as the worker found it."""
+"""The engine's pool of KV: what it is to the rest of the connector, and whether it holds KV of a model's sizes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from kernels.layout import KvGeometry
+from kernels.layout import MOVABLE_DTYPES, KvGeometry, LayeredPool, check_pool
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The registered pool as the worker found it: `num_blocks` blocks of this geometry and dtype. `scales`: a digest of
-    those that `needs_scales` asks for. `chunk`: the tokens of a chunk where some layers attend to no others.
-    `holds_saved_blocks`: a request that is being saved keeps its own blocks until its save has ended."""
+    """The registered pool. `scales`: a digest of those that `needs_scales` asks for. `chunk`: the tokens of a chunk, if
+    some layers attend within chunks alone. `holds_saved_blocks`: a request keeps its own blocks until its save has
+    ended."""
 
     geometry: KvGeometry
     num_blocks: int
@@ -23,3 +22,36 @@ class PoolFacts:
     scales: str | None = None
     chunk: int | None = None
     holds_saved_blocks: bool = False
+
+
+def geometry_of(pool: Any, sizes: KvGeometry) -> KvGeometry | None:
+    """The geometry of `pool`, [blocks, layers, kv_factor, kv_heads * block_size * head_dim] or a LayeredPool.
+
+    None if it does not hold KV of one rank's `sizes`, or its strides are not those of a pool. The block size is read
+    from the pool, because an engine may override tokens_per_block (FlashMLA does).
+    """
+    if isinstance(pool, LayeredPool):
+        geometry = replace(sizes, block_size=pool.keys[0].shape[2])
+        try:
+            check_pool(pool, geometry)
+        except ValueError:
+            return None
+        return geometry
+    if not isinstance(pool, torch.Tensor) or pool.is_meta or pool.ndim != 4 or not pool.numel():
+        return None
+    row = sizes.kv_heads * sizes.head_dim
+    if tuple(pool.shape[1:3]) != (sizes.num_layers, sizes.kv_factor) or pool.shape[3] % row:
+        return None
+    if pool.dtype not in MOVABLE_DTYPES or pool.stride(3) != 1:
+        return None
+    reach = 1
+    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return None  # two places may be the same memory
+        reach = max(reach, stride * size)
+    return replace(sizes, block_size=pool.shape[3] // row)
+
+
+def needs_scales(pool: Any) -> bool:
+    """True for one tensor in fp8, whose scales its engine must name; the arguments of a LayeredPool do."""
+    return isinstance(pool, torch.Tensor) and pool.dtype == torch.float8_e4m3fn

@@ -6,19 +6,26 @@ runtime is found by the identity of that object.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import weakref
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain, compress
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from semblend_trt.namespace import unknown_value
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.transfer.load import LayerReadiness
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from semblend_trt.donors.offload import DiskLink, OffloadEvent, SavedDonor
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
@@ -86,19 +93,119 @@ class ActivePlans:
 MAX_EVENTS = 16384
 
 
-class Weights(Protocol):
-    """The model's weights as `connector/weights.py` watches them."""
+# Words of 4 bytes that are summed together, each times a factor of its own.
+_CHUNK = 1 << 20
+_values: Callable[[Any], Iterable[torch.Tensor | None]] = dict.values
 
-    prefix_is_stale: bool
+
+class Weights:
+    """The parameters and buffers of one model on one rank. Training loops and hot updates write them in place, and KV
+    belongs to the weights that it was computed with.
+
+    `have_changed` compares contents only if something points to a write: the end of a tensor, another address, a higher
+    write count of torch (`Tensor._version`), or a call of `suspect`. A write through `Tensor.data` or a raw pointer
+    raises no count, so every engine call that may write weights must call `suspect`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Read all weights once. Raises RuntimeError or TypeError for tensors without an address."""
+        self._model = model
+        self._is_suspect = self._was_reset = False
+        self._watch()
+        self._first = self._digest = weights_digest(model)
+        self.prefix_is_stale = False
 
     @property
-    def are_first(self) -> bool: ...
+    def are_first(self) -> bool:
+        """True while the weights equal those that the engine started with."""
+        return self._digest == self._first
 
-    def have_changed(self) -> bool: ...
+    def suspect(self) -> None:
+        """Have the next `have_changed` compare contents: a call that may write weights has been made."""
+        if not self._is_suspect:
+            self._is_suspect, self._was_reset = True, False
 
-    def prefix_cache_reset(self) -> None: ...
+    def prefix_cache_reset(self) -> None:
+        """Note that the engine has emptied its own prefix cache."""
+        self._was_reset, self.prefix_is_stale = True, False
 
-    def suspect(self) -> None: ...
+    def have_changed(self) -> bool:
+        """Return True once for every change of contents. Raises nothing: what cannot be read counts as changed.
+
+        After a change `prefix_is_stale` until the engine's prefix cache is reset: it holds KV of the weights before.
+        """
+        if not self._is_suspect:
+            with suppress(RuntimeError, TypeError):  # a new tensor has no address or count
+                if self._shown() == self._seen:
+                    return False
+        try:
+            self._watch()
+            digest = weights_digest(self._model)
+        except Exception:
+            logger.exception("the model's weights cannot be read; they count as changed")
+            digest = unknown_value()
+        changed = digest != self._digest
+        if changed:
+            self.prefix_is_stale = not (self._is_suspect and self._was_reset)
+        self._digest, self._is_suspect = digest, False
+        return changed
+
+    def _watch(self) -> None:
+        """Note what each tensor shows now."""
+        modules = list(self._model.modules())
+        self._held = [each for module in modules for each in (module._parameters, module._buffers) if each]
+        tensors = self._tensors()
+        self._addressed = [each is not None for each in tensors]
+        self._counted = [each is not None and not each.is_inference() for each in tensors]
+        self._seen = self._shown()
+        # An address may be given again, but only after the tensor's end. Nothing replaced is kept alive.
+        watched = [*modules, *compress(tensors, self._addressed)]
+        self._alive = [weakref.ref(each, self._on_death) for each in watched]
+
+    def _on_death(self, _: object) -> None:
+        self._held.clear()
+        self.suspect()
+
+    def _tensors(self) -> list[torch.Tensor | None]:
+        return list(chain.from_iterable(map(_values, self._held)))
+
+    def _shown(self) -> tuple[list[int], list[int]]:
+        """Addresses, and write counts, which inference tensors lack. Passes in C alone: this runs at every step."""
+        tensors = self._tensors()
+        addresses = list(map(methodcaller("data_ptr"), compress(tensors, self._addressed)))
+        return addresses, list(map(attrgetter("_version"), compress(tensors, self._counted)))
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return a digest of the names, dtypes, shapes and bytes of all parameters and buffers, in hex.
+
+    Contents enter as sums of 4-byte words times pseudo-random factors (multilinear hashing: Carter and Wegman, 1979),
+    which a card computes at the speed of its memory. Two models differ with probability 1 - 2^-32 or more.
+    Waits for the device.
+    """
+    digest, factors = hashlib.blake2b(digest_size=16), dict[torch.device, torch.Tensor]()
+    with torch.inference_mode():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            found = _sums(tensor, factors).tolist()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {found}\n".encode())
+    return digest.hexdigest()
+
+
+def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> torch.Tensor:
+    """One sum for each chunk, int64 [chunks]."""
+    if tensor.is_meta or not tensor.numel():
+        return torch.empty(0, dtype=torch.int64)
+    if tensor.device not in factors:
+        drawn = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=torch.Generator().manual_seed(49))
+        factors[tensor.device] = drawn.to(tensor.device)
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 4:
+        octets = octets.clone()  # words begin at whole addresses
+    whole = octets.numel() // 4 * 4
+    words = [*octets[:whole].view(torch.int32).split(_CHUNK), *octets[whole:].split(_CHUNK)]
+    products = ((each.long(), factors[tensor.device][: each.numel()]) for each in words)
+    # CUDA has no dot product of integers.
+    return torch.stack([(left * right).sum() if left.is_cuda else torch.dot(left, right) for left, right in products])
 
 
 def _held_weakly(name: str) -> Any:

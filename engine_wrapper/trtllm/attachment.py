@@ -3,10 +3,10 @@
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/model_engine.py` (1.1 to 1.3: the engine holds its graph runner) and
 `_torch/pyexecutor/engine/runners/decoder/runner.py` (main: the engine holds a runner that holds it);
 `_torch/modules/attention.py` (main: `_torch/attention/attention.py`); `TrtllmAttention` of
-`_torch/attention_backend/trtllm.py` (1.1 to 1.3) and of `_torch/attention/backends/trtllm.py` (main): the scales by
-which KV is stored in e4m3, of each layer one for K and V alike, are `kv_scale_quant_orig`, 1 unless something sets it,
-and its inverse `kv_scale_orig_quant`; `cpp/tensorrt_llm/kernels/unfusedAttentionKernels/
-unfusedAttentionKernels_2_template.h`: K and V are multiplied by the latter before they are stored.
+`_torch/attention_backend/trtllm.py` (1.1 to 1.3) and of `_torch/attention/backends/trtllm.py` (main): each layer has
+one scale for K and V in e4m3, `kv_scale_quant_orig`, 1 unless something sets it, and its inverse `kv_scale_orig_quant`;
+`cpp/tensorrt_llm/kernels/unfusedAttentionKernels/unfusedAttentionKernels_2_template.h`: K and V are multiplied by the
+latter before they are stored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from engine_wrapper.trtllm.hooks import find_executor, held_by, watch_weights
 from engine_wrapper.trtllm.manager_guard import ManagerGuard, guard_for, guard_refusal
 from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
-from semblend_trt.connector.pool_geometry import needs_scales
-from semblend_trt.connector.weights import Weights
+from semblend_trt.pool_facts import needs_scales
 from semblend_trt.reasons import Scope, advice
+from semblend_trt.runtime import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,15 +42,11 @@ logger = logging.getLogger(__name__)
 
 Change = TypeVar("Change", ManagerGuard, PlannedForward)
 
-_NORMAL_ROPE = ("default", "linear", "llama3")
-
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What was attached. `guard_refusal` and `execution_refusal` say why something was not.
-
-    Without a guard nothing is attached. `forward` executes plans once its self-check has passed.
-    """
+    """What was attached. `guard_refusal` and `execution_refusal` say why something was not. Without a guard nothing is
+    attached. `forward` executes plans once its self-check has passed."""
 
     guard: ManagerGuard | None
     forward: PlannedForward | None
@@ -59,7 +55,7 @@ class Attachment:
     unwatch: Undo = lambda: None
 
     def remove(self) -> None:
-        """Leaves the engine as it was found."""
+        """Leave the engine as it was found."""
         for part in (self.forward, self.guard):
             if part is not None:
                 part.remove()
@@ -69,13 +65,20 @@ class Attachment:
 def attach_to_executor(
     worker: object, engine: EngineSpec, facts: ModelFacts | None, runtime: Runtime, pool: torch.Tensor
 ) -> Attachment:
-    """Attaches to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
+    """Attach to the executor that is registering `pool` with `worker`, on every rank or on none. Never raises.
 
     The guard alone lets the engine skip reused tokens that follow one another from position 0. Plans with holes, layers
-    to compute again or a check need the self-check to pass first. All ranks come here together, because each registers
+    to compute again or a check need the self-check to pass first. All ranks call this together, because each registers
     its caches at the same point.
     """
-    parts = find_executor(worker)
+    parts, unwatch = find_executor(worker), lambda: None
+    if runtime.pool is not None:
+        try:
+            assert parts is not None
+            runtime.weights = weights = Weights(parts.model_engine.model)
+            unwatch = watch_weights(parts.model_engine.model, parts.manager, weights)
+        except Exception:
+            logger.exception("the model's weights cannot be watched")
 
     def guard() -> ManagerGuard | str:
         if runtime.pool is None or facts is None:
@@ -95,7 +98,6 @@ def attach_to_executor(
             return refusal or "kv_cache_dtype"
         return PlannedForward(parts.decoder, parts.manager, runtime, pool, facts, engine.max_num_tokens)
 
-    unwatch = _watch_weights(parts, runtime)
     guarded, reason = _installed(guard, runtime)
     if reason is not None:
         logger.warning(
@@ -115,22 +117,9 @@ def attach_to_executor(
     return Attachment(guarded, forward, None, refused, unwatch)
 
 
-def _watch_weights(parts: ExecutorParts | None, runtime: Runtime) -> Undo:
-    """Watches the model's weights. Without the model nothing shows that weights have changed."""
-    if runtime.pool is None:
-        return lambda: None
-    try:
-        assert parts is not None
-        model = parts.model_engine.model
-        runtime.weights = weights = Weights(model)
-        return watch_weights(model, parts.manager, weights)
-    except Exception:
-        logger.exception("the model's weights cannot be watched")
-        return lambda: None
-
-
 def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Change | None, str | None]:
-    """What `build` makes, installed on every rank, or the reason why on none. `build` may return this rank's reason."""
+    """What `build` makes, installed on every rank, or the first rank's reason why on none: ranks that publish or
+    compute different things must not run together. `build` may return this rank's reason."""
     change, reason = None, None
     try:
         made = build()
@@ -142,62 +131,46 @@ def _installed(build: Callable[[], Change | str], runtime: Runtime) -> tuple[Cha
     except Exception:
         logger.exception("the engine cannot be examined or changed")
         reason = "probe_failed"
-    refused = _on_all_ranks(runtime, reason)
+    try:
+        refused = next((each for each in runtime.ranks.gather(reason) if each is not None), None)
+    except Exception:
+        logger.exception("the ranks could not tell one another what they found")
+        refused = reason or "ranks_unknown"
     if refused is not None and change is not None:
         change.remove()
     return (change, None) if refused is None else (None, refused)
 
 
-def _on_all_ranks(runtime: Runtime, reason: str | None) -> str | None:
-    """The first reason of any rank: ranks that publish or compute different things must not run together."""
-    try:
-        return next((each for each in runtime.ranks.gather(reason) if each is not None), None)
-    except Exception:
-        logger.exception("the ranks could not tell one another what they found")
-        return reason or "ranks_unknown"
-
-
 def execution_refusal(parts: ExecutorParts, engine: EngineSpec, facts: ModelFacts) -> str | None:
-    """Why plans cannot be executed in the engine's decoder, None when they can, as far as is known. Changes nothing."""
+    """Why plans cannot be executed in the engine's decoder, as far as is known. Changes nothing."""
     return (
         ("rope_unknown" if rotates_otherwise(facts) else None)
         or decoder_refusal(engine)
-        or _refused_executor(parts)
-        or _refused_engine(parts.model_engine)
+        or _refused_engine(parts)
         or _refused_model(parts, facts, engine.ranks)
     )
 
 
-def _refused_executor(parts: ExecutorParts) -> str | None:
+def _refused_engine(parts: ExecutorParts) -> str | None:
     if type(parts.manager).__name__ != "KVCacheManager":
         return "cache_manager_v2"
     if not callable(getattr(parts.manager, "get_batch_cache_indices", None)):
         return "cache_manager_unknown"
     if getattr(parts.executor, "drafter", None) is not None:
         return "speculative_decoding"
-    return None
-
-
-def _refused_engine(model_engine: Any) -> str | None:
-    holder = _graph_holder(model_engine)
-    if holder is None:
+    # The engine holds the graph runner up to 1.3; the engine's runner holds it on main.
+    engine, held = parts.model_engine, held_by(parts.model_engine)
+    holders = [engine] if "cuda_graph_runner" in held else []
+    holders = holders or [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
+    if len(holders) != 1:
         return "engine_layout"
-    runner = getattr(holder, "cuda_graph_runner", None)
-    # The runner of prefill graphs is there only when they are on.
+    holder, runner = holders[0], holders[0].cuda_graph_runner
+    # The runner of prefill graphs is there only if they are on.
     has_prefill_graphs = getattr(holder, "breakable_cuda_graph_runner", None) is not None
     if has_prefill_graphs or (runner is not None and getattr(runner, "enabled", True)):
         return "cuda_graphs"
-    compiled = getattr(model_engine, "_torch_compile_enabled", False)
-    return "compiled_prefill" if compiled or getattr(holder, "_torch_compile_backend", None) else None
-
-
-def _graph_holder(model_engine: Any) -> Any:
-    """The object that holds the graph runner: the engine up to 1.3, the engine's runner on main; None for others."""
-    held = held_by(model_engine)
-    if "cuda_graph_runner" in held:
-        return model_engine
-    runners = [each for each in held.values() if "cuda_graph_runner" in held_by(each)]
-    return runners[0] if len(runners) == 1 else None
+    compiled = getattr(engine, "_torch_compile_enabled", False) or getattr(holder, "_torch_compile_backend", None)
+    return "compiled_prefill" if compiled else None
 
 
 def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str | None:
@@ -210,7 +183,7 @@ def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str |
     if dict(getattr(parts.manager, "layer_offsets", {})) != {index: index for index in range(facts.num_layers)}:
         return "layer_offsets"
     for index, layer in enumerate(layers):
-        # Granite's and OLMo-2's would take hidden rows alone, and TensorRT-LLM has neither.
+        # TensorRT-LLM has no Granite nor OLMo-2, whose layers would take hidden rows alone.
         if "residual" not in inspect.signature(layer.forward).parameters:
             return "model_layout"
         refusal = _refused_attention(getattr(layer, "self_attn", None), index, facts, ranks)
@@ -228,48 +201,38 @@ def _refused_attention(attention: Any, index: int, facts: ModelFacts, ranks: int
     if "forward" in held_by(backend):
         return "model_patched"
     sizes = tuple(getattr(attention, name, None) for name in ("head_dim", "q_size", "kv_size"))
-    # A rank has its share of the heads, and at least one KV head.
-    heads, kv_heads = facts.num_heads // ranks, max(1, facts.kv_heads // ranks)
-    wanted = (facts.head_dim, heads * facts.head_dim, kv_heads * facts.head_dim)
+    wanted = (facts.head_dim, facts.num_heads // ranks * facts.head_dim, facts.sizes(ranks).kv_heads * facts.head_dim)
     if sizes != wanted or not isinstance(getattr(attention, "rope_fusion", None), bool):
         return "model_layout"
     if getattr(attention, "has_quant_scale", False):
         return "quantized_attention"
     if getattr(attention, "attention_chunk_size", None) is not None:
         return "attention_chunks"
-    if getattr(attention, "attn_output_gate", None) or not _scales(getattr(attention, "q_scaling", None)):
+    scaling = getattr(attention, "q_scaling", None)
+    can_scale = scaling is None or (isinstance(scaling, (int, float)) and 0 < scaling < math.inf)
+    if getattr(attention, "attn_output_gate", None) or not can_scale:
         return "attention_scaling"
     # Other types also scale cos and sin, which the kernel here does not know.
     rope = facts.rope_parameters.get("rope_type", "default")
-    return "rope_fused" if attention.rope_fusion and rope not in _NORMAL_ROPE else None
-
-
-def _scales(q_scaling: Any) -> bool:
-    """Whether scores can be divided by it; None is 1."""
-    return q_scaling is None or (isinstance(q_scaling, (int, float)) and 0 < q_scaling < math.inf)
+    return "rope_fused" if attention.rope_fusion and rope not in ("default", "linear", "llama3") else None
 
 
 def scales_of(decoder: Any) -> tuple[float, ...]:
-    """The scale of each layer of TensorRT-LLM's decoder, None where it is not found; stored KV is multiplied by it when
-    it is read.
-
-    Raises LayoutError `kv_scales` where a layer's is not known.
-    """
-    layers = getattr(decoder, "layers", None)
+    """The scale of each layer of TensorRT-LLM's decoder (None if it was not found), by which stored KV is multiplied
+    when it is read. Raises LayoutError `kv_scales` for a layer whose scale is not known."""
+    layers, scales = getattr(decoder, "layers", None), []
     if not layers:
         raise LayoutError(
             "kv_scales", f"the engine's decoder, {type(decoder).__name__}, has no layers to read scales of"
         )
-    return tuple(_scale_of(getattr(layer, "self_attn", None), index) for index, layer in enumerate(layers))
-
-
-def _scale_of(attention: Any, index: int) -> float:
-    backend, owner = getattr(attention, "attn", None), f"layer {index}"
-    read, written = (
-        scale_of(getattr(backend, name, None), owner, name) for name in ("kv_scale_quant_orig", "kv_scale_orig_quant")
-    )
-    if not math.isclose(read * written, 1.0, rel_tol=1e-3):
-        raise LayoutError(
-            "kv_scales", f"{owner} stores KV times {written!r} and reads it times {read!r}, which is not its inverse"
-        )
-    return read
+    for index, layer in enumerate(layers):
+        backend, owner = getattr(getattr(layer, "self_attn", None), "attn", None), f"layer {index}"
+        names = ("kv_scale_quant_orig", "kv_scale_orig_quant")
+        read, written = (scale_of(getattr(backend, name, None), owner, name) for name in names)
+        if not math.isclose(read * written, 1.0, rel_tol=1e-3):
+            raise LayoutError(
+                "kv_scales",
+                f"{owner} stores KV times {written!r} and reads it times {read!r}, which is not its inverse",
+            )
+        scales.append(read)
+    return tuple(scales)

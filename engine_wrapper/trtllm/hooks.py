@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine_wrapper.patches import Undo
-    from semblend_trt.connector.weights import Weights
+    from semblend_trt.runtime import Weights
 
 logger = logging.getLogger(__name__)
-
-# From the registration up: our own methods, the contract's default forms, and the executor.
-_MAX_FRAMES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,10 @@ class ExecutorParts:
 def find_executor(worker: object) -> ExecutorParts | None:
     """The executor that is registering its caches with `worker`, found among the callers; None if no caller is it.
 
-    No supported way leads to it: the connector's contract hands a worker the arguments and the pool, and nothing else.
+    There is no supported way: the connector's contract hands a worker the arguments and the pool, and nothing else.
     """
     frame = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
+    for _ in range(16):  # our own methods, the contract's default forms, and the executor
         # Only what an object itself holds is read: a property of a foreign class could do anything.
         held = held_by(frame.f_locals.get("self"))
         if held_by(held.get("kv_connector_manager")).get("worker") is worker:
@@ -78,7 +75,7 @@ def guard_publication(manager: Any, guard: Any, names: Sequence[str]) -> Undo:
 
 
 def watch_weights(model: Any, manager: Any, weights: Weights) -> Undo:
-    """Have `weights` suspected after the call that loads others, and told of the call that empties the reuse tree."""
+    """Have `weights` suspected after a call that loads others, and notice calls that empty the reuse tree."""
     with ExitStack() as undo:
         if hasattr(model, "load_weights"):
             undo.callback(watch_method(model, "load_weights", lambda *_: weights.suspect()))

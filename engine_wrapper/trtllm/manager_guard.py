@@ -2,8 +2,7 @@
 
 V1 is the C++ manager behind `KVCacheManager`: it stores blocks under the request's tokens after every context step, at
 release, and before an asynchronous save. V2, `KVCacheManagerV2`, commits blocks from `try_commit_blocks`. Neither can
-leave out one request, so the guard replaces these methods on the one manager, for flagged requests only. Block hashes
-are of no use: they are made from tokens, not from the KV.
+leave out one request, so the guard replaces these methods on the one manager, for flagged requests only.
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/pyexecutor/resource_manager.py` (1.1 to main), `kv_cache_manager_v2.py` (1.3: beside
 it; main: under `kv_cache/`), and `cpp/tensorrt_llm/nanobind/batch_manager/kvCacheManager.cpp`, whose `remove_sequence`
@@ -14,13 +13,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.trtllm.hooks import guard_publication
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from engine_wrapper.patches import Undo
     from semblend_trt.runtime import ActivePlans
@@ -43,15 +41,15 @@ _V2_CALLS = {
 _V2_SILENT = ("update_context_resources", "update_resources", "free_resources")
 
 
-def names_in(owner: Any, method: str) -> frozenset[str]:
-    """Attributes and globals that `method` of the owner's class uses; empty when it has no such method in Python."""
+def _names_in(owner: Any, method: str) -> frozenset[str]:
+    """Attributes and globals that `method` of the owner's class uses; none if it has no such method in Python."""
     function = inspect.unwrap(getattr(type(owner), method, None))  # type: ignore[arg-type]
     code = getattr(function, "__code__", None)
     return frozenset() if code is None else frozenset(code.co_names)
 
 
 def guard_refusal(manager: Any) -> str | None:
-    """Why `manager` cannot be guarded, None when it can. Changes nothing.
+    """Why `manager` cannot be guarded. Changes nothing.
 
     cache_manager_unknown: neither V1 nor V2, or a subclass; sliding_window: windows that differ by layer;
     publication_unknown: it publishes in another way than is known; conversation_manager: V2 keeps conversations.
@@ -61,33 +59,17 @@ def guard_refusal(manager: Any) -> str | None:
         return "cache_manager_unknown"
     if getattr(manager, "is_vswa", False):
         return "sliding_window"
-    calls = _V1_CALLS if kind == "KVCacheManager" else _V2_CALLS
-    if any(method in vars(manager) or not wanted <= names_in(manager, method) for method, wanted in calls.items()):
+    is_v1 = _GUARDS[kind] is V1Guard
+    calls = (_V1_CALLS if is_v1 else _V2_CALLS).items()
+    is_known = all(name not in vars(manager) and wanted <= _names_in(manager, name) for name, wanted in calls)
+    if is_v1 and is_known:
+        # Requests must be markable as dummies, by the request class that the manager's module imports.
+        release = inspect.unwrap(type(manager).free_resources)
+        mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
+        is_known = _names_in(manager, "free_resources") <= _V1_RELEASE and getattr(mark, "fset", None) is not None
+    if not is_known or (not is_v1 and any("commit" in _names_in(manager, name) for name in _V2_SILENT)):
         return "publication_unknown"
-    if kind == "KVCacheManager":
-        is_known = names_in(manager, "free_resources") <= _V1_RELEASE and _has_dummies(manager)
-        return None if is_known else "publication_unknown"
-    if any("commit" in names_in(manager, method) for method in _V2_SILENT):
-        return "publication_unknown"
-    return None if getattr(manager, "conversation_manager", None) is None else "conversation_manager"
-
-
-def _has_dummies(manager: Any) -> bool:
-    """Whether requests can be marked as dummies, by the request class that the manager's module imports."""
-    release = inspect.unwrap(type(manager).free_resources)
-    mark = getattr(release.__globals__.get("LlmRequest"), "is_dummy_request", None)
-    return getattr(mark, "fset", None) is not None
-
-
-@contextmanager
-def _as_dummy(request: Any) -> Iterator[None]:
-    """Marks the request as a dummy for a while: the C++ manager frees a dummy's blocks and stores none of them."""
-    before = request.is_dummy_request
-    request.is_dummy_request = True
-    try:
-        yield
-    finally:
-        request.is_dummy_request = before
+    return None if is_v1 or getattr(manager, "conversation_manager", None) is None else "conversation_manager"
 
 
 def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
@@ -96,7 +78,7 @@ def guard_for(manager: Any, plans: ActivePlans) -> ManagerGuard:
 
 
 class ManagerGuard:
-    """A guard on one manager: replaces the methods called `names` by its own."""
+    """A guard on one manager: replaces its methods of these `names`."""
 
     names: tuple[str, ...]
 
@@ -106,11 +88,11 @@ class ManagerGuard:
         self._undo: Undo = lambda: None
 
     def install(self) -> None:
-        """Replaces all methods. When one cannot be replaced, restores the others and raises."""
+        """Replace all methods. If one cannot be replaced, restore the others and raise."""
         self._undo = guard_publication(self._manager, self, self.names)
 
     def remove(self) -> None:
-        """Leaves the manager as it was found."""
+        """Leave the manager as it was found."""
         self._undo()
 
 
@@ -120,27 +102,30 @@ class V1Guard(ManagerGuard):
     names = tuple(_V1_CALLS)
 
     def update_resources(self, scheduled_batch: Any, *arguments: Any, **options: Any) -> Any:
-        """Stores the blocks of the unflagged context requests."""
         requests = scheduled_batch.context_requests
         exact = [each for each in requests if not self._plans.withholds(each.py_request_id)]
         batch = scheduled_batch if len(exact) == len(requests) else _BatchView(scheduled_batch, exact)
         return self._stock["update_resources"](batch, *arguments, **options)
 
     def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
-        """Frees the request's blocks; a flagged one's are not stored."""
-        with _as_dummy(request) if self._plans.withholds(request.py_request_id) else nullcontext():
+        is_flagged, before = self._plans.withholds(request.py_request_id), request.is_dummy_request
+        try:
+            if is_flagged:  # the C++ manager frees a dummy's blocks and stores none of them
+                request.is_dummy_request = True
             freed = self._stock["free_resources"](request, pin_on_release)
+        finally:
+            if is_flagged:
+                request.is_dummy_request = before
         self._plans.released(request.py_request_id)
         return freed
 
     def store_blocks_for_reuse(self, request: Any, *arguments: Any, **options: Any) -> Any:
-        """Stores an unflagged request's blocks for an asynchronous save. Nothing of a flagged one: returns None."""
         if self._plans.withholds(request.py_request_id):
             return None
         return self._stock["store_blocks_for_reuse"](request, *arguments, **options)
 
     def unpin_blocks_by_id(self, kv_cache_block_id: Any) -> Any:
-        """Unpins an unflagged request's block; None, of a flagged one, was never pinned."""
+        # A flagged request's is None, and was never pinned.
         return None if kv_cache_block_id is None else self._stock["unpin_blocks_by_id"](kv_cache_block_id)
 
 
@@ -150,7 +135,7 @@ class V2Guard(ManagerGuard):
     names = ("try_commit_blocks", "free_resources")
 
     def try_commit_blocks(self, request: Any, *arguments: Any, **options: Any) -> Any:
-        """Advances a flagged request's history without committing; V2 commits no decode tokens anyway."""
+        """Advance a flagged request's history without a commit; V2 commits no decode tokens anyway."""
         if not self._plans.withholds(request.py_request_id):
             return self._stock["try_commit_blocks"](request, *arguments, **options)
         cache = self._manager.kv_cache_map.get(request.py_request_id)
@@ -179,7 +164,4 @@ class _BatchView:
         return getattr(self._batch, name)
 
 
-_GUARDS: dict[str, type[ManagerGuard]] = {
-    "KVCacheManager": V1Guard,
-    "KVCacheManagerV2": V2Guard,
-}
+_GUARDS: dict[str, type[ManagerGuard]] = {"KVCacheManager": V1Guard, "KVCacheManagerV2": V2Guard}

@@ -1,10 +1,10 @@
 """Executes plans in TensorRT-LLM's own decoder, once a self-check on its first prompt has passed.
 
-What the engine has just computed for a cold prompt is computed again by our rows, over memory of their own. Hidden rows
-and KV have to agree (see `engine_wrapper.self_check`).
+The self-check computes a cold prompt of the engine again by our rows, over memory of their own. Hidden rows and KV have
+to agree (`engine_wrapper.self_check`).
 
 Facts: NVIDIA/TensorRT-LLM, `_torch/attention_backend/interface.py`, `AttentionMetadata` (1.1 to 1.3), and
-`_torch/attention/backends/interface.py` (main): sequences stand in one row of tokens, those in context first.
+`_torch/attention/backends/interface.py` (main): sequences are in one row of tokens, those in context first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Options = dict[str, Any]
 
 
 def batch_of_call(options: Mapping[str, Any]) -> Batch:
-    """The batch of a call of the decoder's forward. Raises LayoutError if it is unreadable or not supported."""
+    """The batch of a call of the decoder's forward. Raises LayoutError if that cannot be read or is not supported."""
     for name in ("inputs_embeds", "lora_params", "spec_metadata", "mrope_config"):
         value = options.get(name)
         if value is not None and value != {}:
@@ -70,8 +70,7 @@ def batch_of_call(options: Mapping[str, Any]) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDecoder:
-    """`forward` is the decoder's own, hooked; its KV goes into `pool`. `windows`: as in PlannedRows. `ranks` run it
-    together."""
+    """`forward` is the decoder's own, hooked; its KV goes into `pool`. `windows`, `ranks`: as in PlannedRows."""
 
     forward: Callable[..., torch.Tensor]
     pool: torch.Tensor
@@ -89,28 +88,26 @@ class PlannedDecoder:
         max_rows: int | None = None,
         evidence_sink: EvidenceSink | None = None,
     ) -> torch.Tensor:
-        """Runs a batch; returns the hidden rows that the engine scheduled, [tokens, hidden], in its order.
+        """Run a batch; return the hidden rows that the engine scheduled, [tokens, hidden], in its order.
 
         `options` are those of the engine's call, `blocks` the block ids of every request. No forward has more than
-        `max_rows` rows. Raises PlanError when a plan does not fit its request, ValueError when a block is missing,
-        LayoutError when the decoder calls its layers in another way.
+        `max_rows` rows. Raises PlanError if a plan does not fit its request, ValueError if a block is missing,
+        LayoutError if the decoder calls its layers in another way.
         """
-
-        def rows_of(schedule: LayerSchedule, sink: EvidenceSink | None, lowest: bool) -> PlannedRows:
-            layers = self.rotation, self.windows
-            return PlannedRows(schedule, self.pool, self.geometry, *layers, self.ranks, sink, lowest)
 
         def call(schedule: LayerSchedule, rows: PlannedRows) -> torch.Tensor:
             token_ids = schedule.token_ids.to(options["input_ids"].dtype)
             positions = rows.positions.to(options["position_ids"].dtype)[None]
             return self.forward(**{**options, "input_ids": token_ids, "position_ids": positions, "attn_metadata": rows})
 
+        layers = self.pool, self.geometry, self.rotation, self.windows, self.ranks
+
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
-            rows = rows_of(schedule, sink, lowest=False)
+            rows = PlannedRows(schedule, *layers, sink)
             return rows.finish(call(schedule, rows))
 
         def lowest(schedule: LayerSchedule) -> torch.Tensor:
-            rows = rows_of(schedule, None, lowest=True)
+            rows = PlannedRows(schedule, *layers, None, True)
             with suppress(CheckReached):
                 call(schedule, rows)
             if rows.found is None:
@@ -121,10 +118,10 @@ class PlannedDecoder:
         return batch.run(plans, blocks, forward, evidence_sink)
 
     def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:
-        """The self-check on the batch's first sequence, a prompt from position 0.
+        """Run the self-check on the batch's first sequence, a prompt from position 0.
 
         `hidden`: what the engine computed for the batch, [tokens, hidden], in the request's `block_ids`. Raises
-        LayoutError `self_check` with what differs, on every rank when it does on one.
+        LayoutError `self_check` with what differs, on every rank if it does on one.
         """
         tokens = min(batch.lengths[0], MAX_TOKENS)
         positions = options["position_ids"].flatten()[:tokens]
@@ -152,11 +149,11 @@ class PlannedDecoder:
 
 
 class PlannedForward:
-    """Stands in the place of the decoder's forward. Batches without a plan go on to it untouched.
+    """Replaces the decoder's forward, which still gets batches without a plan.
 
-    The runtime stays in stock mode until the self-check has passed, so that no plan is made before. When the check
-    fails, the decoder is left as it was found. A plan that cannot be executed fails its batch, because the engine skips
-    what the plan promised; nothing is reused from then on.
+    The runtime stays in stock mode until the self-check has passed, so that no plan is made before. If the check fails,
+    the decoder is left as it was found. A plan that cannot be executed fails its batch, because the engine skips the
+    plan's matched tokens; nothing is reused from then on.
     """
 
     def __init__(
@@ -170,9 +167,7 @@ class PlannedForward:
     ) -> None:
         """`decoder` and cache `manager` are the engine's; `max_rows`: the most tokens of one forward."""
         assert runtime.pool is not None
-        self._manager = manager
-        self._runtime = runtime
-        self._max_rows = max_rows
+        self._manager, self._runtime, self._max_rows = manager, runtime, max_rows
         self._hooked, self._stock = decoder, decoder.forward
         self._undo: Undo = lambda: None
         self._decoder = PlannedDecoder(
@@ -181,21 +176,20 @@ class PlannedForward:
         self._is_judged = False
 
     def install(self) -> None:
-        """Hooks the decoder. Raises, with the decoder untouched, when that is not possible."""
+        """Hook the decoder. Raises, with the decoder untouched, if that is not possible."""
         self._undo = hook_decoder(self._hooked, self._forward, begin, attend)
 
     def remove(self) -> None:
-        """Leaves the decoder as it was found."""
+        """Leave the decoder as it was found."""
         self._undo()
         self._is_judged = True
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        plans: dict[int, SemanticKvPlan] = {}
         if len(self._runtime.active_plans):
             metadata = options["attn_metadata"]
             plans = self._runtime.active_plans.take_all(list(metadata.request_ids)[: metadata.num_contexts])
-        if plans:
-            return self._planned(plans, options)
+            if plans:
+                return self._planned(plans, options)
         hidden = self._stock(*arguments, **options)
         if not self._is_judged:
             self._prove(options, hidden)
@@ -213,7 +207,7 @@ class PlannedForward:
             raise
 
     def _prove(self, options: Options, hidden: torch.Tensor) -> None:
-        """Runs the self-check on the first batch that allows it; never raises."""
+        """Run the self-check on the first batch that allows it. Never raises."""
         try:
             batch = batch_of_call(options)
             if not batch.contexts or batch.begins[0] != 0 or batch.lengths[0] < MIN_TOKENS:
@@ -230,5 +224,4 @@ class PlannedForward:
         logger.info("plans are executed on this engine: the self-check has passed")
 
     def _blocks(self, batch: Batch) -> list[list[int]]:
-        found = self._manager.get_batch_cache_indices(list(batch.request_ids))
-        return [list(map(int, ids)) for ids in found]
+        return [list(map(int, ids)) for ids in self._manager.get_batch_cache_indices(list(batch.request_ids))]

@@ -55,8 +55,8 @@ class PlannedRows:
 
     `schedule` has its tensors on the pool's device. `windows` are those of the layers, in tokens, None for full
     attention. `ranks` run the same schedule, each with its heads. `evidence_sink` gets what each check found; the host
-    waits for the device at checks only. With `lowest` the forward ends at the check, once the rows' K and V are written
-    there; `found` are the check's deviations.
+    waits for the device at checks only. `lowest`: the forward ends at the check, after its rows' K and V are written.
+    `found` are the check's deviations.
     """
 
     # The engine pads rows for graphs only, and counts those of other ranks for attention data parallelism only.
@@ -72,22 +72,16 @@ class PlannedRows:
         rotation: Rotation,
         windows: tuple[int | None, ...],
         ranks: Ranks,
-        evidence_sink: EvidenceSink | None = None,
+        evidence_sink: EvidenceSink | None,
         lowest: bool = False,
     ) -> None:
-        self._schedule = schedule
-        self._windows = windows
-        self._pool = pool
-        self._geometry = geometry
-        self._ranks = ranks
-        self._evidence_sink = evidence_sink
-        self._lowest = lowest
+        self._schedule, self._pool, self._geometry = schedule, pool, geometry
+        self._rotation, self._windows, self._ranks = rotation, windows, ranks
+        self._evidence_sink, self._lowest = evidence_sink, lowest
         self._next_stage = 0
         self._stage: Stage = schedule.stages[0]
         self.found: torch.Tensor | None = None
         self.positions = schedule.positions
-        self._rotation = rotation
-        # Of each kind of layer that turns.
         self._factors = {
             kind: rotary_factors(schedule.positions[:, None], kind).float()
             for kind in rotation.kinds
@@ -96,11 +90,11 @@ class PlannedRows:
 
     @property
     def num_tokens(self) -> int:
-        """Active rows; the attention module takes so many of the rows that it is given."""
+        """Active rows; the attention module takes only these of the rows that it is given."""
         return self._stage.num_rows
 
     def begin(self, layer: int, *rows: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Before `layer`: each of `rows`, [active rows, ...] or None, cut to the rows that the layer computes."""
+        """Cut each of `rows`, [active rows, ...] or None, to those that `layer` computes. Call it before the layer."""
         kept = list(rows)
         if self.found is not None:
             self._decide()
@@ -110,7 +104,8 @@ class PlannedRows:
         return kept
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Behind the last layer: the rows of `hidden`, [active rows, ...], that the engine scheduled, in its order."""
+        """The rows of `hidden`, [active rows, ...], that the engine scheduled, in its order. Call it after the last
+        layer."""
         kept: list[torch.Tensor | None] = [hidden]
         if self.found is not None:
             self._decide()
@@ -124,8 +119,7 @@ class PlannedRows:
         `attention` is TensorRT-LLM's module; `q` alone, [rows, (heads + 2 kv_heads) * head_dim], or q, k and v. Queries
         and keys are rotated here if the module leaves that to its kernel. Raises LayoutError for unsupported options.
         """
-        _check_options(options)
-        self._check_window(layer, options)
+        self._check_options(layer, options)
         if k is None:
             q, k, v = q.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         queries, keys, values = (part.unflatten(-1, (-1, self._geometry.head_dim)) for part in (q, k, v))
@@ -143,14 +137,23 @@ class PlannedRows:
         attended = sparse_prefill(queries.contiguous(), kv, sequences, scale, self._windows[layer])
         return attended.flatten(1)
 
-    def _check_window(self, layer: int, options: dict[str, Any]) -> None:
-        asked, window = _asked(options, "attention_window_size"), self._windows[layer]
-        if asked != window:
-            raise LayoutError(
-                "attention_call",
-                f"layer {layer} was called with attention_window_size {asked}; by the model's configuration it is "
-                f"{window}",
+    def _check_options(self, layer: int, options: dict[str, Any]) -> None:
+        def asked(name: str) -> Any:
+            alone = options.get(name)
+            return getattr(options.get("forward_args"), name, None) if alone is None else alone
+
+        refusal, mask, window = None, asked("attention_mask"), self._windows[layer]
+        if unknown := [name for name in _UNKNOWN_OPTIONS if asked(name) is not None]:
+            refusal = f"the attention was called with {unknown[0]}, which is not supported here"
+        elif mask is not None and str(getattr(mask, "value", mask)) != "causal":
+            refusal = f"the attention was called with mask {mask!r}; only causal is supported"
+        elif (found := asked("attention_window_size")) != window:
+            refusal = (
+                f"layer {layer} was called with attention_window_size {found}; by the model's configuration it is "
+                f"{window}"
             )
+        if refusal is not None:
+            raise LayoutError("attention_call", refusal)
 
     def _decide(self) -> None:
         assert self._schedule.check is not None
@@ -171,23 +174,8 @@ class PlannedRows:
         return [None if each is None else each.index_select(0, keep) for each in rows]
 
 
-def _asked(options: dict[str, Any], name: str) -> Any:
-    """An option of an attention call, given alone or in `forward_args`; None where it is not asked for."""
-    alone = options.get(name)
-    return getattr(options.get("forward_args"), name, None) if alone is None else alone
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    for name in _UNKNOWN_OPTIONS:
-        if _asked(options, name) is not None:
-            raise LayoutError("attention_call", f"the attention was called with {name}, which is not supported here")
-    mask = _asked(options, "attention_mask")
-    if mask is not None and str(getattr(mask, "value", mask)) != "causal":
-        raise LayoutError("attention_call", f"the attention was called with mask {mask!r}; only causal is supported")
-
-
 def begin(index: int, _layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Before a layer: hands it the rows that are active in it."""
+    """Hand a layer the rows that are active in it. Called before the layer."""
     rows = options.get("attn_metadata")
     if not isinstance(rows, PlannedRows):
         if any(isinstance(each, PlannedRows) for each in arguments):
@@ -202,7 +190,7 @@ def attend(
     attention: Any, index: int, stock: Callable[..., Any], q: Any, k: Any, v: Any, metadata: Any,
     *arguments: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """In the place of an attention backend's `forward`: attends for planned rows, and leaves others to the backend."""
+    """Attend for planned rows, in the place of an attention backend's `forward`; leave others to the backend."""
     if not isinstance(metadata, PlannedRows):
         return stock(q, k, v, metadata, *arguments, **options)
     if arguments:

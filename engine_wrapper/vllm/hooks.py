@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.custom_op import CustomOp
 
     from engine_wrapper.patches import Undo
-    from semblend_trt.connector.weights import Weights
+    from semblend_trt.runtime import Weights
 
 # Below vLLM's own loggers, so that it shows what is on.
 logger = logging.getLogger("vllm.semblend.hooks")

@@ -27,7 +27,7 @@ from engine_wrapper.vllm.refusals import request_refusal
 from engine_wrapper.vllm.stats import ReuseStats, tell_prefill
 from semblend_trt.connector import SemBlendKvConnectorScheduler
 from semblend_trt.connector.contract import RequestData, SchedulerOutput, never_raises
-from semblend_trt.connector.metadata import SemBlendConnectorMetadata
+from semblend_trt.connector.requests import SemBlendConnectorMetadata
 from semblend_trt.outcome import VLLM_RECEIPT
 from semblend_trt.plan import EngineMode
 from semblend_trt.policy import COLD, EXACT_ONLY

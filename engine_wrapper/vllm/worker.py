@@ -28,11 +28,10 @@ from engine_wrapper.vllm.stats import tell_used
 from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
-from semblend_trt.connector.weights import Weights
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import EngineMode
 from semblend_trt.reasons import Scope, advice
-from semblend_trt.runtime import runtime_for
+from semblend_trt.runtime import Weights, runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

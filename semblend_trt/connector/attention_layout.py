@@ -17,11 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernels.rope import RopeRotation, Rotation, by_layer
 from semblend_trt.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kernels.rope import RopeRotation
 
 Attention = Literal["full", "window", "chunks", "latent"]
 
@@ -29,8 +30,7 @@ Attention = Literal["full", "window", "chunks", "latent"]
 READ_AS = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 # DeepSeek's published code, which checkpoints of the form name and no engine that is served runs.
 PUBLISHED_CODE = "modeling_deepseek.DeepseekV3ForCausalLM"
-_LATENT_ROPE_TYPES = ("default", "yarn")
-# What such a configuration must say itself where Transformers does not know its type: defaults would be guesses.
+# What such a configuration must say itself if Transformers does not know its type: defaults would be guesses.
 _NEEDED = (
     "kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim num_hidden_layers num_attention_heads hidden_size "
     "max_position_embeddings rope_theta"
@@ -52,8 +52,7 @@ class LayerGroup:
     """`layers` with one attention and one rotation.
 
     `window`: the most tokens that a token sees, itself included: those of a "window", or of a chunk of "chunks"; None
-    for all. "latent" is full attention whose KV is one row a token. Layers without RoPE have a rotation that
-    `is_still`.
+    for all. "latent" is full attention whose KV is one row a token. The rotation of layers without RoPE `is_still`.
     """
 
     layers: tuple[int, ...]
@@ -63,11 +62,10 @@ class LayerGroup:
 
 
 def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: bool = False) -> tuple[LayerGroup, ...]:
-    """The groups of the model of `config`, a configuration as Transformers understands it, in the order of their first
-    layers. `rotations`: of each layer.
+    """The groups of the model of `config`, as Transformers understands it, in the order of their first layers, by the
+    rotation of each layer.
 
-    Raises UnsupportedModelError for an attention that is none of those known, and unless there are as many types as
-    layers.
+    Raises UnsupportedModelError for an unknown attention, and unless each layer has a type.
     """
     found: dict[tuple[tuple[Attention, int | None], RopeRotation], list[int]] = {}
     for layer, pair in enumerate(zip(_attention(config, "latent" if is_latent else "full"), rotations, strict=True)):
@@ -78,43 +76,14 @@ def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: b
     )
 
 
-def check_groups(groups: Sequence[LayerGroup], num_layers: int) -> None:
-    """Raises UnsupportedModelError unless every layer is in one group, once."""
-    layers = sorted(layer for group in groups for layer in group.layers)
-    if layers != list(range(num_layers)):
-        raise UnsupportedModelError(
-            "attention_layout", f"the layer groups hold layers {layers}; each of 0..{num_layers - 1} is needed once"
-        )
-
-
 def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | None, ...]:
-    """Of each layer the window, or the chunk, if that is its attention; else None."""
+    """The window, or the chunk, of each layer with that attention; None for the others."""
     found = {layer: group.window for group in groups if group.attention == attention for layer in group.layers}
     return tuple(found.get(layer) for layer in range(sum(len(group.layers) for group in groups)))
 
 
-def lowest_check_layer(groups: Sequence[LayerGroup]) -> int:
-    """The lowest layer whose K and V can show that text far away is another one: a layer below it has full attention.
-
-    That is the number of layers if none has full attention.
-    """
-    layers = sum(len(group.layers) for group in groups)
-    return min((group.layers[0] + 1 for group in groups if group.window is None), default=layers)
-
-
-def halved(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
-    """The groups in an engine that reorders a head's channels, so that halves rotate."""
-    return tuple(replace(group, rotation=replace(group.rotation, interleaved=False)) for group in groups)
-
-
-def rotation_of(groups: Sequence[LayerGroup]) -> Rotation:
-    """The rotation of all layers, as the kernels take it."""
-    found = {layer: group.rotation for group in groups for layer in group.layers}
-    return by_layer([found[layer] for layer in sorted(found)])
-
-
 def _attention(config: Any, whole: Attention) -> list[tuple[Attention, int | None]]:
-    """The attention of each layer and its window or chunk; one that hides nothing is `whole`, without any."""
+    """The attention of each layer and its window or chunk. If that hides nothing, it is `whole`, with None."""
     kinds: dict[str, tuple[Attention, int | None]] = {
         "full_attention": (whole, None),
         "sliding_attention": ("window", getattr(config, "sliding_window", None)),
@@ -132,7 +101,7 @@ def _attention(config: Any, whole: Attention) -> list[tuple[Attention, int | Non
 
 
 def check_latent(raw: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for a configuration, as written, that is not of DeepSeek-V3's form."""
+    """Raise UnsupportedModelError for a configuration, as written, that is not of DeepSeek-V3's form."""
     kind = raw.get("model_type")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     given = {**rope, **raw}
@@ -140,9 +109,9 @@ def check_latent(raw: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("geometry", f"model type {kind!r} is given without {', '.join(missing)}")
     sizes = {name: raw.get(name, 2) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")}
     if any(type(size) is not int or size < 1 for size in sizes.values()) or sizes["qk_rope_head_dim"] % 2:
-        told = ", ".join(f"{name} {size!r}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} {size!r}" for name, size in sizes.items())
         raise UnsupportedModelError(
-            "geometry", f"{told} make no latent rows that can be moved; all must be above 0, and the last even"
+            "geometry", f"{listed} make no latent rows that can be moved; all must be above 0, and the last even"
         )
     for name, (reason, what) in _NOT_KNOWN.items():
         found = given.get(name)
@@ -159,21 +128,17 @@ def latent_rotation(rotation: RopeRotation, rope_type: str, latent: int) -> Rope
 
     Raises UnsupportedModelError for a RoPE type that engines compute otherwise.
     """
-    if rope_type not in _LATENT_ROPE_TYPES:
+    if rope_type not in ("default", "yarn"):
         raise UnsupportedModelError(
             "rope_unknown",
-            f"RoPE type {rope_type!r} of latent attention is computed as yarn by vLLM; supported are "
-            f"{', '.join(_LATENT_ROPE_TYPES)}",
+            f"RoPE type {rope_type!r} of latent attention is computed as yarn by vLLM; supported are default, yarn",
         )
     return replace(rotation, interleaved=True, first_channel=latent)
 
 
 def check_chunked(model_type: str, config: Any) -> None:
-    """Raises UnsupportedModelError for layers with chunks of another form than Llama 4's, whose layers with chunks have
-    RoPE, and whose layers with full attention have none.
-
-    `config`: as Transformers understands it, with one of `no_rope_layers` for each layer.
-    """
+    """Raise UnsupportedModelError for layers with chunks of another form than Llama 4's: its layers with chunks have
+    RoPE (1 in `no_rope_layers`), and its layers with full attention have none. `config`: as Transformers has it."""
     types = list(getattr(config, "layer_types", None) or ())
     if model_type != LLAMA4[0]:
         if "chunked_attention" in types:

@@ -1,9 +1,8 @@
-"""The connector contract: what each of its versions calls, and the one place that imports TensorRT-LLM's base classes.
+"""TensorRT-LLM's connector contract: its data, its versions, and the one place that imports its base classes.
 
-Where tensorrt_llm can be imported (from either module path it has used) our connector derives from its classes,
-elsewhere from the classes below, which have the same abstract methods. Facts: NVIDIA/TensorRT-LLM, under
-`_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.1, 1.2) and `connectors/kv_cache_connector.py` (1.3 release candidates and main).
+If tensorrt_llm can be imported, our connector derives from its classes, else from the classes below, which have the
+same abstract methods. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
+`connectors/kv_cache_connector.py` (1.3 release candidates and main).
 """
 
 from __future__ import annotations
@@ -11,17 +10,19 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
-    import torch
-
 logger = logging.getLogger(__name__)
+
+Method = TypeVar("Method", bound="Callable[..., Any]")
+Group = TypeVar("Group")
 
 # Newest first.
 MODULE_PATHS = (
@@ -32,7 +33,7 @@ MODULE_PATHS = (
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One scheduled request, as 1.1 and 1.2 tell it: new requests in full, cached ones as deltas."""
+    """One scheduled request, as 1.1 and 1.2 describe it: new requests in full, cached ones as deltas."""
 
     request_id: int
     new_tokens: list[int]
@@ -43,10 +44,10 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class RequestData(ScheduledRequest):
-    """As main tells it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
+    """As main describes it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
 
     `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1; with more
-    than one group `new_block_ids` is empty. -1 in it stands for a block without a page.
+    than one group `new_block_ids` is empty. -1 in it is a block without a page.
     """
 
     block_hashes: list[int] = field(default_factory=list)
@@ -57,8 +58,8 @@ class RequestData(ScheduledRequest):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one iteration runs, as main tells it: requests seen for the first time, requests seen before, and the owner
-    of the block ids under attention data parallelism."""
+    """What one iteration runs, as main describes it: requests seen for the first time, requests seen before, and the
+    owner of the block ids under attention data parallelism."""
 
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
@@ -68,32 +69,12 @@ class SchedulerOutput:
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 
-@dataclass(frozen=True, slots=True)
-class ContractVersion:
-    """One version of the contract.
-
-    `keeps_windowed_kv`: a layer with a window writes each token's KV to a place of its own, as other layers do, where
-    `max_attention_window` is not set. Before upstream's pull request 6768 it wrote around, in the window's tokens.
-    """
-
-    name: str
-    keeps_windowed_kv: bool = True
+# The versions of the contract.
+V11, V12, V13, MAIN = "1.1", "1.2", "1.3rc", "main"
 
 
-V11, V12, V13, MAIN = (
-    ContractVersion("1.1", keeps_windowed_kv=False),
-    ContractVersion("1.2"),
-    ContractVersion("1.3rc"),
-    ContractVersion("main"),
-)
-_VERSIONS = {version.name: version for version in (V11, V12, V13, MAIN)}
-
-
-def match_of(module: ModuleType) -> ContractVersion:
-    """The version of `module`, TensorRT-LLM's connector module.
-
-    Releases differ in what they have, not in their number. What has nothing of a newer version is the oldest.
-    """
+def match_of(module: ModuleType) -> str:
+    """The version of `module`, TensorRT-LLM's connector module, by what it has: its release number does not show it."""
     scheduler, worker = module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
     if hasattr(worker, "register_kv_cache_layout"):
         return MAIN
@@ -115,24 +96,18 @@ class _SchedulerBase(ABC):
         self._llm_args = llm_args
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]: ...
+    def get_num_new_matched_tokens(self, *_: Any) -> Any:
+        """This and the next three: `connector/scheduler.py` has their signatures."""
 
-    @abstractmethod
-    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
+    update_state_after_alloc = build_connector_meta = request_finished = get_num_new_matched_tokens
 
-    @abstractmethod
-    def build_connector_meta(self, scheduler_output: Any) -> object: ...
-
-    @abstractmethod
-    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool: ...
+    # The V2 cache manager calls these in place of the flat forms; they forward a single group.
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
-        """Called in place of the flat form under the V2 cache manager; forwards a single group to it."""
         self.update_state_after_alloc(request, _only_group(self, block_ids_by_layer_group))
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: list[list[int]]) -> bool:
-        """Called in place of the flat form under the V2 cache manager; forwards a single group to it."""
-        return self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group))
+        return bool(self.request_finished(request, _only_group(self, cache_block_ids_by_layer_group)))
 
     def wait_for_initialization(self) -> None:  # noqa: B027 - optional in the contract
         """Called once after the caches are registered."""
@@ -145,6 +120,12 @@ class _WorkerBase(ABC):
         self._llm_args = llm_args
         self._metadata: object | None = None
 
+    @abstractmethod
+    def register_kv_caches(self, *_: Any) -> Any:
+        """This and the next five: `connector/worker.py` has their signatures."""
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = get_finished = register_kv_caches
+
     def bind_connector_meta(self, metadata: object) -> None:
         self._metadata = metadata
 
@@ -154,57 +135,30 @@ class _WorkerBase(ABC):
     def _clear_connector_meta(self) -> None:
         self._metadata = None
 
-    @abstractmethod
-    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None: ...
-
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Called in place of `register_kv_caches` under the V2 cache manager; forwards a single pool to it."""
-        tensor = layout.as_single_pool_tensor()
-        if tensor is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no register_kv_cache_layout, and a cache of {len(layout.groups)} layer "
-                "groups is no single pool tensor; implement it"
-            )
-        self.register_kv_caches(tensor)
-
-    @abstractmethod
-    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def wait_for_save(self, stream: torch.cuda.Stream | None) -> None: ...
-
-    @abstractmethod
-    def get_finished(
-        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
-    ) -> tuple[list[int], list[int]]: ...
+        _only_group(self, layout.groups)
+        self.register_kv_caches(layout.as_single_pool_tensor())
 
     def register_forward_pass_callable(self) -> Any:
-        """Returns a callable to run after each forward, or None."""
+        """Return a callable to run after each forward, or None."""
         return None
 
 
-def _only_group(connector: object, block_ids_by_layer_group: list[list[int]]) -> list[int]:
-    if len(block_ids_by_layer_group) != 1:
+def _only_group(connector: object, groups: Sequence[Group]) -> Group:
+    if len(groups) != 1:
         raise NotImplementedError(
-            f"{type(connector).__name__} has flat methods only, and a cache of {len(block_ids_by_layer_group)} layer "
-            "groups has no flat block ids; implement the forms by layer group"
+            f"{type(connector).__name__} has flat methods only, and a cache of {len(groups)} layer groups has no flat "
+            "block ids; implement the forms by layer group"
         )
-    return block_ids_by_layer_group[0]
+    return groups[0]
 
 
 def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
-    """The first module that there is."""
+    """The first of these modules that can be imported."""
     for path in paths:
-        try:
+        with suppress(ImportError):
             return importlib.import_module(path)
-        except ImportError:
-            continue
     return None
 
 
@@ -213,30 +167,23 @@ KvCacheConnectorScheduler: Any = _upstream.KvCacheConnectorScheduler if _upstrea
 KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else _WorkerBase
 
 
-def version_of(name: str | None) -> ContractVersion:
-    """The version of the contract of this name, without one that of TensorRT-LLM here.
-
-    Where nothing is known it is the oldest, which promises least.
-    """
-    if name in _VERSIONS:
-        return _VERSIONS[name]
+def version_of(name: str | None) -> str:
+    """The version of this name, by default that of TensorRT-LLM here; if none is known the oldest, which promises
+    least."""
+    if name in (V11, V12, V13, MAIN):
+        return name
     return V11 if _upstream is None else match_of(_upstream)
 
 
 def flashinfer_layout() -> str | None:
-    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None where that cannot be
-    read."""
+    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None if that cannot be read."""
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)
 
 
-Method = TypeVar("Method", bound="Callable[..., Any]")
-
-
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
-    """Decorates a method to return `answer()` when it fails, and to count the failure under its name in the runtime's
-    `faults`.
+    """Decorate a method to return `answer()` if it fails, and to count that by its name in the runtime's `faults`.
 
     An exception in a leader call would leave the other ranks waiting in the broadcast of its result.
     """

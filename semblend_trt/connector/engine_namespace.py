@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
     from semblend_trt.config import Settings
-    from semblend_trt.connector.attention_layout import LayerGroup
     from semblend_trt.connector.engine_spec import EngineSpec
     from semblend_trt.connector.model_facts import ModelFacts
 
@@ -48,14 +47,24 @@ def namespace_for(
 ) -> CacheNamespace:
     """The namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of PoolFacts.
 
-    What the engine does not tell becomes a value that matches none. Reads the model's weights, all of them where the
-    digest cache does not know them: call it at the engine's start.
+    What the engine does not say becomes a value that matches none. Reads all of the model's weights that the digest
+    cache does not know: call it at the engine's start.
     """
     cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
     adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
+    asked, quantization = engine.quantization, facts.quantization
+    if asked is not None and asked.algorithm is not None:
+        quantization = f"{quantization or 'none'}+{asked.algorithm}"
+    # The model's configuration, and the quantisation and adapters that the engine was started with.
+    parts = [facts.configuration, "none" if asked is None else _known(asked.options), *sorted(adapters.identities)]
+    is_known = not any(map(is_unknown, parts))
+    layers = {}
+    if len(facts.groups) > 1 or facts.groups[0].window is not None:
+        groups = json.dumps([asdict(group) for group in facts.groups], sort_keys=True)
+        layers["layer_groups"] = hashlib.sha256(groups.encode()).hexdigest()
     extra = {
         "compute_dtype": _known(engine.dtype),
-        "configuration": _configuration(engine, facts, adapters),
+        "configuration": hashlib.sha256("\n".join(parts).encode()).hexdigest() if is_known else unknown_value(),
         "tenant": settings.donor_tenant,
         "template": settings.donor_template,
     }
@@ -73,13 +82,13 @@ def namespace_for(
         block_size=block_size,
         kv_dtype=_known(text_of(pool_dtype)),
         cache_dtype=_known(caches.dtype) + ("" if scales is None else f"+{scales}"),
-        quantization=_quantization(engine, facts),
+        quantization=quantization,
         adapter=settings.adapter_id,
         rope_config={
             **facts.rope_parameters,
             "rotary_dim": facts.rotation.rotary_dim,
             "interleaved": facts.rotation.interleaved,
-            **_layers(facts.groups),
+            **layers,
         },
         tensor_parallel={name: unknown_value() if size is None else size for name, size in sizes.items()},
         backend_cache_layout=_known(caches.layout),
@@ -87,33 +96,8 @@ def namespace_for(
     )
 
 
-def _layers(groups: Sequence[LayerGroup]) -> dict[str, str]:
-    """A digest of what layers attend to and rotate by; nothing where all attend to everything and rotate alike."""
-    if len(groups) == 1 and groups[0].window is None:
-        return {}
-    told = json.dumps([asdict(group) for group in groups], sort_keys=True)
-    return {"layer_groups": hashlib.sha256(told.encode()).hexdigest()}
-
-
-def _quantization(engine: EngineSpec, facts: ModelFacts) -> str | None:
-    """The checkpoint's quantisation and the one that the engine was asked for."""
-    asked = engine.quantization
-    if asked is None or asked.algorithm is None:
-        return facts.quantization
-    return f"{facts.quantization or 'none'}+{asked.algorithm}"
-
-
-def _configuration(engine: EngineSpec, facts: ModelFacts, adapters: Adapters) -> str:
-    """A digest of the model's configuration, and of the quantisation and adapters that the engine was started with."""
-    asked = "none" if engine.quantization is None else _known(engine.quantization.options)
-    parts = [facts.configuration, asked, *sorted(adapters.identities)]
-    if any(is_unknown(part) for part in parts):
-        return unknown_value()
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
 def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:
-    """The digest of the weights; unknown for weights that are not in the model's own files."""
+    """The digest of the weights; unknown if they are not in the model's own files."""
     if engine.reads_own_weights:
         with suppress(ConfigurationError):
             directory = snapshot(engine.model, engine.revision)
@@ -138,7 +122,7 @@ def _tokenizer_revision(engine: EngineSpec) -> str:
 
 
 def _name(model: str | Path) -> str:
-    """A hub id as it is; of a directory its name alone, so that replicas may keep it at different places."""
+    """A hub id as it is; the name of a directory without its place, which may differ between replicas."""
     return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
@@ -146,15 +130,13 @@ def _known(value: str | None) -> str:
     return unknown_value() if value is None else value
 
 
-# An engine holds far fewer; requests may name as many as they like.
+# An engine holds far fewer; requests may name any number.
 MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of an engine. Those in `folders` are read when this is made; requests read nothing.
-
-    An adapter that first comes with a request has an identity of its own, for the life of this engine.
-    """
+    """The adapters of an engine. Those in `folders` are read at once; requests read nothing. An adapter that first
+    comes with a request has an identity of its own, for the life of this engine."""
 
     def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
         cache = DigestCache.from_setting(cache_path)
@@ -163,35 +145,28 @@ class Adapters:
 
     @property
     def identities(self) -> list[str]:
-        """The identities of the adapters that the engine was started with: their embeddings may replace the base
-        model's."""
+        """Those of the adapters that the engine was started with: their embeddings may replace the base model's."""
         return [identity for identity, _ in self._read.values()]
 
     def of(self, request: Any) -> str | None:
         """The identity of the request's adapter; None for the base model.
 
-        The engine keeps the first adapter that comes under a task id, but may read it again. One that comes under the
-        same id from another place, or whose files have changed since, matches nothing.
+        The engine keeps the first adapter of a task id, but may read it again. If one comes under the same id from
+        another place, or its files have changed since, it matches nothing.
         """
         task = getattr(request, "lora_task_id", None)
         if task is None:
             return None
         path = getattr(request, "py_lora_path", None)
+        states = _states_or_none(path)
         if task not in self._of_task:
             if len(self._of_task) >= MAX_REMEMBERED:
                 return unknown_value()
-            self._of_task[task] = (path, self._unchanged(path), _states_or_none(path))
-        seen, identity, states = self._of_task[task]
-        return identity if path == seen and _states_or_none(path) == states else unknown_value()
-
-    def _unchanged(self, path: str | None) -> str:
-        """The identity of an adapter that was read at the start, if its files have not changed since: the engine reads
-        them about now."""
-        if path is not None and (read := self._read.get(_place(path))) is not None:
-            with suppress(OSError, ConfigurationError):
-                if _states(path) == read[1]:
-                    return read[0]
-        return unknown_value()
+            # The engine reads the files about now: they must be those that were read at the start.
+            identity, read = self._read.get("" if path is None else _place(path), ("", None))
+            self._of_task[task] = (path, identity if states and states == read else unknown_value(), states)
+        seen, identity, known = self._of_task[task]
+        return identity if path == seen and states == known else unknown_value()
 
 
 def _place(path: str | Path) -> str:
@@ -199,7 +174,7 @@ def _place(path: str | Path) -> str:
 
 
 def _states_or_none(path: str | None) -> tuple[FileState, ...]:
-    """The states of an adapter's files; none where it has no readable ones."""
+    """The states of an adapter's files; () if they cannot be read."""
     with suppress(OSError, ConfigurationError):
         return () if path is None else _states(path)
     return ()

@@ -11,23 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.connector.contract import ContractVersion, flashinfer_layout, version_of
+from semblend_trt.connector.contract import flashinfer_layout, version_of
 from semblend_trt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# Where the connector is that also attaches to its engine.
+# The module of the connector that also attaches to its engine.
 WRAPPER_MODULE = "engine_wrapper.connector"
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class AskedQuantization:
-    """The quantisation that an engine was asked for; None for what it does not tell.
-
-    `options`: all of them as text, the same for equal ones.
-    """
+    """The quantisation that an engine was asked for; None for what is not known. `options`: all of them as text."""
 
     algorithm: str | None
     options: str | None
@@ -35,10 +33,10 @@ class AskedQuantization:
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """What an engine tells of its KV caches; None for what is not known.
+    """An engine's KV caches; None for what is not known.
 
-    `dtype`: as the engine was asked, with a digest of the scales where it knows them. `layout`: engine, attention
-    backend and order in memory. Backends may round, or order, the same KV in different ways.
+    `dtype`: as the engine was asked, with a digest of the scales if it knows them. `layout`: engine, attention backend
+    and order in memory, because backends may round, or order, the same KV in different ways.
     """
 
     dtype: str | None
@@ -47,26 +45,25 @@ class Caches:
 
 @dataclass(frozen=True, eq=False)  # no slots: halves of a connector hold it weakly
 class EngineSpec:
-    """One engine. None means that the engine does not tell it, which is never taken for off.
+    """One engine. None means that the engine does not say it, which is never taken for off.
 
     Sizes of parallelism that are None are the engine's default of 1, but unknown to a namespace.
 
-    - `tokenizer`: the path or hub id that it is from.
     - `kv_dtype`: of K and V in the caches, as torch names it.
-    - `read_caches`: some engines know their caches once these are registered.
+    - `read_caches`: some engines know their caches only after these are registered.
     - `reads_own_weights`: the weights are those in the model's own files.
     - `has_model_overrides`: something other than the model's files changes its configuration.
     - `attention_windows`: the windows that the engine was asked to keep KV for.
     - `orders_blocks_by_head`: a block is known to hold [heads, tokens, head_dim], which the pool's shape does not show.
     - `compiles_prefill` to `sparse_attention`: with these TensorRT-LLM executes no plan.
-    - `contract`: TensorRT-LLM's, whose own code computes the model. None: windows and RoPE are computed as Transformers
-      does, with the KV of all tokens in one pool.
+    - `contract`: the version of TensorRT-LLM's, whose own code computes the model. None: windows and RoPE are computed
+      as Transformers does, with the KV of all tokens in one pool.
     - `halved_model_types`: model types whose channels the engine reorders, so that halves of a head rotate.
     - `tells_kv_scales`: the scales of an fp8 cache can be known.
     - `holds_saved_blocks`: an ended request's blocks are held until `get_finished` names it.
     - `tells_whole_prefix`: a request's local match counts all tokens of its prefix that the engine reuses.
     - `settings`: of the connector; they win over the environment.
-    - `refusal`: why nothing is reused, where the constructor has found a reason.
+    - `refusal`: why nothing is reused, if its constructor has found a reason.
     """
 
     name: str
@@ -85,7 +82,7 @@ class EngineSpec:
     max_num_tokens: int | None
     speculates: bool | None
     orders_blocks_by_head: bool
-    contract: ContractVersion | None
+    contract: str | None
     tells_kv_scales: bool
     holds_saved_blocks: bool
     kv_dtype: str | None = None
@@ -119,66 +116,75 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
     if isinstance(llm_args, EngineSpec):
         return llm_args
 
-    def told(name: str, default: Any = None) -> Any:
+    def given(name: str, default: Any = None) -> Any:
         return getattr(llm_args, name, default)
 
     def is_on(name: str) -> bool | None:
-        return None if told(name, _MISSING) is _MISSING else told(name) is not None
+        return None if given(name, _MISSING) is _MISSING else given(name) is not None
 
-    cache, model, lora = told("kv_cache_config"), told("model", ""), told("lora_config")
-    engine, backend = type(llm_args).__module__.split(".", 1)[0], told("attn_backend")
+    cache, model, lora = given("kv_cache_config"), given("model", ""), given("lora_config")
+    engine, backend = type(llm_args).__module__.split(".", 1)[0], given("attn_backend")
     layout = f"{engine}/{backend or 'default'}/blocks.layers.kv.heads.tokens.channels"
     caches = Caches(text_of(getattr(cache, "dtype", None)), layout)
-    has_wrapper = getattr(told("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
-    is_dummy = "dummy" in str(told("load_format", "")).lower()
+    kernels = str(backend or "TRTLLM").upper()
+    has_head_order = kernels == "FLASHINFER" and (given("flashinfer_layout") or flashinfer_layout()) == "HND"
+    asked, quantization = given("quant_config"), None
+    # An engine that quantises nothing may have a quantisation that names no algorithm.
+    if any(getattr(asked, name, None) is not None for name in ("quant_algo", "kv_cache_quant_algo")):
+        quantization = AskedQuantization(text_of(getattr(asked, "quant_algo", None)), options_text(asked))
+    has_wrapper = getattr(given("kv_connector_config"), "connector_module", None) == WRAPPER_MODULE
+    is_dummy = "dummy" in str(given("load_format", "")).lower()
+    sizes = {name: given(name) for name in _SIZES}
+    for name, size in sizes.items():
+        try:
+            sizes[name] = None if size is None else int(size)
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"{name} is {size!r}; give a whole number from 1 on") from None
     return EngineSpec(
         name=engine,
         model=model,
-        revision=told("revision"),
-        tokenizer=tokenizer_source(told("tokenizer"), model),
-        tokenizer_revision=told("tokenizer_revision"),
-        dtype=text_of(told("dtype")),
+        revision=given("revision"),
+        tokenizer=tokenizer_source(given("tokenizer"), model),
+        tokenizer_revision=given("tokenizer_revision"),
+        dtype=text_of(given("dtype")),
         read_caches=lambda: caches,
-        quantization=_asked_quantization(told("quant_config")),
+        quantization=quantization,
         # A loader of the user's own may read other files.
-        reads_own_weights=not is_dummy and told("checkpoint_loader") is None,
-        has_model_overrides=bool(told("model_kwargs")),
-        tensor_parallel_size=_size("tensor_parallel_size", told("tensor_parallel_size")),
-        pipeline_parallel_size=_size("pipeline_parallel_size", told("pipeline_parallel_size")),
-        context_parallel_size=_size("context_parallel_size", told("context_parallel_size")),
-        max_num_tokens=told("max_num_tokens"),
+        reads_own_weights=not is_dummy and given("checkpoint_loader") is None,
+        has_model_overrides=bool(given("model_kwargs")),
+        **sizes,
+        max_num_tokens=given("max_num_tokens"),
         speculates=is_on("speculative_config"),
-        orders_blocks_by_head=_orders_blocks_by_head(str(backend or "TRTLLM").upper(), told("flashinfer_layout")),
-        contract=None if told("follows_transformers", False) else version_of(told("contract")),
-        # The wrapper reads TensorRT-LLM's once the caches are registered.
-        tells_kv_scales=bool(told("tells_kv_scales", has_wrapper)),
-        # Of TensorRT-LLM the V2 cache manager alone does, which its layout shows; the embedded engine says it.
-        holds_saved_blocks=bool(told("holds_saved_blocks", False)),
-        max_seq_len=told("max_seq_len"),
+        orders_blocks_by_head=kernels == "TRTLLM" or has_head_order,
+        contract=None if given("follows_transformers", False) else version_of(given("contract")),
+        # The wrapper reads TensorRT-LLM's after the caches are registered.
+        tells_kv_scales=bool(given("tells_kv_scales", has_wrapper)),
+        # In TensorRT-LLM only the V2 cache manager does, which its layout shows; the embedded engine says it.
+        holds_saved_blocks=bool(given("holds_saved_blocks", False)),
+        max_seq_len=given("max_seq_len"),
         attention_windows=tuple(getattr(cache, "max_attention_window", None) or ()),
-        attention_dp=bool(told("enable_attention_dp")),
+        attention_dp=bool(given("enable_attention_dp")),
         offloads_to_host=bool(getattr(cache, "host_cache_size", None)),
-        is_disaggregated=told("cache_transceiver_config") is not None,
+        is_disaggregated=given("cache_transceiver_config") is not None,
         attn_backend=None if backend is None else str(backend).upper(),
         compiles_prefill=is_on("torch_compile_config"),
         cuda_graphs=is_on("cuda_graph_config"),
-        lora=True if told("enable_lora") else is_on("lora_config"),
+        lora=True if given("enable_lora") else is_on("lora_config"),
         # Older versions have none.
-        sparse_attention=told("sparse_attention_config") is not None,
+        sparse_attention=given("sparse_attention_config") is not None,
         lora_dirs=tuple(map(str, getattr(lora, "lora_dir", None) or ())),
-        # Main's V1 tells whole blocks of its prefix alone, and nothing of the part of a block that it copies.
+        # Main's V1 counts whole blocks of its prefix alone, without the part of a block that it copies.
         tells_whole_prefix=getattr(cache, "enable_partial_reuse", None) is False,
-        settings=told("settings", {}),
+        settings=given("settings", {}),
     )
 
 
 def tokenizer_source(tokenizer: Any, model: str | Path) -> str | Path | None:
     """The path or hub id of an engine's tokenizer, by default its model's; None for an object that does not name its
     source."""
-    if tokenizer is None:
-        source: Any = model
-    else:
-        source = tokenizer if isinstance(tokenizer, (str, Path)) else getattr(tokenizer, "name_or_path", None)
+    source = model if tokenizer is None else tokenizer
+    if not isinstance(source, (str, Path)):
+        source = getattr(source, "name_or_path", None)
     return source if isinstance(source, (str, Path)) and str(source) else None
 
 
@@ -188,30 +194,10 @@ def text_of(value: object) -> str | None:
 
 
 def options_text(options: Any) -> str | None:
-    """The options of an object as text, the same for equal ones; None where they cannot be written."""
+    """The options of an object as text, the same for equal ones; None if they cannot be written."""
     dump = getattr(options, "model_dump", None)
     values = dump(mode="json") if callable(dump) else getattr(options, "__dict__", options)
     try:
         return json.dumps(values, sort_keys=True)
     except (TypeError, ValueError):
         return None
-
-
-def _asked_quantization(asked: Any) -> AskedQuantization | None:
-    # An engine that quantises nothing may say so at length.
-    algorithm, of_cache = (getattr(asked, name, None) for name in ("quant_algo", "kv_cache_quant_algo"))
-    if algorithm is None and of_cache is None:
-        return None
-    return AskedQuantization(text_of(algorithm), options_text(asked))
-
-
-def _size(name: str, value: Any) -> int | None:
-    try:
-        return None if value is None else int(value)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{name} is {value!r}; give a whole number from 1 on") from None
-
-
-def _orders_blocks_by_head(backend: str, layout: str | None) -> bool:
-    """`layout`: that of FLASHINFER, where the engine says so."""
-    return backend == "TRTLLM" or (backend == "FLASHINFER" and (layout or flashinfer_layout()) == "HND")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.donors.offload import DonorObserver
     from semblend_trt.namespace import CacheNamespace
-    from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.pool_facts import PoolFacts
     from semblend_trt.reuse_profile import ProfileMatcher
     from semblend_trt.runtime import Runtime
@@ -38,7 +37,7 @@ MAX_ANSWER_TOKENS = 1024
 
 
 class DonorPlanner:
-    """Plans look-ups with donors that can be read at once, and says what their requests may leave as donors."""
+    """Plans look-ups with donors that can be read at once, and decides what their requests may leave as donors."""
 
     def __init__(self, settings: Settings, pool: PoolFacts, donors: DonorIndex) -> None:
         self._settings, self._donors, self._catalog = settings, donors, donors.catalog
@@ -53,10 +52,10 @@ class DonorPlanner:
         )
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
-        """Plans a lookup and leases every donor of the plan. A donor that cannot be leased is planned around, as often
-        as the deadline allows.
+        """Plan a lookup and lease every donor of the plan. If a donor cannot be leased, plan without it, as often as
+        the deadline allows.
 
-        Where a plan with donors on disk would reuse more, they are fetched: a later lookup finds them in memory.
+        If a plan with donors on disk would reuse more, they are fetched: a later lookup finds them in memory.
         """
         deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens))
         excluded, on_disk, reused_with_disk = frozenset[str](), list[str](), 0
@@ -66,7 +65,10 @@ class DonorPlanner:
             if found.plan is None or not found.plan.matched_tokens:
                 planned = found
                 break
-            donors = _most_used_first(found.plan)
+            tokens = Counter[str]()
+            for span in found.plan.spans:
+                tokens[span.donor_id] += span.length
+            donors = sorted(tokens, key=lambda donor_id: (-tokens[donor_id], donor_id))  # the most used first
             leases, missing = self._lease(donors)
             if not missing:
                 planned = found
@@ -90,11 +92,11 @@ class DonorPlanner:
     def intend(
         self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int, generations: int = 0
     ) -> SaveIntent | None:
-        """What the request may leave as a donor; it takes no room before it ends.
+        """What the request may leave as a donor, None if that is too short or held already. It takes no room before it
+        ends.
 
         That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
-        holds; else its exact part; of the answer MAX_ANSWER_TOKENS at most. Returns no intent when that is too short,
-        or held already.
+        holds; else its exact part; with MAX_ANSWER_TOKENS of the answer at most.
         """
         plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
@@ -113,7 +115,7 @@ class DonorPlanner:
         return None if self._donors.is_kept(intent, near, limit) else intent
 
     def _lease(self, donor_ids: Iterable[str]) -> tuple[list[Lease], frozenset[str]]:
-        """Leases all of the donors, or none; returns those that cannot be leased as well."""
+        """Lease all of the donors, or none. Return the leases, and the donors that cannot be leased."""
         leases, missing = list[Lease](), set[str]()
         for donor_id in sorted(donor_ids):
             try:
@@ -126,11 +128,8 @@ class DonorPlanner:
 
 
 class Lookup:
-    """Binds requests to this engine's namespace and plans their reuse from its donors.
-
-    `namespace` is bound to no request. It is built once the caches are registered: block size and KV dtype are part of
-    a namespace.
-    """
+    """Binds requests to this engine's namespace and plans their reuse from its donors. It is built after the caches are
+    registered, because block size and KV dtype are part of a namespace. `namespace` is bound to no request."""
 
     def __init__(
         self,
@@ -153,11 +152,10 @@ class Lookup:
         self._generation = uuid.uuid4().hex[:12]
 
     def look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
-        """The request with its plan and intent, and the leases of both; without them and with a reason, if it takes no
-        part."""
+        """The request with its plan, intent and leases; without them and with a reason, if it takes no part."""
         try:
             check_eligible(request)
-            namespace = self._bound(request)
+            namespace = self.namespace.for_request(cache_salt_of(request), self._adapters.of(request))
         except IneligibleRequest as ineligible:
             return TrackedRequest.refused(request_id, num_computed_tokens, ineligible.reason)
         except NamespaceError as error:
@@ -194,37 +192,27 @@ class Lookup:
         return tracked
 
     def forget_donors(self) -> None:
-        """Nothing that was computed until now is reused any more. Requests that run keep what they were given."""
-        # What is leased, or still to be saved, stays under a name that no request has from now on.
+        """Reuse nothing that was computed until now. Running requests keep what they were given."""
+        # What is leased, or still to be saved, keeps a namespace that no request has from now on.
         self.namespace = replace(self.namespace, extra={**self.namespace.extra, "since": unknown_value()})
         self.donors.lost_all()
 
     def change_weights(self, *, are_first: bool) -> None:
-        """Drops all donors, and takes a namespace that no profile was made for; the engine's first weights bring its
+        """Drop all donors, and take a namespace that no profile was made for; the engine's first weights bring its
         first namespace back."""
         revision = self._first_revision if are_first else unknown_value()
         self.namespace = replace(self.namespace, model_revision=revision)
         self.donors.lost_all()
         self._profiles.forget_matches()
 
-    def _bound(self, request: Any) -> CacheNamespace:
-        return self.namespace.for_request(cache_salt_of(request), self._adapters.of(request))
-
     def _intend(self, tracked: TrackedRequest, request: Any, namespace: CacheNamespace, generations: int) -> None:
         donor_id = f"{self._generation}-{tracked.request_id}"
-        if self.donors.catalog.tier(donor_id) is not None:  # of an earlier request with this id
+        if self.donors.catalog.tier(donor_id) is not None:  # an earlier request with this id left it
             donor_id = f"{uuid.uuid4().hex[:12]}-{tracked.request_id}"
         max_new_tokens = int(getattr(request, "max_new_tokens", 0) or 0)
         tracked.intent = self.planner.intend(donor_id, tracked, max_new_tokens, generations)
         if tracked.intent is not None:
             for observer in self._observers:
                 observer.intended(donor_id, namespace, cache_salt_of(request))
-        if self._neighbours is not None:  # last, so that the thread that it wakes does not run beside this lookup
+        if self._neighbours is not None:  # last, so that the thread which it wakes does not run beside this lookup
             self._neighbours.look_up(tracked.request_id, namespace.key, tracked.prompt)
-
-
-def _most_used_first(plan: SemanticKvPlan) -> list[str]:
-    tokens = Counter[str]()
-    for span in plan.spans:
-        tokens[span.donor_id] += span.length
-    return sorted(tokens, key=lambda donor_id: (-tokens[donor_id], donor_id))

@@ -1,6 +1,6 @@
 """What must be known of a model before its KV may be moved: its sizes, and how its layers attend and rotate.
 
-Everything is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
+All of it is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
 safe is refused by name: a wrong rotation is worse than none.
 """
 
@@ -13,19 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kernels.rope import RopeRotation, Rotation, still
+from kernels.layout import KvGeometry
+from kernels.rope import RopeRotation, Rotation, by_layer, still
 from semblend_trt.connector.attention_layout import (
     LLAMA4,
     PUBLISHED_CODE,
     READ_AS,
     LayerGroup,
     check_chunked,
-    check_groups,
     check_latent,
     latent_rotation,
     layer_groups,
-    lowest_check_layer,
-    rotation_of,
     sizes_of,
 )
 from semblend_trt.connector.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
@@ -88,8 +86,8 @@ HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 class ModelFacts:
     """Sizes of the whole model (not of one rank's shard), its layers, and the quantisation of its weights.
 
-    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate, of full attention where a
-    window has others. `configuration` is a digest of everything in its configuration that can change what it computes.
+    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate, of full attention if windows
+    have others. `configuration` is a digest of everything in its configuration that can change what it computes.
     """
 
     model_type: str
@@ -104,51 +102,58 @@ class ModelFacts:
     configuration: str
 
     def __post_init__(self) -> None:
-        check_groups(self.groups, self.num_layers)
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if layers != list(range(self.num_layers)):
+            wanted = f"each of 0..{self.num_layers - 1} is needed once"
+            raise UnsupportedModelError("attention_layout", f"the layer groups hold layers {layers}; {wanted}")
 
     @property
     def rotation(self) -> Rotation:
-        """How keys move, layer by layer where layers differ."""
-        return rotation_of(self.groups)
+        """How keys move, layer by layer if layers differ."""
+        found = {layer: group.rotation for group in self.groups for layer in group.layers}
+        return by_layer([found[layer] for layer in sorted(found)])
 
     @property
     def kv_factor(self) -> int:
-        """2 (K and V), or 1 where a layer's KV is one latent row of `head_dim` channels a token (MLA)."""
+        """2 (K and V), or 1 if a layer's KV is one latent row of `head_dim` channels a token (MLA)."""
         return 1 if all(group.attention == "latent" for group in self.groups) else 2
+
+    def sizes(self, ranks: int) -> KvGeometry:
+        """One rank's share of `ranks`, in blocks of one token."""
+        return KvGeometry(self.num_layers, max(1, self.kv_heads // ranks), self.head_dim, 1, self.kv_factor)
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes more than text; `groups` and sizes are of the part that reads text."""
+        """True if the model takes more than text; `groups` and sizes are of the part that reads text."""
         return self.model_type in _WITH_IMAGES
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer: the tokens that a token sees, itself included. None where it has none."""
+        """The window of each layer: the tokens that a token sees, itself included. None without one."""
         return sizes_of(self.groups, "window")
 
     @property
     def chunks(self) -> tuple[int | None, ...]:
-        """The tokens of a chunk of each layer, whose first one is the first that a token sees; None where it has no
-        chunks."""
+        """The tokens of a chunk of each layer, whose first one is the first that a token sees; None without chunks."""
         return sizes_of(self.groups, "chunks")
 
     @property
     def chunk(self) -> int | None:
-        """The tokens of a chunk of the layers with chunks, all of one size; None without such layers."""
+        """The one size of the chunks, in tokens; None without them."""
         return next(filter(None, self.chunks), None)
 
     @property
     def lowest_check_layer(self) -> int:
-        """The lowest layer whose K and V can show that text far away is another one."""
-        return lowest_check_layer(self.groups)
+        """The lowest layer whose K and V can show that text far away is another one: a layer below it has full
+        attention. The number of layers if none has."""
+        return min((group.layers[0] + 1 for group in self.groups if group.window is None), default=self.num_layers)
 
 
 def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales: bool = False) -> ModelFacts:
-    """Reads the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
+    """Read the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
 
-    A checkpoint may ask for a quantised KV cache where the engine tells its scales. Raises ConfigurationError when
-    there is no readable configuration, UnsupportedModelError when the model has a feature whose KV cannot be moved
-    safely.
+    A checkpoint may ask for a quantised KV cache if the engine names its scales. Raises ConfigurationError without a
+    readable configuration, UnsupportedModelError for a model whose KV cannot be moved safely.
     """
     whole, config = _load_config(model, revision)
     raw = whole
@@ -168,9 +173,7 @@ def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales:
     check_chunked(model_type, config)
     directory = snapshot(model, revision)
     groups = layer_groups(config, rotations, is_latent=is_latent)
-    _refuse_windows(model_type, groups, config)
-    if model_type == "gpt_oss":
-        _refuse_other_gpt_oss(sizes_of(groups, "window"), ropes[""])
+    _refuse_windows(model_type, sizes_of(groups, "window"), config, next(iter(ropes.values())))
     return ModelFacts(
         model_type=whole["model_type"],
         num_layers=layers,
@@ -197,16 +200,8 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
-def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
-    """Digest of a model's configuration less `besides` and what is known to change no KV: names, versions, and how
-    tokens are generated. An unknown field counts. The order of fields, and 1 or 1.0, do not."""
-    harmless = HARMLESS_FIELDS | besides
-    kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any], Any]:
-    """Returns the configuration as written and as Transformers understands it."""
+    """The configuration as written and as Transformers understands it."""
     config_class, auto_config = imported("PretrainedConfig"), imported("AutoConfig")
     options = {"revision": revision, "local_files_only": is_local(model)}
     try:
@@ -281,7 +276,7 @@ def _refuse_architecture(raw: dict[str, Any], expected: str) -> None:
 
 
 def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
-    """RoPE's parameters by attention type, full attention first; under one name where all layers have the same."""
+    """RoPE's parameters by attention type, full attention first; under one name if all layers have the same."""
     model_type = raw["model_type"]
     if model_type in _ROPE_BY_ATTENTION:
         kinds = sorted(set(config.layer_types))
@@ -301,7 +296,7 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
 def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
     """`raw` and `config` with the RoPE of layers of one attention type alone.
 
-    Of the old form `rope_theta` and `rope_scaling` are those of full attention, and `rope_local_base_freq` is the theta
+    In the old form `rope_theta` and `rope_scaling` are those of full attention, and `rope_local_base_freq` is the theta
     of windows (Transformers, `configuration_gemma3.py`).
     """
     is_full = kind == "full_attention"
@@ -331,18 +326,16 @@ def _rotations(model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]]
     return [replace(each, interleaved=model_type in LLAMA4) for each in found]
 
 
-def _refuse_windows(model_type: str, groups: Sequence[LayerGroup], config: Any) -> None:
-    windows = sizes_of(groups, "window")
+def _refuse_windows(model_type: str, windows: Sequence[int | None], config: Any, rope: Mapping[str, Any]) -> None:
     if any(windows) and (model_type not in _WINDOWED or None not in windows):
         raise UnsupportedModelError(
             "sliding_window",
             f"a sliding window of {config.sliding_window} tokens is in use, shorter than the "
             f"{config.max_position_embeddings} positions of the model; KV outside it is dropped by the engine",
         )
-
-
-def _refuse_other_gpt_oss(windows: Sequence[int | None], rope: Mapping[str, Any]) -> None:
-    """What vLLM's code for it takes for granted (`model_executor/models/gpt_oss.py`)."""
+    if model_type != "gpt_oss":
+        return
+    # vLLM's code for it takes these for granted (`model_executor/models/gpt_oss.py`).
     if list(windows) != [None if layer % 2 else windows[0] for layer in range(len(windows))]:
         raise UnsupportedModelError(
             "attention_layout", f"gpt_oss has windows {list(windows)}; engines put one into every other layer from 0 on"
@@ -354,7 +347,8 @@ def _refuse_other_gpt_oss(windows: Sequence[int | None], rope: Mapping[str, Any]
 
 
 def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: bool) -> str | None:
-    """Name and digest of the weights' quantisation. Raises UnsupportedModelError when the KV is quantised too."""
+    """Name and digest of the weights' quantisation. Raises UnsupportedModelError if the KV is quantised by scales that
+    are not known."""
     declared = dict(raw.get("quantization_config") or {})
     # ModelOpt checkpoints, which TensorRT-LLM reads, keep it in a file of its own.
     modelopt = None if directory is None else directory / "hf_quant_config.json"
@@ -371,7 +365,9 @@ def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: 
             "kv_quantized",
             f"the KV cache is quantised ({kv_scheme}); it cannot be moved where its scales are not known",
         )
-    return _described(declared)
+    name = declared.get("quant_method") or declared.get("quant_algo") or "unnamed"
+    content = json.dumps(declared, sort_keys=True, default=str).encode()
+    return f"{name}:{hashlib.sha256(content).hexdigest()[:32]}"
 
 
 def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
@@ -382,15 +378,17 @@ def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
     return configuration_digest({**raw, "files of quantisation": files})
 
 
+def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
+    """Digest of a model's configuration without `besides` and what is known to change no KV: names, versions, and how
+    tokens are generated. An unknown field counts. The order of fields, and 1 or 1.0, do not."""
+    harmless = HARMLESS_FIELDS | besides
+    kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def _canonical(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): _canonical(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_canonical(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _described(quantization: dict[str, Any]) -> str:
-    name = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
-    content = json.dumps(quantization, sort_keys=True, default=str).encode()
-    return f"{name}:{hashlib.sha256(content).hexdigest()[:32]}"

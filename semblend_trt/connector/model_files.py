@@ -1,7 +1,7 @@
-"""The files of a model: where they are, and digests that tell one model's from another's.
+"""The files of a model: where they are, and their digests.
 
-Files are read by several threads, and read once as long as they stay as they are: their digests are kept between
-processes where only this user writes.
+Several threads read them, and read a file again only if it has changed: digests are kept between processes in a folder
+that only this user can write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20
 READ_BYTES = 1 << 20
 MAX_THREADS = 32
-# The coarsest step in which a file system counts time: within it two writes may have one time stamp.
+# The coarsest step of a file system's clock: two writes within it may have one time stamp.
 STAMP_NS = 2_000_000_000
 
 _lock = threading.Lock()
@@ -56,7 +56,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Follows symlinks. Raises OSError, also for what is no regular file."""
+        """The state of what `path` links to. Raises OSError, also for what is no regular file."""
         resolved = os.path.realpath(path)
         found = os.stat(resolved)
         if not stat.S_ISREG(found.st_mode):
@@ -65,19 +65,22 @@ class FileState:
 
     @property
     def shows_writes(self) -> bool:
-        """Whether another write would change the state: the last one was not just now."""
+        """True if another write would change the state: the last one was not just now."""
         return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > STAMP_NS
 
 
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
     """SHA-256 over names and every byte of the files, in any order; hex.
 
-    What was read before and has not changed is taken from this process' memory or from `cache`. Raises OSError when a
-    file cannot be read, or changes meanwhile.
+    The digest of an unchanged file is taken from this process' memory or from `cache`. Raises OSError if a file cannot
+    be read, or changes meanwhile.
     """
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
-        digests = {state: found for state in states.values() if (found := _remembered(state, cache)) is not None}
+        digests = dict[FileState, str]()
+        for state in filter(lambda each: each.shows_writes, states.values()):
+            if found := _known.get(state) or (None if cache is None else cache.find(state)):
+                digests[state] = _known[state] = found
         unread = list(dict.fromkeys(state for state in states.values() if state not in digests))
         for state, digest in zip(unread, _read(unread), strict=True):
             if FileState.of(Path(state.path)) != state:
@@ -89,14 +92,6 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
                     cache.keep(state, digest)
     lines = "".join(f"{len(name)}:{name}:{digests[state]}\n" for name, state in states.items())
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _remembered(state: FileState, cache: DigestCache | None) -> str | None:
-    if not state.shows_writes:
-        return None
-    if state not in _known and cache is not None and (kept := cache.find(state)) is not None:
-        _known[state] = kept
-    return _known.get(state)
 
 
 def _read(states: Sequence[FileState]) -> list[str]:
@@ -126,18 +121,15 @@ def _chunk(state: FileState, start: int) -> bytes:
     return digest.digest()
 
 
-OFF = "off"
-_NAME = "semblend-trt"
 _MAX_BYTES = 16384
-_HEX = frozenset("0123456789abcdef")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DigestCache:
     """Digests in `folder`, one small file for each file that was read; the folder has mode 700, its files 600.
 
-    A folder or an entry that belongs to another user, or that others can write, is not used. Nothing raises: what
-    cannot be read or kept is computed again.
+    A folder or an entry of another user, or that others can write, is not used. Nothing raises: what cannot be read or
+    kept is computed again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -147,25 +139,27 @@ class DigestCache:
     def from_setting(cls, path: Path | None) -> DigestCache | None:
         """The cache that SEMBLEND_DIGEST_CACHE names, by default in the user's cache folder. None for `off`, and
         without a home."""
-        if path is None:
-            path = user_folder()
-        return None if path is None or str(path) == OFF else cls(path)
+        path = path or user_folder()
+        return None if path is None or str(path) == "off" else cls(path)
 
     def find(self, state: FileState) -> str | None:
-        """The digest of the file in this very state, None when it is not known."""
+        """The digest of the file in this very state, None if it is not known."""
         try:
-            with self._opened() as folder:
-                kept = json.loads(_own_content(_entry(state), folder))
+            with (
+                self._opened() as folder,
+                open_file(_entry(state), folder=folder, refused=_WRITABLE_BY_OTHERS) as file,
+            ):
+                # A second link may be in a folder that others can write.
+                kept = json.loads(os.read(file, _MAX_BYTES)) if os.fstat(file).st_nlink == 1 else {}
             digest = kept.pop("digest")
-            is_known = kept == asdict(state) and len(digest) == 64 and set(digest) <= _HEX
+            is_known = kept == asdict(state) and re.fullmatch("[0-9a-f]{64}", digest)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         return str(digest) if is_known else None
 
     def keep(self, state: FileState, digest: str) -> None:
-        """Writes the digest in place of what was known of the same path."""
-        content = json.dumps({**asdict(state), "digest": digest}).encode()
-        name = _entry(state)
+        """Write the digest in place of what was known of the same path."""
+        content, name = json.dumps({**asdict(state), "digest": digest}).encode(), _entry(state)
         partial = f"{name}.{secrets.token_hex(8)}"
         try:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,34 +181,26 @@ class DigestCache:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The folder's descriptor. Raises OSError, PermissionError where others could have written there."""
+        """The folder's descriptor. Raises OSError; PermissionError if others could have written there."""
         with open_folder(self._folder) as folder:
             refuse_others(folder, self._folder, _WRITABLE_BY_OTHERS)
             yield folder
 
 
 def user_folder() -> Path | None:
-    """Where digests are kept unless a setting says otherwise; None without a home."""
+    """The folder of digests by default; None without a home."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     path = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))
-    return path / _NAME if path.is_absolute() else None
+    return path / "semblend-trt" if path.is_absolute() else None
 
 
 def _entry(state: FileState) -> str:
     return hashlib.sha256(os.fsencode(state.path)).hexdigest()[:32] + ".json"
 
 
-def _own_content(name: str, folder: int) -> bytes:
-    with open_file(name, folder=folder, refused=_WRITABLE_BY_OTHERS) as file:
-        if os.fstat(file).st_nlink != 1:
-            raise PermissionError(f"{name} is no file of the cache's own")
-        return os.read(file, _MAX_BYTES)
-
-
-# An engine loads the first kind that it finds; all kinds count, so it does not matter which.
+# An engine loads the first kind that it finds. All kinds count, so that it does not matter which.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "*.index.json"
-_CONFIGURATIONS = ("config.json", "config.*.json")
 # What engines read beside these: quantisation, and Mistral's own form of a configuration.
 PARAMETER_FILES = ("*quant*.json", "dtypes.json", "params.json")
 TOKENIZER_FILES = (
@@ -242,7 +228,7 @@ def is_local(model: str | Path) -> bool:
 
 
 def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
-    """The directory of `model`'s files on this machine: its own, or the hub cache's; None when there is none."""
+    """The directory of `model`'s files on this machine: its own, or the hub cache's; None if there is none."""
     if is_local(model):
         return Path(model)
     cached_file = imported("cached_file", "transformers.utils")
@@ -255,10 +241,7 @@ def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
 
 def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
     """Digest of every byte of a model directory's weights: all that a loader may take for them, the indexes, and the
-    files that those name.
-
-    Raises ConfigurationError when there are no weights, or when one of their files cannot be read.
-    """
+    files that those name. Raises ConfigurationError if there are none, or one of their files cannot be read."""
     directory = Path(path)
     try:
         files = weight_files(directory)
@@ -292,7 +275,7 @@ def digest_in(directory: Path, patterns: tuple[str, ...]) -> str | None:
 
 def file_states(directory: Path) -> dict[str, FileState]:
     """The states of the files that make a directory's model, by name. Raises OSError and ConfigurationError."""
-    files = {**_files_in(directory, (*_CONFIGURATIONS, *PARAMETER_FILES)), **weight_files(directory)}
+    files = {**_files_in(directory, ("config.json", "config.*.json", *PARAMETER_FILES)), **weight_files(directory)}
     return {name: FileState.of(path) for name, path in files.items()}
 
 
@@ -307,9 +290,7 @@ def adapter_files(place: Path) -> dict[str, Path]:
 
 
 def _files_in(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    """By name, sorted; a link to nothing is among them, so that it is told and not passed over."""
+    """The files by name, sorted. A link to nothing is among them: reading it must fail."""
     with os.scandir(directory) as entries:
-        fitting = [
-            each.name for each in entries if any(fnmatchcase(each.name, one) for one in patterns) and not each.is_dir()
-        ]
-    return {name: directory / name for name in sorted(fitting)}
+        names = sorted(each.name for each in entries if not each.is_dir())
+    return {name: directory / name for name in names if any(fnmatchcase(name, one) for one in patterns)}

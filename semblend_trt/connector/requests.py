@@ -1,29 +1,32 @@
-"""Requests between look-up and end: their blocks, their plans, and what became of their reuse."""
+"""Requests between look-up and end: their blocks and plans, what every rank hears of them, what their reuse came to."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.errors import SemBlendError
+from semblend_trt import __version__
+from semblend_trt.donors.catalog import Tier
+from semblend_trt.donors.offload import OffloadCommands
+from semblend_trt.errors import DonorUnavailableError, SemBlendError
 from semblend_trt.outcome import Outcome, ReuseReport
-from semblend_trt.plan import EngineMode, PlanKind, SemanticKvPlan
+from semblend_trt.plan import EngineMode, PlanKind, are_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
     from semblend_trt.donors.catalog import Lease
-    from semblend_trt.donors.offload import OffloadCommands, SaveIntent
+    from semblend_trt.donors.offload import SaveIntent
     from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+    from semblend_trt.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,85 @@ MAX_TRACKED_REQUESTS = 4096
 # Running requests are scheduled almost every iteration; a cancelled one may just disappear (1.2 and later). A request
 # that is given up too early does not become a donor; nothing else is lost.
 MAX_SILENT_ITERATIONS = 32
+# Reasons under which runs that were found could not have helped.
+_NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
+# What a report says of a check that is still to run.
+_UNCHECKED: dict[str, Any] = dict.fromkeys(("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept"))
+
+
+class RequestProgress(NamedTuple):
+    """The blocks that the request gained, and its tokens whose KV is written once this iteration's forward is done.
+
+    A tuple, because there may be many in an iteration, and Python pickles a dataclass many times slower.
+    """
+
+    request_id: int
+    new_block_ids: tuple[int, ...]
+    written_tokens: int
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SemBlendConnectorMetadata:
+    """What rank 0 sends to every rank in each iteration: plans to load, requests to follow since they may become
+    donors, commands for the tiers, requests to forget. Picklable. An empty one does nothing.
+
+    `grown` are requests that gained one token and no block, as most do in most iterations. `version` is the sender's.
+    Plans belong to the weights after `weights_changes` changes.
+    """
+
+    plans: tuple[SemanticKvPlan, ...] = ()
+    followed: tuple[int, ...] = ()
+    progress: tuple[RequestProgress, ...] = ()
+    forgotten: tuple[int, ...] = ()
+    commands: OffloadCommands = field(default_factory=OffloadCommands)
+    grown: tuple[int, ...] = ()
+    weights_changes: int = 0
+    version: str = __version__
+
+
+def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
+    """`bound` as metadata; None if nothing of this version is bound.
+
+    Metadata of another version, or with values that no scheduler sends, counts as the fault `metadata`, and nothing
+    more is reused: ranks of two versions would decide differently. Raises DonorUnavailableError if it holds plans: no
+    rank would place the tokens that the engine skips.
+    """
+    if bound is None or (wrong := _wrong_in(bound)) is None:
+        return cast("SemBlendConnectorMetadata | None", bound)
+    logger.error(
+        "KV reuse is off from now on: the bound metadata is not that of a scheduler of version %s (%s); use one on "
+        "every rank",
+        __version__,
+        wrong,
+    )
+    runtime.faults["metadata"] += 1
+    runtime.refusal = runtime.refusal or "metadata_version"
+    if getattr(bound, "plans", ()):
+        raise DonorUnavailableError("this iteration's plans are of another version; use one version of the connector")
+    return None
+
+
+def _wrong_in(metadata: object) -> str | None:
+    """What is not the value of its field in metadata that came as bytes. The engine's ids may be negative."""
+    if not isinstance(metadata, SemBlendConnectorMetadata) or getattr(metadata, "version", "") != __version__:
+        return f"a {type(metadata).__name__} of version {getattr(metadata, 'version', 'unknown')}"
+    try:
+        progress, commands, intents = metadata.progress, metadata.commands, metadata.commands.saves
+        for plan in metadata.plans:
+            plan.check()
+        ids = [*metadata.followed, *metadata.forgotten, *metadata.grown, *(each.request_id for each in intents)]
+        ids += chain.from_iterable((each.request_id, *each.new_block_ids) for each in progress)
+        counts = [*(each.written_tokens for each in progress), *(each.max_tokens for each in intents)]
+        counts += [metadata.weights_changes, *(each.generation for each in intents)]
+        names = [*commands.drops, *commands.offloads, *commands.releases, *commands.writes, *commands.fetches]
+        names += [*commands.promotions, *(each.donor_id for each in intents)]
+        names += [Tier(each.tier).value for each in intents]
+        if not are_counts(counts) or set(map(type, ids)) - {int} or set(map(type, names)) - {str}:
+            return "a number is none or negative, or a name no text"
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +122,8 @@ class TrackedRequest:
 
     `reason` says why no KV was placed, or not all that could be. `profile` is the SHA-256 of the reuse profile that
     holds for it. `is_followed`: the workers know of it, and can save it from `block_ids`. `evidence` is what the check
-    of its plan found, None until the engine says. `is_scheduled`: it has been in an iteration; until then what it was
-    promised is still to be loaded. `forward_failed`: the forward of its last iteration failed.
+    of its plan found, None until the engine reports it. `is_scheduled`: it has been in an iteration; until then its
+    matched tokens are still to be loaded. `forward_failed`: the forward of its last iteration failed.
     """
 
     request_id: int
@@ -82,34 +164,38 @@ class TrackedRequest:
             lease.release()
         self.leases.clear()
 
+    def not_honoured(self) -> None:
+        """Drop the plan, which the engine did not take."""
+        self.plan, self.reason = None, "not_honoured"
+        self.release_leases()
 
-class RequestTable:
-    """Requests, the one that was scheduled longest ago first. `add` gives up the first ones to keep within the limit,
-    but never one that awaits a load."""
+
+class RequestTable(OrderedDict[int, TrackedRequest]):
+    """Requests by id, the one that was scheduled longest ago first. `add` gives up the first ones to keep within the
+    limit, but never one that awaits a load."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
+        super().__init__()
         self._limit = limit
-        self._requests: OrderedDict[int, TrackedRequest] = OrderedDict()
         self._iteration = 0
         self._loading: list[TrackedRequest] = []
         self._holder_of_block: dict[int, TrackedRequest] = {}
 
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
-        """Returns, and forgets, the requests that had to make room."""
+        """Return, and forget, the requests that had to make room."""
         request.last_heard = self._iteration
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id)
-        surplus = max(0, len(self._requests) - self._limit)
-        return self._give_up(islice((each for each in self._requests.values() if not each.awaits_load), surplus))
+        self[request.request_id] = request
+        self.move_to_end(request.request_id)
+        surplus = max(0, len(self) - self._limit)
+        return self._give_up(islice((each for each in self.values() if not each.awaits_load), surplus))
 
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
-        """Releases the leases of the last iteration's loads; returns, and forgets, requests that were silent for too
-        long.
+        """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
 
         Those loads were queued before the forward that has been issued since. With `last_failed` that forward failed,
         and the requests in it have ended, even if the engine does not say so.
         """
-        ended = self._give_up(filter(self.is_running, self._requests.values())) if last_failed else []
+        ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
         for request in ended:
             request.forward_failed = True
         self._iteration += 1
@@ -117,62 +203,42 @@ class RequestTable:
             request.release_leases()
         self._loading.clear()
         limit = self._iteration - MAX_SILENT_ITERATIONS
-        silent = takewhile(lambda each: each.last_heard < limit, self._requests.values())
+        silent = takewhile(lambda each: each.last_heard < limit, self.values())
         return ended + self._give_up(each for each in silent if not each.awaits_load)
 
     def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
         """The request with this id, which runs in this iteration; with `loads` its donors are read in it."""
-        request = self._requests.get(request_id)
+        request = self.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
             request.is_scheduled = True
-            self._requests.move_to_end(request.request_id)
+            self.move_to_end(request.request_id)
             if loads:
                 self._loading.append(request)
         return request
 
-    def __iter__(self) -> Iterator[TrackedRequest]:
-        return iter(self._requests.values())
-
     def holds(self, request: TrackedRequest, block_ids: Iterable[int]) -> None:
-        """Notes that the request has these blocks, its own or shared ones."""
+        """Note that the request has these blocks, its own or shared ones."""
         self._holder_of_block.update(dict.fromkeys(block_ids, request))
 
     def displaced(self, block_ids: Iterable[int], by: TrackedRequest) -> list[TrackedRequest]:
-        """Returns, and forgets, requests that had one of these blocks, which are `by`'s own now: those requests have
-        ended."""
+        """Return, and forget, requests that had one of these blocks, which are now `by`'s own: they have ended."""
         holders = dict.fromkeys(map(self._holder_of_block.get, block_ids))
-        return self._give_up(
-            each for each in holders if each not in (None, by) and self._requests.get(each.request_id) is each
-        )
+        return self._give_up(each for each in holders if each not in (None, by) and self.get(each.request_id) is each)
 
     def is_running(self, request: TrackedRequest) -> bool:
-        """Whether the request is part of the iteration that was begun last."""
+        """True if the request is part of the iteration that began last."""
         return request.is_scheduled and request.last_heard == self._iteration
-
-    def get(self, request_id: int) -> TrackedRequest | None:
-        return self._requests.get(request_id)
-
-    def pop(self, request_id: int) -> TrackedRequest | None:
-        return self._requests.pop(request_id, None)
-
-    def pop_oldest(self) -> TrackedRequest:
-        """Removes and returns the request not heard of for longest; KeyError when there is none."""
-        return self._requests.popitem(last=False)[1]
 
     def _give_up(self, requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
         given_up = list(requests)
         for request in given_up:
-            del self._requests[request.request_id]
+            del self[request.request_id]
         return given_up
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
 
 def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """The first tokens, int32 [count]. The embedded engine has them as an array, which is faster to read than a
-    list."""
+    """The first tokens, int32 [count]. The embedded engine's array is faster to read than its list."""
     held = getattr(request, "token_array", None)
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)
@@ -180,25 +246,32 @@ def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
 
 
 def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
-    """Fits the request's plan to its blocks.
+    """Fit the request's plan to its blocks.
 
-    Where the engine took less than it was offered, the plan is cut to that. Where the plan does not fit its blocks for
-    another reason, the wrapper computes what was promised. A stock engine cannot: the plan then stays without blocks,
+    If the engine took less than it was offered, the plan is cut to that. If the plan does not fit its blocks for
+    another reason, the wrapper computes the matched tokens. A stock engine cannot: the plan then stays without blocks,
     and its load fails alike on every rank.
     """
     plan = tracked.plan
     if plan is None:
         return
-    taken = _taken_tokens(plan, request, block_ids)
+    taken = plan.matched_tokens
+    if len(block_ids) * plan.block_size < plan.prompt_length:
+        # V1 allocates for the whole prompt, and so takes all. V2 allocates chunk by chunk and says what it took; V1's
+        # attribute of that name is set on another object.
+        said = getattr(request, "py_num_connector_matched_tokens", None)
+        taken = max(0, min(said, taken)) if isinstance(said, int) else taken
     if plan.matched_tokens and not taken:
-        tracked.plan, tracked.reason = None, "not_honoured"
-        tracked.release_leases()
+        tracked.not_honoured()
         return
     if taken < plan.matched_tokens:
-        plan = tracked.plan = shortened(plan, taken)
+        end = plan.num_computed_tokens + taken
+        kept = [span for span in plan.spans if span.target_start < end]
+        cut = (replace(each, length=min(each.length, end - each.target_start)) for each in kept)
+        plan = tracked.plan = replace(plan, spans=tuple(cut), matched_tokens=taken)
     needed = -(-plan.prefix_end // plan.block_size)
     try:
-        # Blocks behind the prefix are not written by us; under a sliding window there may be none (-1).
+        # The loader writes no block after the prefix; under a sliding window there may be none (-1).
         tracked.plan = plan.with_target_blocks(tuple(map(index, block_ids[:needed])))
     except (SemBlendError, TypeError):
         logger.exception("request %d: blocks do not fit its plan", tracked.request_id)
@@ -207,20 +280,9 @@ def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int
             tracked.plan = plan.without_spans("target_blocks")
 
 
-def shortened(plan: SemanticKvPlan, matched_tokens: int) -> SemanticKvPlan:
-    """The plan with a promise of `matched_tokens` only, 1 or more: spans behind it are left out or end with it."""
-    end = plan.num_computed_tokens + matched_tokens
-    kept = [
-        span if span.target_end <= end else replace(span, length=end - span.target_start)
-        for span in plan.spans
-        if span.target_start < end
-    ]
-    return replace(plan, spans=tuple(kept), matched_tokens=matched_tokens)
-
-
 @dataclass(slots=True)
 class Iteration:
-    """What the workers are told of the requests that one iteration schedules."""
+    """What the metadata says of the requests that one iteration schedules."""
 
     plans: list[SemanticKvPlan] = field(default_factory=list)
     followed: list[TrackedRequest] = field(default_factory=list)
@@ -228,13 +290,16 @@ class Iteration:
     grown: list[int] = field(default_factory=list)
 
     def add(self, tracked: TrackedRequest, data: Any, *, is_first: bool) -> None:
-        """Adds what the engine says of one request. The plan of a request whose `data` cannot be read is added as well,
-        since its tokens were promised; AttributeError, TypeError or ValueError is raised then."""
-        unapplied = _unapplied_tokens(tracked, data) if is_first else 0
+        """Add what the engine says of one request. If its `data` cannot be read, add its plan, since the engine counts
+        on it, and raise AttributeError, TypeError or ValueError."""
+        offered, unapplied = tracked.matched_tokens, 0
+        if is_first and getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered:
+            # Main asks for tokens under V1 with block reuse off, and does not apply the offer. It takes them for a
+            # load, so its position is before the computed tokens.
+            unapplied = offered
         if unapplied:
-            tracked.plan, tracked.reason = None, "not_honoured"
-            tracked.release_leases()
-        elif is_first and not tracked.matched_tokens:
+            tracked.not_honoured()
+        elif is_first and not offered:
             # The engine asks with whole blocks, and may have a part of one more.
             tracked.num_computed_tokens = max(tracked.num_computed_tokens, index(data.computed_position))
         if is_first and tracked.plan is not None and tracked.matched_tokens:
@@ -248,71 +313,22 @@ class Iteration:
             if is_first:
                 self.followed.append(tracked)
 
-    def metadata(
-        self, forgotten: Sequence[int], commands: OffloadCommands, weights_changes: int
-    ) -> SemBlendConnectorMetadata:
-        """The iteration's metadata, with the requests to forget and the commands for the tiers."""
-        return SemBlendConnectorMetadata(
-            plans=tuple(self.plans),
-            followed=tuple(tracked.request_id for tracked in self.followed),
-            progress=tuple(self.progress),
-            forgotten=tuple(forgotten),
-            commands=commands,
-            grown=tuple(self.grown),
-            weights_changes=weights_changes,
-        )
-
-
-def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
-    """The tokens of an ended request that its workers can save; `block_ids` are those that the engine names at the end.
-
-    0 for a request that ended while it was paused: its blocks are another request's. Raises ValueError where the engine
-    names other blocks than the workers were told of.
-    """
-    if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:
-        return 0
-    tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
-    needed = -(-tokens // block_size)
-    if len(block_ids) < needed or list(block_ids[:needed]) != tracked.block_ids[:needed]:
-        raise ValueError(f"request {tracked.request_id} ends with other blocks than it was scheduled with")
-    return tokens
-
-
-def donor_generation(tracked: TrackedRequest) -> int | None:
-    """The generation of the donor that an ended request leaves; None where it must leave none.
-
-    KV behind moved KV is kept only if the check of its plan has left evidence. A dropped plan's KV was computed anew.
-    """
-    if tracked.intent is None or not tracked.intent.generation:
-        return 0
-    if tracked.load_failed or tracked.evidence is None:
-        return None
-    return 0 if tracked.evidence.is_dropped else tracked.intent.generation
-
-
-def _unapplied_tokens(tracked: TrackedRequest, data: Any) -> int:
-    """The tokens of an offer that the engine asked for and did not apply, as main does under V1 with block reuse off.
-    It takes them for a load all the same: its position lies in front of the computed tokens."""
-    offered = tracked.matched_tokens
-    is_behind = getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered
-    return offered if is_behind else 0
-
 
 def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first: bool) -> RequestProgress | None:
-    """The request's progress; None where a known request gains one token and no block, as in most iterations."""
+    """The request's progress; None if a known request gains one token and no block, as in most iterations."""
     position, scheduled = index(data.computed_position) + unapplied, index(data.num_scheduled_tokens)
     if not is_first and position == tracked.written_tokens and scheduled == 1 and len(data.new_block_ids) == 0:
         tracked.written_tokens += 1
         return None
     begin = position
     if is_first and tracked.plan is not None and tracked.matched_tokens:
-        # For a synchronous load the position is that of the first token to load, not the one behind the last.
+        # For a synchronous load the position is that of the first token to load, not the one after the last.
         begin = max(position, tracked.plan.prefix_end)
     before = begin if is_first else tracked.written_tokens
     if begin == before + 1 and scheduled == 1 and before >= len(tracked.prompt):
-        # The overlap scheduler tells a position one token late, and catches up where it leaves the request out once.
+        # The overlap scheduler's position is one token late, and catches up if it leaves the request out once.
         before = begin
-    # A request goes on where it stood: with its prompt, and behind that with one token at a time.
+    # A request continues where it was: with its prompt, and after that with one token at a time.
     most = len(tracked.prompt) if is_first else max(len(tracked.prompt), before + 1)
     written = begin + scheduled
     if min(position, scheduled) < 0 or begin > before or written > most:
@@ -325,42 +341,52 @@ def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first
     return RequestProgress(tracked.request_id, block_ids, written, is_first)
 
 
-def _taken_tokens(plan: SemanticKvPlan, request: Any, block_ids: Sequence[int]) -> int:
-    """How much of the offer the engine took: all of it where it allocated for the whole prompt, as V1 always does.
+def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
+    """The tokens of an ended request that its workers can save; `block_ids` are those that the engine names at the end.
 
-    V2 allocates chunk by chunk and says what it took. V1's attribute of that name is set on another object.
+    0 for a request that ended while it was paused: its blocks are another request's. Raises ValueError if the engine
+    names other blocks than the workers know.
     """
-    if len(block_ids) * plan.block_size >= plan.prompt_length:
-        return plan.matched_tokens
-    taken = getattr(request, "py_num_connector_matched_tokens", None)
-    return plan.matched_tokens if not isinstance(taken, int) else max(0, min(taken, plan.matched_tokens))
+    if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:
+        return 0
+    tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
+    needed = -(-tokens // block_size)
+    if len(block_ids) < needed or list(block_ids[:needed]) != tracked.block_ids[:needed]:
+        raise ValueError(f"request {tracked.request_id} ends with other blocks than it was scheduled with")
+    return tokens
 
 
-# Reasons under which runs that were found could not have helped.
-_NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
+def donor_generation(tracked: TrackedRequest) -> int | None:
+    """The generation of the donor that an ended request leaves; None if it must leave none.
+
+    KV after moved KV is kept only if the check of its plan has left evidence. A dropped plan's KV was computed again.
+    """
+    if tracked.intent is None or not tracked.intent.generation:
+        return 0
+    if tracked.load_failed or tracked.evidence is None:
+        return None
+    return 0 if tracked.evidence.is_dropped else tracked.intent.generation
 
 
 def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
-    """The outcome of a request, with the reason where reuse was declined in full or in part."""
+    """The outcome of a request, with the reason if reuse was declined in full or in part."""
     plan, evidence = tracked.plan, tracked.evidence
     if tracked.forward_failed:
         return Outcome.COLD_FALLBACK if plan is None else Outcome.BACKEND_DECLINED_REUSE, "forward_failed"
-    if plan is not None and plan.kind is PlanKind.DISCOVERY_ONLY:
-        return Outcome.SEMANTIC_DISCOVERY_ONLY, tracked.reason
-    if plan is not None and tracked.load_failed:
-        return Outcome.BACKEND_DECLINED_REUSE, "load_failed"
-    if plan is not None and evidence is not None and evidence.is_dropped:
-        # Exact spans in front of dropped ones stay in use.
+    if plan is not None:
+        if plan.kind is PlanKind.DISCOVERY_ONLY:
+            return Outcome.SEMANTIC_DISCOVERY_ONLY, tracked.reason
+        if tracked.load_failed:
+            return Outcome.BACKEND_DECLINED_REUSE, "load_failed"
+        if evidence is None or not evidence.is_dropped:
+            return Outcome.BACKEND_MATERIALIZED_REUSE, tracked.reason
+        # Exact spans before dropped ones stay in use.
         used = evidence.reused_tokens > 0
         return Outcome.BACKEND_MATERIALIZED_REUSE if used else Outcome.BACKEND_DECLINED_REUSE, "deviation"
-    if plan is not None:
-        return Outcome.BACKEND_MATERIALIZED_REUSE, tracked.reason
     found = tracked.runs_found > 0 and tracked.reason not in _NOTHING_TO_REUSE
     if found or tracked.reason in ("internal_error", "lookup_timeout", "lookup_bound"):
         return Outcome.BACKEND_DECLINED_REUSE, tracked.reason
-    if tracked.num_computed_tokens:
-        return Outcome.EXACT_PREFIX_ROUTE, tracked.reason
-    return Outcome.COLD_FALLBACK, tracked.reason
+    return Outcome.EXACT_PREFIX_ROUTE if tracked.num_computed_tokens else Outcome.COLD_FALLBACK, tracked.reason
 
 
 def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport:
@@ -386,17 +412,16 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
 
 
 def _with_reuse(report: ReuseReport, plan: SemanticKvPlan, evidence: CheckEvidence | None) -> ReuseReport:
-    """The report with what became of the plan's spans; None stands for what a check is still to find."""
+    """The report with what became of the plan's spans."""
     offered, exact = plan.reused_tokens, plan.exact_tokens
     report = replace(report, offered_tokens=offered)
     if not plan.is_checked:
-        reused = _without_heads(plan)
+        # Every layer computes the head tokens.
+        head = plan.execution.head_tokens
+        reused = sum(span.length if span.exact else max(0, span.length - head) for span in plan.spans)
         report = replace(report, reused_tokens=reused, recomputed_tokens=offered - reused)
     elif evidence is None:
-        unknown: dict[str, Any] = dict.fromkeys(
-            ("checked_tokens", "sampled_tokens", "recomputed_tokens", "largest_kept")
-        )
-        report = replace(report, reused_tokens=exact, **unknown)
+        report = replace(report, reused_tokens=exact, **_UNCHECKED)
     else:
         report = replace(
             report,
@@ -410,9 +435,3 @@ def _with_reuse(report: ReuseReport, plan: SemanticKvPlan, evidence: CheckEviden
         # Every layer computes what is not exact.
         report = replace(report, reused_tokens=exact, recomputed_tokens=offered - exact)
     return report
-
-
-def _without_heads(plan: SemanticKvPlan) -> int:
-    """Tokens of the plan's spans without the head tokens, which are computed in every layer."""
-    head = plan.execution.head_tokens
-    return sum(span.length if span.exact else max(0, span.length - head) for span in plan.spans)

@@ -1,20 +1,23 @@
 """RoPE of a model: its parameters in one form for every version of Transformers, and the rotation that they make.
 
 Transformers 5 keeps `rope_parameters`; Transformers 4 keeps `rope_theta`, `rope_scaling` and `partial_rotary_factor`,
-and does not read the other form. The formulas are those of Transformers 5 (`modeling_rope_utils.py`), to the last bit.
-They are kept here because Transformers 4.53 computes yarn from another factor than TensorRT-LLM does.
+and does not read the other form. The formulas are those of Transformers 5 (`modeling_rope_utils.py`), to the last bit:
+Transformers 4.53 computes yarn from another factor than TensorRT-LLM does.
 """
 
 from __future__ import annotations
 
 import math
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.rope import RopeRotation
 from semblend_trt.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _REFUSED = {
     "dynamic": "rope_dynamic",
@@ -23,17 +26,20 @@ _REFUSED = {
     "su": "rope_longrope",
     "mrope": "rope_multimodal",
 }
-_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
     """The rotation's parameters, equal for every form and version: `rope_type`, `rope_theta` and what the type needs.
 
     `raw` is the configuration as written; `config` is as Transformers understands it, by which the engine rotates.
-    Raises UnsupportedModelError where the two differ, or layers do.
+    Raises UnsupportedModelError if the two differ, or layers do.
     """
     understood = _understood(config)
-    for written in (_new_form(raw), _old_form(raw)):
+    scaling = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
+    theta = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
+    old_form = {**scaling, **theta, **_partial(raw.get("partial_rotary_factor"))}
+    new_form = _one_form(raw["rope_parameters"]) if raw.get("rope_parameters") else {}
+    for written in (new_form, old_form):
         for name in sorted(written.keys() & understood.keys()):
             if written[name] != understood[name]:
                 raise UnsupportedModelError(
@@ -44,9 +50,12 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
         # A model that rotates whole heads ignores partial_rotary_factor; it is kept here so that it is refused.
         understood = {**written, **understood} if "partial_rotary_factor" in written else understood
     if understood["rope_type"] in ("llama3", "yarn"):
-        # Engines take different defaults for it.
-        understood.pop("original_max_position_embeddings", None)
-        understood.update(_original_positions(raw))
+        # Engines take different defaults for it. What is written beside the RoPE has priority, in Transformers and in
+        # TensorRT-LLM.
+        name = "original_max_position_embeddings"
+        understood.pop(name, None)
+        places = (raw, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {})
+        understood.update(next(({name: each[name]} for each in places if each.get(name)), {}))
     if understood.get("partial_rotary_factor") == 1:  # only some model types name it
         del understood["partial_rotary_factor"]
     return understood
@@ -78,7 +87,7 @@ def partial_rotary_factor(parameters: dict[str, Any]) -> float:
 
 
 def _understood(config: Any) -> dict[str, Any]:
-    """What Transformers made of either form; a `rope_theta` beside it is that of version 4."""
+    """The parameters as Transformers understands them; only version 4 has a `rope_theta` beside them."""
     theta = getattr(config, "rope_theta", None)
     if theta is None:
         parameters = _one_form(getattr(config, "rope_parameters", None) or {})
@@ -90,20 +99,8 @@ def _understood(config: Any) -> dict[str, Any]:
     return parameters
 
 
-def _new_form(raw: dict[str, Any]) -> dict[str, Any]:
-    written = raw.get("rope_parameters")
-    return _one_form(written) if written else {}
-
-
-def _old_form(raw: dict[str, Any]) -> dict[str, Any]:
-    parameters = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
-    if raw.get("rope_theta") is not None:
-        parameters["rope_theta"] = raw["rope_theta"]
-    return {**parameters, **_partial(raw.get("partial_rotary_factor"))}
-
-
 def _one_form(written: dict[str, Any]) -> dict[str, Any]:
-    """`written` with its type under `rope_type` and without what says nothing."""
+    """`written` with its type under `rope_type` and without values that are None."""
     if any(isinstance(value, dict) for value in written.values()):
         raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(written)}")
     parameters = {
@@ -120,24 +117,11 @@ def _partial(factor: float | None) -> dict[str, float]:
     return {} if factor is None else {"partial_rotary_factor": float(factor)}
 
 
-def _original_positions(raw: dict[str, Any]) -> dict[str, Any]:
-    name = "original_max_position_embeddings"
-    # What stands beside the RoPE has priority, in Transformers and in TensorRT-LLM.
-    for written in (raw, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
-        if written.get(name):
-            return {name: written[name]}
-    return {}
-
-
 def _number(parameters: dict[str, Any], name: str, default: float | None = None) -> float:
     value = parameters.get(name, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise UnsupportedModelError("rope_unknown", f"{name} of RoPE is {value!r}; it must be a number above 0")
     return float(value)
-
-
-def _default(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    return 1.0 / _waves(parameters, rotary_dim)
 
 
 def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
@@ -146,12 +130,12 @@ def _waves(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     return torch.pow(theta, torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
 
 
-def _linear(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    return _default(parameters, rotary_dim) / _number(parameters, "factor")
+def _default(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    return 1.0 / _waves(parameters, rotary_dim)
 
 
 def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
-    """Long waves are stretched by the factor, short ones are left, those between are blended."""
+    """Stretch long waves by the factor, leave short ones, and blend those between."""
     frequencies = _default(parameters, rotary_dim)
     factor, original = _number(parameters, "factor"), _number(parameters, "original_max_position_embeddings")
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
@@ -161,7 +145,7 @@ def _llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
         )
     waves = 2 * math.pi / frequencies
     stretched = torch.where(waves > original / low, frequencies / factor, frequencies)
-    # Where both are one, as in Llama 4, no wave lies between.
+    # If both factors are equal, as in Llama 4, no wave is between.
     smooth = (original / waves - low) / (high - low)
     blended = (1 - smooth) * stretched / factor + smooth * stretched
     between = ~(waves < original / high) * ~(waves > original / low)
@@ -182,7 +166,7 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     if theta <= 1:
         raise UnsupportedModelError("rope_unknown", f"rope_theta is {theta:g}; yarn needs one above 1")
     original = _number(parameters, "original_max_position_embeddings")
-    fast, slow = (_number(parameters, name, default) for name, default in _YARN_BETAS.items())
+    fast, slow = _number(parameters, "beta_fast", 32.0), _number(parameters, "beta_slow", 1.0)
 
     def channel(turns: float) -> float:
         return (rotary_dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(theta))
@@ -198,4 +182,9 @@ def _yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
     return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_FREQUENCIES: dict[str, Callable[[dict[str, Any], int], torch.Tensor]] = {
+    "default": _default,
+    "linear": lambda parameters, rotary_dim: _default(parameters, rotary_dim) / _number(parameters, "factor"),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -19,10 +19,10 @@ from semblend_trt.connector.eligibility import facts_or_refusal
 from semblend_trt.connector.engine_namespace import Adapters, namespace_for, tokenizer_folder
 from semblend_trt.connector.engine_spec import EngineSpec, from_llm_args
 from semblend_trt.connector.lookup import Lookup
-from semblend_trt.connector.metadata import SemBlendConnectorMetadata
 from semblend_trt.connector.requests import (
     Iteration,
     RequestTable,
+    SemBlendConnectorMetadata,
     TrackedRequest,
     donor_generation,
     fit_to_blocks,
@@ -41,7 +41,6 @@ from semblend_trt.runtime import runtime_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from semblend_trt.fleet.announcer import DonorAnnouncer
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.semantic.neighbours import Neighbours
@@ -68,7 +67,13 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics.watch_faults(self._runtime.faults)
         self._metrics.watch_audit(self._audit.dropped)
         announcer = announcer_for(self._settings)
-        self._neighbours = self._open_neighbours(announcer)
+        self._neighbours: Neighbours | None = None
+        if self._settings.embedder is not EmbedderKind.OFF and self._settings.enabled and self._refusal is None:
+            # Imported here, so that an engine without an embedder runs none of this code.
+            from semblend_trt.semantic.neighbours import neighbours_for
+
+            folder = partial(tokenizer_folder, self._engine)
+            self._neighbours = neighbours_for(self._settings, folder, self._audit, self._metrics, announcer)
         self._observers = [each for each in (announcer, self._neighbours) if each is not None]
         self._requests = RequestTable()
         self._forgotten: list[int] = []
@@ -83,44 +88,35 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """The engine, as it is now described."""
         return from_llm_args(self._llm_args)
 
-    def _open_neighbours(self, announcer: DonorAnnouncer | None) -> Neighbours | None:
-        """None where the settings ask for no neighbours, or this engine reuses nothing."""
-        settings = self._settings
-        if settings.embedder is EmbedderKind.OFF or not settings.enabled or self._refusal is not None:
-            return None
-        # Imported here, so that an engine without an embedder runs none of this code.
-        from semblend_trt.semantic.neighbours import neighbours_for
-
-        folder = partial(tokenizer_folder, self._engine)
-        return neighbours_for(settings, folder, self._audit, self._metrics, announcer)
-
-    # -- the contract ---------------------------------------------------------------------------------------------
-
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
-        """Builds what look-ups need once the caches are registered, so that no request waits for the files that it
-        reads. Engines of older versions do not call it; there the worker calls it after the registration."""
+        """Build what look-ups need once the caches are registered, so that no request waits for files. The worker calls
+        it too, because older versions of TensorRT-LLM do not."""
         if self._standing_refusal() is None:
             self._serve()
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
+        """Return the prompt tokens beyond `num_computed_tokens` whose KV this connector will place, and False."""
         request_id, start = int(request.request_id), perf_counter()
-        self._forget_replayed(request_id)
+        self.outcomes.forget(request_id)  # of an earlier request with this id
+        if (replayed := self._requests.pop(request_id, None)) is not None:
+            # A paused request comes again; what was decided before its blocks were lost no longer holds.
+            self._let_go(replayed)
         try:
             tracked = self._look_up(request, request_id, num_computed_tokens)
         except Exception:
             logger.exception("lookup of request %d failed; it is served cold", request_id)
             tracked = TrackedRequest.refused(request_id, num_computed_tokens, "internal_error")
         self._metrics.looked_up(perf_counter() - start)
-        self._track(tracked)
+        for expired in self._requests.add(tracked):
+            self._end(expired)
         self._audit.lookup(tracked)
         return tracked.matched_tokens, False
 
     @never_raises(lambda: None)
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Learns the request's blocks, and how much of its plan the engine took."""
+        """Learn the request's blocks, and how much of its plan the engine took."""
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return
@@ -131,14 +127,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._audit.allocated(tracked.request_id, len(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> SemBlendConnectorMetadata:
-        """Returns this iteration's plans, save intents and block progress, the same for every rank."""
+        """Return this iteration's plans, save intents and block progress, the same for every rank."""
         iteration = Iteration()
         try:
             return self._metadata_of(scheduler_output, iteration)
         except Exception:
             logger.exception("an iteration cannot be told in full; what was promised is loaded")
             self._runtime.faults["build_connector_meta"] += 1
-            # What was decided at the end of requests is not told a second time.
+            # Commands are sent once: they must not be lost with the rest.
             return SemBlendConnectorMetadata(
                 tuple(iteration.plans),
                 commands=self.take_commands() or OffloadCommands(),
@@ -147,34 +143,42 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Records the request's outcome; True when its KV is being saved and its blocks must be held."""
+        """Record the request's outcome; True if its KV is being saved and its blocks must be held."""
         tracked = self._requests.get(int(request.request_id))
         if tracked is None:
             return False
         try:
             self.take_events()  # while it is tracked: what its check found may be among the events
-            return self._finish(tracked, request, cache_block_ids)
+            tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
+            self._record_outcome(tracked)
+            tracked.release_leases()
+            lookup, intent = self._lookup, tracked.intent
+            if intent is not None and lookup is not None and not tracked.forward_failed:
+                count = savable_tokens(tracked, cache_block_ids, lookup.pool.geometry.block_size)
+                tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
+                kept = tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
+                if lookup.donors.begin_save(intent, *kept):
+                    return True
+            self._let_go(tracked)
+            return False
         except Exception:
             self._let_go(tracked)
             raise
         finally:
-            self._requests.pop(tracked.request_id)
+            self._requests.pop(tracked.request_id, None)
 
     @never_raises(lambda: None)
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """The flat form for the V2 cache manager. A cache of several groups has been refused by the worker."""
+        """The flat form for the V2 cache manager. The worker has refused a cache of several groups."""
         self.update_state_after_alloc(request, _flat(block_ids))
 
     @never_raises(lambda: False)
     def request_finished_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
-        """As `update_state_after_alloc_by_layer_group`."""
         return bool(self.request_finished(request, _flat(block_ids)))
-
-    # -- our own ---------------------------------------------------------------------------------------------------
 
     @never_raises(lambda: None)
     def take_commands(self) -> OffloadCommands | None:
-        """What the tiers are to do that no metadata has told yet; None before the first look-up."""
+        """What the tiers are to do and no metadata has said yet; None before the first look-up."""
         return None if self.donor_index is None else self.donor_index.offload.take_commands()
 
     @property
@@ -184,7 +188,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @property
     def namespace(self) -> CacheNamespace | None:
-        """The namespace of the engine's own KV, bound to no request; None while, or where, nothing can be reused."""
+        """The namespace of the engine's own KV, bound to no request; None while nothing can be reused."""
         return None if self._standing_refusal() is not None else self._serve().namespace
 
     def plan_of(self, request_id: int) -> SemanticKvPlan | None:
@@ -193,20 +197,17 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return None if tracked is None else tracked.plan
 
     def forget_donors(self) -> None:
-        """Nothing that was computed until now is reused any more. Requests that run keep what they were given."""
+        """Reuse nothing that was computed until now. Running requests keep what they were given."""
         self.take_events()
         if self._lookup is not None:
             self._lookup.forget_donors()
 
     def _follow_weights(self) -> None:
-        """If the weights have changed, drop all donors and saves, and take a namespace that no profile was made for.
-
-        The engine's first weights bring its first namespace back. Running requests hold KV of both: none is kept.
-        """
+        """If the weights have changed, drop all donors and saves, and take another namespace."""
         if (changes := self._runtime.weights_changes) == self._weights_changes:
             return
         self._weights_changes = changes
-        for tracked in self._requests:
+        for tracked in self._requests.values():  # they hold KV of both
             self._cancel_intent(tracked)
             tracked.intent = None
         if self._lookup is not None:
@@ -218,27 +219,23 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     def reuse_of(self, request_id: int) -> ReuseReport | None:
         """What reuse did for a request that is running or ended recently; None for an unknown one."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
+        report = self.outcomes.of(request_id)
+        if (tracked := self._requests.get(request_id)) is not None:
             self.take_events()
-            report: ReuseReport | None = report_of(tracked, self._settings.policy.value)
-        else:
-            report = self.outcomes.of(request_id)
+            report = report_of(tracked, self._settings.policy.value)
         if report is None or self._neighbours is None:
             return report
         return replace(report, nearest=self._neighbours.nearest(request_id))
 
     def close(self) -> None:
-        """Ends the requests still tracked and writes the audit log out."""
+        """End the requests still tracked and write the audit log out."""
         self.take_events()
-        while len(self._requests):
-            self._end(self._requests.pop_oldest())
+        while self._requests:
+            self._end(self._requests.popitem(last=False)[1])
         for observer in reversed(self._observers):  # neighbours tell the announcer
             observer.close()
         self._audit.close()
         self._metrics.close()  # last: it keeps what the others count up to their end
-
-    # -- lookup ----------------------------------------------------------------------------------------------------
 
     def _look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
         self._runtime.check_weights()
@@ -253,15 +250,14 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._serve().look_up(request, request_id, num_computed_tokens)
 
     def _standing_refusal(self) -> str | None:
-        """The reason for which this engine's requests are all served cold, None when reuse is possible."""
+        """Why this engine's requests are all served cold; None if reuse is possible."""
         if not self._settings.enabled:
             return "disabled"
-        if self._refusal or self._runtime.refusal:
-            return self._refusal or self._runtime.refusal
-        return None if self._runtime.pool is not None else "caches_not_registered"
+        registered = None if self._runtime.pool is not None else "caches_not_registered"
+        return self._refusal or self._runtime.refusal or registered
 
     def _serve(self) -> Lookup:
-        """What look-ups need, from the caches that are registered; it is built once."""
+        """What look-ups need of the registered caches; built once."""
         pool = self._runtime.pool
         assert self._facts is not None
         assert pool is not None
@@ -270,36 +266,16 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             adapters = Adapters(engine.lora_dirs, settings.digest_cache_path)
             namespace = namespace_for(engine, self._facts, settings, block_size, pool.dtype, adapters, pool.scales)
             donors = DonorIndex(settings, pool, self._observers, self._runtime.disk, self._metrics.tier_event)
-            self._lookup = Lookup(
-                settings,
-                self._runtime,
-                pool,
-                donors,
-                namespace,
-                adapters,
-                self._profiles,
-                self._observers,
-                self._neighbours,
-            )
+            own = self._profiles, self._observers, self._neighbours
+            self._lookup = Lookup(settings, self._runtime, pool, donors, namespace, adapters, *own)
             self._metrics.watch(donors)
             match = self._profiles.match(namespace, pool.geometry, self._runtime.mode)
             self._audit.profile(match, namespace, pool.geometry)
         return self._lookup
 
-    def _forget_replayed(self, request_id: int) -> None:
-        """A paused request is asked about again; what was decided before its blocks were lost no longer holds."""
-        self.outcomes.forget(request_id)  # of an earlier request with this id
-        replayed = self._requests.pop(request_id)
-        if replayed is not None:
-            self._let_go(replayed)
-
-    def _track(self, tracked: TrackedRequest) -> None:
-        for expired in self._requests.add(tracked):
-            self._end(expired)
-
     def take_events(self) -> None:
-        """Takes the runtime's waiting events: donors that are held now, evidence of checks, loads that failed, and
-        weights that have changed."""
+        """Take the runtime's waiting events: donors that are held now, evidence of checks, loads that failed, and
+        changed weights."""
         self._follow_weights()
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
@@ -322,28 +298,33 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 if self.donor_index is not None and tracked.plan is not None:
                     self.donor_index.lost({span.donor_id for span in tracked.plan.spans})
 
-    # -- an iteration ----------------------------------------------------------------------------------------------
-
     def _metadata_of(self, scheduler_output: Any, iteration: Iteration) -> SemBlendConnectorMetadata:
         ended = self._requests.begin_iteration(last_failed=self._runtime.is_forward_open)
         if scheduler_output is not None:  # None is an iteration without requests
             for data in scheduler_output.new_requests:
-                self._tell(iteration, data, is_first=True)
+                self._add(iteration, data, is_first=True)
             for data in scheduler_output.cached_requests:
-                self._tell(iteration, data, is_first=False)
+                self._add(iteration, data, is_first=False)
         for request in ended:
             self._end(request)
         if self.donor_index is not None and self._neighbours is not None:
             self.donor_index.offload.prefetch(self._neighbours.near_donors())
-        commands = self.take_commands() or OffloadCommands()
-        metadata = iteration.metadata(self._forgotten, commands, self._weights_changes)
+        metadata = SemBlendConnectorMetadata(
+            plans=tuple(iteration.plans),
+            followed=tuple(tracked.request_id for tracked in iteration.followed),
+            progress=tuple(iteration.progress),
+            forgotten=tuple(self._forgotten),
+            commands=self.take_commands() or OffloadCommands(),
+            grown=tuple(iteration.grown),
+            weights_changes=self._weights_changes,
+        )
         self._forgotten = []
         for tracked in iteration.followed:
             tracked.is_followed = True
         return metadata
 
-    def _tell(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
-        """Adds what the engine says of one request. An entry that cannot be read harms no other."""
+    def _add(self, iteration: Iteration, data: Any, *, is_first: bool) -> None:
+        """Add what the engine says of one request. An entry that cannot be read harms no other."""
         tracked = None
         try:
             tracked = self._requests.scheduled(data.request_id, loads=is_first)
@@ -360,12 +341,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.is_followed = False
 
     def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Notes whose blocks these are. Blocks behind the engine's own prefix are the request's alone: requests that
+        """Note whose blocks these are. Blocks after the engine's own prefix belong to this request alone: requests that
         had them have ended, even if the engine does not say so.
 
-        Into the first of them the engine copies its own part of the tokens, beside the stream of its forwards. An
-        engine that does not hold what is saved may take a block from which a save still reads. One that has told no
-        part of a block yet may copy without a word.
+        The engine copies its own part of the tokens into the first of them, beside the stream of its forwards. If it
+        does not hold what is saved, a save may still read from that block. An engine that has named no part of a block
+        yet may copy without naming it.
         """
         shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
@@ -374,23 +355,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         may_copy = copied or not self._tells_parts
         if may_copy and not lookup.pool.holds_saved_blocks and shared < len(block_ids):
             lookup.donors.copied_into(block_ids[shared])
-
-    # -- the end of a request --------------------------------------------------------------------------------------
-
-    def _finish(self, tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> bool:
-        tracked.forward_failed = self._runtime.is_forward_open and self._requests.is_running(tracked)
-        self._record_outcome(tracked)
-        tracked.release_leases()
-        saving, lookup = False, self._lookup
-        if tracked.intent is not None and lookup is not None and not tracked.forward_failed:
-            count = savable_tokens(tracked, block_ids, lookup.pool.geometry.block_size)
-            tokens = tracked.prompt[:count] if count <= len(tracked.prompt) else tokens_of(request, count)
-            saving = lookup.donors.begin_save(
-                tracked.intent, tracked.namespace_key, tokens, tracked.block_ids, donor_generation(tracked)
-            )
-        if not saving:
-            self._let_go(tracked)
-        return saving
 
     def _end(self, tracked: TrackedRequest) -> None:
         self._let_go(tracked)
@@ -407,10 +371,10 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._audit.materialized(tracked.plan, report.reused_tokens)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
-        """Releases the request's leases, and has the workers forget it: it does not become a donor."""
+        """Release the request's leases, and have the workers forget it: it does not become a donor."""
         tracked.release_leases()
         self._cancel_intent(tracked)
-        if tracked.reason != "id_in_use":  # what the workers know by the id is an earlier request
+        if tracked.reason != "id_in_use":  # the workers know an earlier request by the id
             self._forgotten.append(tracked.request_id)
 
     def _cancel_intent(self, tracked: TrackedRequest) -> None:

@@ -15,29 +15,21 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector.contract import KvCacheConnectorWorker
 from semblend_trt.connector.eligibility import served_facts
 from semblend_trt.connector.engine_spec import WRAPPER_MODULE, EngineSpec, from_llm_args
-from semblend_trt.connector.metadata import readable_metadata
-from semblend_trt.connector.pool_geometry import geometry_of, needs_scales
-from semblend_trt.connector.worker_setup import (
-    agree_on_start,
-    join_ranks,
-    layout_refusal,
-    open_tiers,
-    pool_refusal,
-)
+from semblend_trt.connector.requests import readable_metadata
+from semblend_trt.connector.worker_setup import agree_on_start, join_ranks, layout_refusal, open_tiers, pool_refusal
 from semblend_trt.donors.store import DonorStore
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError, UnsupportedModelError
 from semblend_trt.plan import EngineMode
-from semblend_trt.pool_facts import PoolFacts
+from semblend_trt.pool_facts import PoolFacts, geometry_of, needs_scales
 from semblend_trt.ranks import agree_on_loads
 from semblend_trt.runtime import runtime_for
 from semblend_trt.streams import Event, current_stream, on, record
-from semblend_trt.transfer.save import DonorSaver
 
 if TYPE_CHECKING:
     import torch
 
-    from semblend_trt.connector.metadata import RequestProgress
     from semblend_trt.connector.model_facts import ModelFacts
+    from semblend_trt.connector.requests import SemBlendConnectorMetadata
     from semblend_trt.donors.disk_tier import DiskTransfers
     from semblend_trt.donors.offload import OffloadCommands, SaveIntent
     from semblend_trt.donors.store import DonorStore
@@ -65,27 +57,28 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     """When `start_load_kv` returns, loads are ordered before what follows on the given stream, unless the engine
     wrapper waits layer by layer. The layer hooks do nothing, because CUDA-graph replay skips them.
 
-    `store` holds the donors, `saver` tells how long saves took; both exist once the caches are registered.
+    `facts` are those of the model, None for one that is refused. `store` holds the donors; it exists, as do `loader`
+    and `saver`, once the caches are registered. `transfers` move donors to disk; None without a disk tier.
     """
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._runtime = runtime_for(llm_args)
         self._settings = load_settings(**self._engine.settings)
-        self._facts: ModelFacts | None = None
-        # TensorRT-LLM's V2 alone does, which its layout shows; other engines state it.
+        self.facts: ModelFacts | None = None
+        # In TensorRT-LLM only V2 does, which its layout shows; other engines state it.
         self._holds_saved_blocks = self._engine.holds_saved_blocks
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
-        # Moves between the tiers that wait for the forward's launch, and the event behind the loads before it.
+        # Moves between the tiers that wait for the forward's launch, and the event after the loads before it.
         self._waiting: list[tuple[OffloadCommands, Event | None]] = []
         self.store: DonorStore | None = None
         self.loader: PlanLoader | None = None
         self.saver: DonorSaver | None = None
         self.transfers: DiskTransfers | None = None
         try:
-            self._facts = served_facts(self._engine, self._settings.policy)
+            self.facts = served_facts(self._engine, self._settings.policy)
         except UnsupportedModelError as error:
             self._runtime.refusal = error.reason
         except Exception:
@@ -97,22 +90,29 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """The engine, as it is now described."""
         return from_llm_args(self._llm_args)
 
-    @property
-    def facts(self) -> ModelFacts | None:
-        """What is known of the model, None for one that is refused."""
-        return self._facts
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor | None, refusal: str | None = None) -> None:
+        """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.
 
-    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        """Takes the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuses any other layout by name.
-
-        What one rank refuses, all refuse. Raises ConfigurationError when the tiers' or the staging memory asked for
-        cannot be had, on any rank.
+        `refusal` is this rank's; what one rank refuses, all refuse. Raises ConfigurationError if a rank cannot get the
+        memory that was asked for, for the tiers or for staging.
         """
-        self._register(kv_cache_tensor)
+        runtime, failure = self._runtime, None
+        runtime.refusal = runtime.refusal or refusal
+        join_ranks(runtime, self._engine.ranks)
+        try:
+            if self.facts is not None and runtime.refusal is None:
+                self._take_pool(kv_cache_tensor, self.facts)
+        except ConfigurationError as error:
+            failure = error
+        agree_on_start(runtime, failure)
+        if kv_cache_tensor is not None:
+            self._attach(kv_cache_tensor)
+        if (scheduler := runtime.scheduler) is not None:
+            scheduler.wait_for_initialization()
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Takes the pool as the V2 cache manager describes it; refuses one of several layer groups, or whose KV is
-        dropped outside of a window, by name."""
+        """Take the pool as the V2 cache manager describes it. Several layer groups, and KV that is dropped outside of a
+        window, are refused by name."""
         pool, self._holds_saved_blocks = None, True
         try:
             refusal = layout_refusal(layout, self._engine)
@@ -121,29 +121,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         except Exception:
             logger.exception("KV reuse is off: the layout of the caches cannot be read")
             refusal = "pool_layout"
-        self._register(pool, refusal)
-
-    def _register(self, pool: torch.Tensor | None, refusal: str | None = None) -> None:
-        runtime, failure = self._runtime, None
-        runtime.refusal = runtime.refusal or refusal
-        join_ranks(runtime, self._engine.ranks)
-        try:
-            if self._facts is not None and runtime.refusal is None:
-                self._take_pool(pool, self._facts)
-        except ConfigurationError as error:
-            failure = error
-        agree_on_start(runtime, failure)
-        if pool is not None:
-            self._attach(pool)
-        if (scheduler := runtime.scheduler) is not None:
-            scheduler.wait_for_initialization()
+        self.register_kv_caches(pool, refusal)
 
     def _attach(self, pool: torch.Tensor) -> None:
-        """For a wrapper that executes plans: attaches it to the engine of these caches."""
+        """For a wrapper that executes plans: attach it to the engine of these caches."""
 
     def _take_pool(self, pool: Any, facts: ModelFacts) -> None:
         runtime, holds = self._runtime, self._holds_saved_blocks
-        geometry = geometry_of(pool, facts, self._engine.ranks)
+        geometry = geometry_of(pool, facts.sizes(self._engine.ranks))
         runtime.refusal = pool_refusal(pool, geometry, facts, is_first=self.store is None)
         if geometry is None or runtime.refusal is not None:
             self._followed.clear()
@@ -152,15 +137,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if needs_scales(pool) and scales is None:
             runtime.refusal = "kv_scales"
             return
-        tiers = open_tiers(
+        self.store, self.loader, self.saver, self.transfers = open_tiers(
             self._settings, self._engine, pool, geometry, facts.rotation, runtime, holds_saved_blocks=holds
         )
-        self.store, self.loader, self.saver, self.transfers = tiers.store, tiers.loader, tiers.saver, tiers.transfers
         runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds)
 
     def _kv_scales(self) -> str | None:
-        """For a worker that knows its engine: a digest of the scales of its fp8 cache; None where they are not known.
-        The contract tells none."""
+        """For a worker that knows its engine: a digest of the scales of its fp8 cache, None if they are not known. The
+        contract does not name them."""
         logger.warning(
             "KV reuse is off: nothing tells the scales of the fp8 cache; set connector_module to %s", WRAPPER_MODULE
         )
@@ -170,29 +154,27 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """None: nothing has to run after a forward, because saves wait for their own event."""
 
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
-        """Applies the bound metadata: drops and offloads donors, follows blocks, and places plans' spans on `stream`.
+        """Apply the bound metadata: drop and offload donors, follow blocks, and place plans' spans on `stream`.
 
         With several ranks, one that cannot place its part of a plan keeps all of them from using it.
         """
-        self._begin_iteration(stream)
+        runtime = self._runtime
+        if self._completed_iteration != self._iteration:
+            # The last forward failed: what it wrote is unknown, and its blocks may be another request's already.
+            runtime.readiness.abandon(stream)
+            for followed in self._followed.values():
+                followed.is_whole &= followed.iteration != self._iteration
+        self._completed_iteration = self._iteration
+        self._iteration += 1
+        runtime.is_forward_open = True
         self._check_weights()
         bound = self.get_connector_meta()
-        self._clear_connector_meta()  # an engine that binds no other shall not have it applied twice
-        metadata = readable_metadata(bound, self._runtime)
+        self._clear_connector_meta()  # an engine that binds no other must not have it applied twice
+        metadata = readable_metadata(bound, runtime)
         if metadata is None:
             return
         self._make_room(metadata.commands)
-        for request_id in metadata.forgotten:
-            self._followed.pop(request_id, None)
-            self._runtime.active_plans.take(request_id)
-        for request_id in metadata.followed:
-            self._followed[request_id] = _FollowedRequest()
-        for progress in metadata.progress:
-            self._follow(progress)
-        for request_id in metadata.grown:
-            if request_id in self._followed:
-                self._followed[request_id].written_tokens += 1
-                self._followed[request_id].iteration = self._iteration
+        self._follow(metadata)
         with on(stream):
             try:
                 self._load(metadata.plans, metadata.weights_changes)
@@ -206,8 +188,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """Ends this iteration's loads, and notes that its forward has completed: engines call this behind a completed
-        forward only. Saves are not waited for."""
+        """End this iteration's loads, and note that its forward has completed: engines call this only after a completed
+        forward. Saves are not waited for."""
         self._runtime.readiness.join(stream)
         self._completed_iteration = self._iteration
         self._runtime.is_forward_open = False
@@ -215,30 +197,40 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Starts moves between the tiers, and to save the requests handed in; returns those whose save has ended, on
-        every rank where there are several. Waits for no transfer.
+        """Start moves between the tiers, and saves of the requests handed in. Return those whose save has ended, on
+        every rank if there are several. Waits for no transfer.
 
-        Engines that do not hold what is saved are told of one request a call: some never give the blocks of a second
-        one back.
+        If the engine does not hold what is saved, one request is named a call: some engines never give the blocks of a
+        second one back.
         """
-        ended_saves = self._runtime.ended_saves
+        runtime, ended_saves = self._runtime, self._runtime.ended_saves
         if any(request_id not in self._to_save for request_id in finished_gen_req_ids):
-            self._hear_of_ends()
-        self._begin_moves()
-        for request_id in finished_gen_req_ids:
-            if not self._begin_save(request_id):
-                ended_saves.append(request_id)
+            # What rank 0's scheduler decided since the last metadata; every rank asks for the same requests.
+            scheduler = runtime.scheduler
+            commands = runtime.ranks.broadcast(None if scheduler is None else scheduler.take_commands())
+            if commands is not None:
+                self._make_room(commands)
+                self._await_launch(commands)
+        # Only now has the forward been launched, which the saver's thread would hold up.
+        waiting, self._waiting = self._waiting, []
+        for commands, loaded in waiting:
+            assert self.saver is not None
+            for donor_id in commands.offloads:
+                self.saver.offload(donor_id, is_written=donor_id in commands.writes)
+            for donor_id in commands.promotions:
+                self.saver.promote(donor_id, loaded)
+        ended_saves.extend(request_id for request_id in finished_gen_req_ids if not self._begin_save(request_id))
         if self.saver is not None:
             ended = self.saver.finished()
             ended_saves.extend(request_id for request_id, _ in ended)
-            self._runtime.saved.extend(saved for _, saved in ended)
-            self._runtime.saved.extend(self.saver.lost())
-            self._runtime.saves_ended()
+            runtime.saved.extend(saved for _, saved in ended)
+            runtime.saved.extend(self.saver.lost())
+            runtime.saves_ended()
         count = len(ended_saves) if self._holds_saved_blocks else min(1, len(ended_saves))
         return [ended_saves.popleft() for _ in range(count)], started_loading_req_ids
 
     def close(self) -> None:
-        """Waits for running saves and for files that are being written, and frees the donors."""
+        """Wait for running saves and for files that are being written, and free the donors."""
         if self.saver is not None:
             self.saver.close()
         if self.transfers is not None:
@@ -246,14 +238,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.disk = None
         if self.store is not None:
             self.store.clear()
-
-    def _hear_of_ends(self) -> None:
-        """Takes what rank 0's scheduler decided since the last metadata; every rank asks for the same requests."""
-        scheduler = self._runtime.scheduler
-        commands = self._runtime.ranks.broadcast(None if scheduler is None else scheduler.take_commands())
-        if commands is not None:
-            self._make_room(commands)
-            self._await_launch(commands)
 
     def _await_launch(self, commands: OffloadCommands) -> None:
         if self.saver is not None and (commands.offloads or commands.promotions):
@@ -272,36 +256,21 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             for donor_id in [each for each in commands.writes if each not in commands.offloads]:
                 self.transfers.write(donor_id)
 
-    def _begin_moves(self) -> None:
-        """Before the forward is launched, the saver's thread would hold that up."""
-        waiting, self._waiting = self._waiting, []
-        for commands, loaded in waiting:
-            assert self.saver is not None
-            for donor_id in commands.offloads:
-                self.saver.offload(donor_id, is_written=donor_id in commands.writes)
-            for donor_id in commands.promotions:
-                self.saver.promote(donor_id, loaded)
-
-    def _begin_iteration(self, stream: torch.cuda.Stream | None) -> None:
-        """Requests whose forward has failed are not kept: what it was to write is unknown. Their blocks may be others'
-        already, so what was still to be placed there is not."""
-        if self._completed_iteration != self._iteration:
-            self._runtime.readiness.abandon(stream)
-            for followed in self._followed.values():
-                followed.is_whole &= followed.iteration != self._iteration
-        self._completed_iteration = self._iteration
-        self._iteration += 1
-        self._runtime.is_forward_open = True
-
-    def _follow(self, progress: RequestProgress) -> None:
-        followed = self._followed.get(progress.request_id)
-        if followed is None:
-            return
-        if progress.is_first:
-            followed.block_ids.clear()
-        followed.block_ids.extend(progress.new_block_ids)
-        followed.written_tokens = progress.written_tokens
-        followed.iteration = self._iteration
+    def _follow(self, metadata: SemBlendConnectorMetadata) -> None:
+        for request_id in metadata.forgotten:
+            self._followed.pop(request_id, None)
+            self._runtime.active_plans.take(request_id)
+        self._followed.update((request_id, _FollowedRequest()) for request_id in metadata.followed)
+        for progress in metadata.progress:
+            if (followed := self._followed.get(progress.request_id)) is not None:
+                if progress.is_first:
+                    followed.block_ids.clear()
+                followed.block_ids.extend(progress.new_block_ids)
+                followed.written_tokens, followed.iteration = progress.written_tokens, self._iteration
+        for request_id in metadata.grown:
+            if (followed := self._followed.get(request_id)) is not None:
+                followed.written_tokens += 1
+                followed.iteration = self._iteration
 
     def _check_weights(self) -> None:
         self._runtime.check_weights()
@@ -351,23 +320,16 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self.saver.refuse(intent, "a forward that was to write its KV has failed")
             return True
         assert self._runtime.pool is not None
-        block_size = self._runtime.pool.geometry.block_size
+        block_size, known = self._runtime.pool.geometry.block_size, set[int]()
         tokens = min(followed.written_tokens, intent.max_tokens)
-        known = _known_blocks(followed.block_ids, self._runtime.pool.num_blocks)
-        if known < len(followed.block_ids):
-            tokens = min(tokens, known * block_size)
+        for block in followed.block_ids:
+            # A block that is no row of the pool (-1 would be another request's) or comes twice ends what can be saved.
+            if not 0 <= block < self._runtime.pool.num_blocks or block in known:
+                tokens = min(tokens, len(known) * block_size)
+                break
+            known.add(block)
         if tokens:
             self.saver.start(intent, followed.block_ids[: -(-tokens // block_size)], tokens)
         else:
             self.saver.refuse(intent, "its blocks are none of the pool's")
         return True
-
-
-def _known_blocks(block_ids: list[int], num_blocks: int) -> int:
-    """How many of the first ids are rows of the pool (-1 would be another request's), each named once."""
-    known: set[int] = set()
-    for block in block_ids:
-        if not 0 <= block < num_blocks or block in known:
-            break
-        known.add(block)
-    return len(known)

@@ -4,13 +4,13 @@ with the other ranks."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kernels.kv_move import warm_up
 from semblend_trt import __version__
 from semblend_trt.connector.eligibility import cuts_kv
-from semblend_trt.connector.pool_geometry import described
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
 from semblend_trt.donors.store import DonorStore, HostMemory, HostTier, arena_blocks
 from semblend_trt.errors import ConfigurationError
@@ -20,8 +20,6 @@ from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostReader, HostWriter, Staging
 
 if TYPE_CHECKING:
-    import torch
-
     from kernels.layout import KvGeometry
     from kernels.rope import Rotation
     from semblend_trt.config import Settings
@@ -32,16 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Slots of the staging memory: as many for loads that copies never wait for the kernels after them, one for saves.
+# Slots of the staging memory: enough for loads that copies never wait for the kernels after them, and one for saves.
 _LOAD_SLOTS = 3
-_SAVE_SLOTS = 1
 # Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread would take the
-# interpreter's lock from the engine at every launch, which costs several times as much. On the CPU queueing is copying.
+# interpreter's lock from the engine at every launch, which costs several times more. On the CPU queueing is copying.
 _CHUNKS_AT_ONCE = 16
 
 
 def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
-    """Why KV cannot be kept for a cache of this layout; upstream has a layer group for each window, and one without."""
+    """Why a cache of this layout is not taken. TensorRT-LLM has a layer group for each window, and one without."""
     cut = sorted({each.window_size for each in layout.groups if cuts_kv(engine, [each.window_size])})
     if cut:
         logger.warning(
@@ -59,8 +56,11 @@ def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
 def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, is_first: bool) -> str | None:
     """Why this pool is not taken; `geometry` is None for one that does not fit the model."""
     if geometry is None or not is_first:
+        described = f"a pool of type {type(pool).__name__}"
+        if isinstance(pool, torch.Tensor):
+            described = f"a pool of shape {list(pool.shape)}, strides {list(pool.stride())} and dtype {pool.dtype}"
         why = "does not fit the model" if geometry is None else "is the second one of this engine"
-        logger.warning("KV reuse is off: %s %s", described(pool), why)
+        logger.warning("KV reuse is off: %s %s", described, why)
         return "pool_layout"
     shortest = min((each for each in facts.windows if each is not None), default=geometry.block_size)
     if shortest < geometry.block_size:
@@ -73,16 +73,6 @@ def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, i
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """What one rank holds donors in, and what moves them; `transfers` without a disk tier is None."""
-
-    store: DonorStore
-    loader: PlanLoader
-    saver: DonorSaver
-    transfers: DiskTransfers | None
-
-
 def open_tiers(
     settings: Settings,
     engine: EngineSpec,
@@ -92,8 +82,11 @@ def open_tiers(
     runtime: Runtime,
     *,
     holds_saved_blocks: bool,
-) -> Tiers:
-    """Takes the tiers' and the staging memory. Raises ConfigurationError when what is asked for cannot be had."""
+) -> tuple[DonorStore, PlanLoader, DonorSaver, DiskTransfers | None]:
+    """Take the tiers' and the staging memory: what one rank holds donors in, and what moves them.
+
+    Raises ConfigurationError if what is asked for cannot be had.
+    """
     device, dtype = pool.device, pool.dtype
     arena = snapshots = None
     if settings.device_bytes or not holds_saved_blocks:
@@ -104,9 +97,9 @@ def open_tiers(
     store = DonorStore(HostTier(settings.host_bytes, memory), arena)
     reader, writer = None, HostWriter(rotation, None)
     if pool.is_cuda and settings.host_bytes:
-        slot = settings.staging_bytes // (_LOAD_SLOTS + _SAVE_SLOTS)
+        slot = settings.staging_bytes // (_LOAD_SLOTS + 1)
         reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
-        writer = HostWriter(rotation, Staging(slot * _SAVE_SLOTS, _SAVE_SLOTS, geometry, dtype, device))
+        writer = HostWriter(rotation, Staging(slot, 1, geometry, dtype, device))
     if not holds_saved_blocks:
         blocks = min(arena_blocks(settings.snapshot_bytes, geometry, dtype), pool.shape[0])
         snapshots = DeviceTier(blocks, geometry, dtype, device, "SEMBLEND_SNAPSHOT_BYTES")
@@ -125,13 +118,13 @@ def open_tiers(
         at_once=_CHUNKS_AT_ONCE if pool.is_cuda else 0,
         snapshots=snapshots,
     )
-    return Tiers(store, loader, saver, transfers)
+    return store, loader, saver, transfers
 
 
 def _open_disk(
     settings: Settings, engine: EngineSpec, geometry: KvGeometry, dtype: torch.dtype, host: HostTier, runtime: Runtime
 ) -> DiskTransfers | None:
-    """The disk tier that was asked for; None without one, and where it cannot be had, which is counted."""
+    """The disk tier that was asked for; None without one, and if it cannot be had, which is counted."""
     if not settings.disk_bytes:
         return None
     if settings.disk_path is None:
@@ -139,7 +132,10 @@ def _open_disk(
     from semblend_trt.donors.disk_tier import DiskTier, DiskTransfers, KvForm
 
     try:
-        _check_single_rank(engine)
+        # Ranks do not agree on whose files are whole, and must not read different ones.
+        ranks = engine.ranks * (engine.pipeline_parallel_size or 1) * (engine.context_parallel_size or 1)
+        if ranks > 1:
+            raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
         form = KvForm(geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim, dtype)
         disk = DiskTier(settings.disk_path, form, settings.disk_key_path)
     except (OSError, ConfigurationError) as error:
@@ -150,16 +146,8 @@ def _open_disk(
     return DiskTransfers(disk, host, runtime.disk, runtime.offload_events)
 
 
-def _check_single_rank(engine: EngineSpec) -> None:
-    """Raises ConfigurationError for several ranks: they do not agree on whose files are whole, and must not read
-    different ones."""
-    ranks = engine.ranks * (engine.pipeline_parallel_size or 1) * (engine.context_parallel_size or 1)
-    if ranks > 1:
-        raise ConfigurationError(f"the disk tier serves engines of one rank; this one has {ranks}")
-
-
 def join_ranks(runtime: Runtime, size: int) -> None:
-    """Finds the engine's `size` ranks where the engine has not set them; without them nothing is reused."""
+    """Find the engine's `size` ranks if the engine has not set them; without them nothing is reused."""
     if runtime.ranks.size == size:
         return
     found = ranks_of(size)
@@ -171,7 +159,7 @@ def join_ranks(runtime: Runtime, size: int) -> None:
 
 
 def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
-    """Adopts the first refusal of any rank on all of them; an error of one rank is raised on all.
+    """Adopt the first refusal of any rank on all of them; raise an error of one rank on all.
 
     Ranks of different versions refuse: they would read one another's metadata differently.
     """

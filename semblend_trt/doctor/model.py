@@ -44,8 +44,7 @@ class KnownModel:
 
     def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
         """One rank's sizes, in blocks of one token."""
-        kv_heads = max(1, self.facts.kv_heads // tensor_parallel_size)
-        return KvGeometry(self.facts.num_layers, kv_heads, self.facts.head_dim, 1, self.facts.kv_factor)
+        return self.facts.sizes(tensor_parallel_size)
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
         """The namespace of an engine that serves the model with these `arguments`; the others count as unknown."""

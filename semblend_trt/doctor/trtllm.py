@@ -120,7 +120,7 @@ def _installed() -> Iterator[Finding]:
         text = f"TensorRT-LLM {release} has no KV cache connector that can be imported; 1.1 or later is needed"
         yield _engine.failed(text)
         return
-    version = contract.match_of(module).name
+    version = contract.match_of(module)
     yield _engine.ok(f"TensorRT-LLM {release} keeps the connector contract {version!r} ({module.__name__})")
     classes = (connector.SemBlendKvConnectorScheduler, connector.SemBlendKvConnectorWorker)
     missing = [f"{kind.__name__}.{name}" for kind in classes for name in sorted(kind.__abstractmethods__)]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
-from semblend_trt.connector.metadata import SemBlendConnectorMetadata
+from semblend_trt.connector.requests import SemBlendConnectorMetadata
 from semblend_trt.outcome import Outcome, ReuseReport
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks

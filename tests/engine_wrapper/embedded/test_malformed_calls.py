@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from semblend_trt.connector.contract import RequestData, SchedulerOutput
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
-from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
+from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS, RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.embedded.conftest import TWO, answers, prompt, teach
@@ -215,7 +214,7 @@ class Engine:
             self.poll(waiting)
             waiting = []
         # What was promised is kept until an iteration has loaded it, however long that takes.
-        awaited = [each.request_id for each in self.scheduler._requests._requests.values() if each.awaits_load]
+        awaited = [each.request_id for each in self.scheduler._requests.values() if each.awaits_load]
         self.run([RequestData(request_id, [], BLOCKS, 0, 1) for request_id in awaited], [])
         for _ in range(MAX_SILENT_ITERATIONS + 2):
             self.run([], [])

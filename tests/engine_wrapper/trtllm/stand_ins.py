@@ -4,13 +4,10 @@ NVIDIA/TensorRT-LLM; each names its file there.
 The decoder's numbers are real: the weights are a tiny model's, and the attention is torch's over a paged pool.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,14 +32,7 @@ class LlmRequest:
     cache_salt: str | None = None
     blocks: list[int] = field(default_factory=list)
     _is_dummy: bool = field(default=False, init=False)
-
-    @property
-    def is_dummy_request(self):
-        return self._is_dummy
-
-    @is_dummy_request.setter
-    def is_dummy_request(self, value):
-        self._is_dummy = value
+    is_dummy_request = property(lambda self: self._is_dummy, lambda self, value: setattr(self, "_is_dummy", value))
 
     @property
     def request_id(self):
@@ -68,9 +58,7 @@ class CppManager:
 
     def __init__(self, blocks):
         self.free = list(range(blocks))
-        self.held: dict[int, list[int]] = {}
-        self.tree: set[tuple[int, ...]] = set()
-        self.pinned: list[int] = []
+        self.held, self.tree, self.pinned = {}, set(), []
 
     def store_context_blocks(self, request):
         self._store(request, min(request.context_current_position, len(request.tokens) - 1))
@@ -106,7 +94,7 @@ class KVCacheManager:
         self.impl = CppManager(pool.shape[0])
         self.layer_offsets = {index: index for index in range(geometry.num_layers)}
         self.pool, self.geometry = pool, geometry
-        self.rewound: list[int] = []
+        self.rewound = []
 
     def reset_reuse_state(self):
         self.impl.tree.clear()
@@ -143,7 +131,7 @@ class KvCacheOfRequest:
 
     def __init__(self, tree):
         self.tree, self.committed, self.history, self.is_committing = tree, [], 0, True
-        self.is_active, self.is_open = True, True
+        self.is_open = True
 
     @property
     def num_committed_tokens(self):
@@ -169,13 +157,8 @@ class KvCacheOfRequest:
 class KVCacheManagerV2:
     """`_torch/pyexecutor/kv_cache_manager_v2.py`, KVCacheManagerV2 (main @035ab91c)."""
 
-    is_draft = False
-    enable_block_reuse = True
-
     def __init__(self):
-        self.kv_cache_map: dict[int, KvCacheOfRequest] = {}
-        self.tree: set[tuple[int, ...]] = set()
-        self.conversation_manager: Any = None
+        self.kv_cache_map, self.tree, self.conversation_manager = {}, set(), None
 
     def add(self, request):
         self.kv_cache_map[request.py_request_id] = KvCacheOfRequest(self.tree)
@@ -291,7 +274,7 @@ class Attention(nn.Module):
         self.q_scaling, self.attn_output_gate = source.head_dim**-0.5 / source.scaling, None
         self.has_quant_scale, self.attention_window_size = False, getattr(source, "sliding_window", None)
         self.attn = TrtllmAttention(layer_idx, rotate if fused else None, self.q_scaling)
-        self.asks: dict[str, Any] = {}
+        self.asks = {}
 
     def do_not_rotate(self):
         self.rotate = lambda positions, *parts: parts
@@ -305,8 +288,8 @@ class Attention(nn.Module):
             heads = [each.unflatten(-1, (-1, self.head_dim)) for each in parts[:2]]
             parts[:2] = (each.flatten(1) for each in self.rotate(position_ids[0], *heads))
         qkv = torch.cat(parts, dim=-1)[: attn_metadata.num_tokens]
-        options: dict[str, Any] = {"attention_mask": "causal", "out_scale": None}
-        options |= {"attention_window_size": self.attention_window_size} | self.asks
+        options = {"attention_mask": "causal", "out_scale": None, "attention_window_size": self.attention_window_size}
+        options |= self.asks
         if self.style == "main":
             options = {"forward_args": SimpleNamespace(**options, output=None)}
         return self.o_proj(self.attn.forward(qkv, None, None, attn_metadata, **options))
@@ -355,8 +338,6 @@ class DecoderLayer(nn.Module):
 class FusedNormLayer(DecoderLayer):
     """`_torch/models/modeling_llama.py`, LlamaDecoderLayer (1.2): a layer ends with the next one's first norm, the last
     with the model's, so that only the lowest begins with a norm."""
-
-    next_layer_layernorm: RMSNorm
 
     def forward(self, position_ids, hidden_states, attn_metadata, residual, **kwargs):
         if residual is None:

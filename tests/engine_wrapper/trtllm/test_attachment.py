@@ -1,15 +1,15 @@
 """Attaching to TensorRT-LLM's executor: all that is needed, or nothing and a reason."""
 
-from __future__ import annotations
-
+import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 
 from engine_wrapper.connector import SemBlendKvConnectorWorker
-from engine_wrapper.trtllm.attachment import execution_refusal
+from engine_wrapper.self_check import LayoutError
+from engine_wrapper.trtllm.attachment import execution_refusal, scales_of
 from engine_wrapper.trtllm.hooks import ExecutorParts
 from semblend_trt.connector.engine_spec import from_llm_args
 from semblend_trt.connector.model_facts import model_facts
@@ -30,13 +30,7 @@ from tests.semblend_trt.rank_threads import on_ranks
 class Site:
     """An executor, a worker that registers with it, and every attribute of what could be attached to."""
 
-    def __init__(
-        self,
-        path,
-        change=None,
-        contract="1.2",
-        **options,
-    ):
+    def __init__(self, path, change=None, contract="1.2", **options):
         self.args = LlmArgs(path, contract=contract)
         self.worker = SemBlendKvConnectorWorker(self.args)
         self.executor = executor_of(path, self.worker, **options)
@@ -51,12 +45,12 @@ class Site:
 
     def attributes(self):
         engine = self.executor.model_engine
-        owners: list[Any] = [self.executor, self.executor.kv_cache_manager, engine, engine.model]
+        owners = [self.executor, self.executor.kv_cache_manager, engine, engine.model]
         decoder = getattr(engine.model, "model", None)
-        owners.append(decoder)
+        owners += [decoder] * (decoder is not None)
         for layer in getattr(decoder, "layers", ()):
-            owners += [layer, layer.self_attn, getattr(layer.self_attn, "attn", None)]
-        kept = [dict(vars(owner)) for owner in owners if hasattr(owner, "__dict__")]
+            owners += [layer, layer.self_attn, layer.self_attn.attn]
+        kept = [dict(vars(owner)) for owner in owners]
         # Weights are watched until the end, whatever else is attached.
         self.watched = [name for each in kept for name in WATCHED if name in each]
         kept = [{name: value for name, value in each.items() if name not in WATCHED} for each in kept]
@@ -90,72 +84,73 @@ def test_both_known_layouts_are_attached_to_and_left_as_they_were(tiny_model_pat
     assert not site.runtime.publication_guard
 
 
-def attention(executor):
-    return executor.model_engine.model.model.layers[1].self_attn
-
-
 def set_on(pick, **values):
-    return lambda executor, args: vars(pick(executor, args)).update(values)
+    return lambda executor, args: vars(pick(executor)).update(values)
 
 
-def args_of(_executor, args):
-    return args
+def set_args(**values):
+    return lambda executor, args: vars(args).update(values)
 
 
-def forget(name):
-    return lambda _executor, args: delattr(args, name)
+def engine(executor):
+    return executor.model_engine
 
 
-GRAPHS = SimpleNamespace(enabled=True)
-NO_EXECUTION = {
-    "torch.compile": (set_on(args_of, torch_compile_config=object()), "compiled_prefill"),
-    "compiled engine": (set_on(lambda e, _: e.model_engine, _torch_compile_enabled=True), "compiled_prefill"),
-    "CUDA graphs": (set_on(args_of, cuda_graph_config=object()), "cuda_graphs"),
-    "graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=GRAPHS), "cuda_graphs"),
-    "silent graph runner": (set_on(lambda e, _: e.model_engine, cuda_graph_runner=object()), "cuda_graphs"),
-    "prefill graphs": (set_on(lambda e, _: e.model_engine, breakable_cuda_graph_runner=object()), "cuda_graphs"),
-    "LoRA": (set_on(args_of, lora_config=object()), "lora"),
-    "LoRA switch": (set_on(args_of, enable_lora=True), "lora"),
-    "speculation": (set_on(args_of, speculative_config=object()), "speculative_decoding"),
-    "drafter": (set_on(lambda e, _: e, drafter=object()), "speculative_decoding"),
-    "sparse attention": (set_on(args_of, sparse_attention_config=object()), "sparse_attention"),
-    "context parallel": (set_on(args_of, context_parallel_size=2), "context_parallel"),
-    "FlashInfer": (set_on(args_of, attn_backend="FLASHINFER"), "attention_backend"),
-    "plain attention": (set_on(args_of, attn_backend="VANILLA"), "attention_backend"),
-    "unknown settings": (forget("cuda_graph_config"), "settings_unknown"),
-    "unknown engine": (lambda e, _: delattr(e.model_engine, "cuda_graph_runner"), "engine_layout"),
-    "unknown model": (lambda e, _: e.model_engine.model._modules.pop("model"), "model_layout"),
-    "a layer less": (lambda e, _: e.model_engine.model.model.layers.pop(2), "model_layout"),
-    "another wrapper": (set_on(lambda e, _: e.model_engine.model.model, forward=print), "model_patched"),
-    "another attention": (set_on(lambda e, _: attention(e).attn, forward=print), "model_patched"),
-    "MLA": (set_on(lambda e, _: attention(e), kv_lora_rank=512), "mla"),
-    "gated attention": (set_on(lambda e, _: attention(e), attn_output_gate=True), "attention_scaling"),
-    "scaled attention": (set_on(lambda e, _: attention(e), q_scaling=0.0), "attention_scaling"),
-    "attention scaled by layer": (set_on(lambda e, _: attention(e), q_scaling=[1.0, 2.0]), "attention_scaling"),
-    "chunked attention": (set_on(lambda e, _: attention(e), attention_chunk_size=8192), "attention_chunks"),
-    "quantised output": (set_on(lambda e, _: attention(e), has_quant_scale=True), "quantized_attention"),
-    "other heads": (set_on(lambda e, _: attention(e), head_dim=32), "model_layout"),
-    "unlisted blocks": (
-        set_on(lambda e, _: e.kv_cache_manager, get_batch_cache_indices=None),
-        "cache_manager_unknown",
-    ),
-    "layer offsets": (lambda e, _: e.kv_cache_manager.layer_offsets.update({1: 2}), "layer_offsets"),
-}
+def manager(executor):
+    return executor.kv_cache_manager
+
+
+def decoder(executor):
+    return executor.model_engine.model.model
+
+
+def attention(executor):
+    return decoder(executor).layers[1].self_attn
+
+
+NO_EXECUTION = [
+    (set_args(torch_compile_config=object()), "compiled_prefill"),
+    (set_on(engine, _torch_compile_enabled=True), "compiled_prefill"),
+    (set_args(cuda_graph_config=object()), "cuda_graphs"),
+    (set_on(engine, cuda_graph_runner=SimpleNamespace(enabled=True)), "cuda_graphs"),
+    (set_on(engine, cuda_graph_runner=object()), "cuda_graphs"),
+    (set_on(engine, breakable_cuda_graph_runner=object()), "cuda_graphs"),
+    (set_args(lora_config=object()), "lora"),
+    (set_args(enable_lora=True), "lora"),
+    (set_args(speculative_config=object()), "speculative_decoding"),
+    (set_on(lambda e: e, drafter=object()), "speculative_decoding"),
+    (set_args(sparse_attention_config=object()), "sparse_attention"),
+    (set_args(context_parallel_size=2), "context_parallel"),
+    (set_args(attn_backend="FLASHINFER"), "attention_backend"),
+    (set_args(attn_backend="VANILLA"), "attention_backend"),
+    (lambda _, args: delattr(args, "cuda_graph_config"), "settings_unknown"),
+    (lambda e, _: delattr(e.model_engine, "cuda_graph_runner"), "engine_layout"),
+    (lambda e, _: e.model_engine.model._modules.pop("model"), "model_layout"),
+    (lambda e, _: e.model_engine.model.model.layers.pop(2), "model_layout"),
+    (set_on(decoder, forward=print), "model_patched"),
+    (set_on(lambda e: attention(e).attn, forward=print), "model_patched"),
+    (set_on(attention, kv_lora_rank=512), "mla"),
+    (set_on(attention, attn_output_gate=True), "attention_scaling"),
+    (set_on(attention, q_scaling=0.0), "attention_scaling"),
+    (set_on(attention, q_scaling=[1.0, 2.0]), "attention_scaling"),
+    (set_on(attention, attention_chunk_size=8192), "attention_chunks"),
+    (set_on(attention, has_quant_scale=True), "quantized_attention"),
+    (set_on(attention, head_dim=32), "model_layout"),
+    (set_on(manager, get_batch_cache_indices=None), "cache_manager_unknown"),
+    (lambda e, _: e.kv_cache_manager.layer_offsets.update({1: 2}), "layer_offsets"),
+]
 
 
 @pytest.mark.known_defect(13)
-@pytest.mark.parametrize("case", NO_EXECUTION)
-def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path, case):
-    change, reason = NO_EXECUTION[case]
+@pytest.mark.parametrize(("change", "reason"), NO_EXECUTION)
+def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny_qwen2_path, change, reason):
     site = Site(tiny_qwen2_path, change)
     attachment = site.attach()
     assert (attachment.guard_refusal, attachment.execution_refusal) == (None, reason)
-    assert attachment.forward is None
+    assert (attachment.forward, site.runtime.mode) == (None, EngineMode.STOCK)
     assert site.runtime.publication_guard
-    assert site.runtime.mode is EngineMode.STOCK
-    manager = 1  # of the attributes; nothing else may differ
-    after = site.attributes()
-    assert after[:manager] + after[manager + 1 :] == site.before[:manager] + site.before[manager + 1 :]
+    changed = [before != after for before, after in zip(site.before, site.attributes(), strict=True)]
+    assert changed == [index == 1 for index in range(len(changed))]  # the manager alone
     site.worker.close()
     assert site.attributes() == site.before
 
@@ -173,17 +168,16 @@ def make_stubborn(executor, _args):
     executor.kv_cache_manager.__class__ = type("KVCacheManager", (Stubborn,), {})
 
 
-NOTHING = {
-    "a half guard": (make_stubborn, "probe_failed"),
-    "windows by layer": (set_on(lambda e, _: e.kv_cache_manager, is_vswa=True), "sliding_window"),
-    "disaggregated": (set_on(lambda e, _: e, kv_cache_transceiver=object()), "disaggregated"),
-    "ranks that cannot agree": (set_on(args_of, tensor_parallel_size=2), "ranks_unknown"),
-}
-
-
-@pytest.mark.parametrize("case", NOTHING)
-def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, case):
-    change, reason = NOTHING[case]
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (make_stubborn, "probe_failed"),
+        (set_on(manager, is_vswa=True), "sliding_window"),
+        (set_on(lambda e: e, kv_cache_transceiver=object()), "disaggregated"),
+        (set_args(tensor_parallel_size=2), "ranks_unknown"),
+    ],
+)
+def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, change, reason):
     site = Site(tiny_qwen2_path, change)
     attachment = site.attach()
     assert attachment.guard_refusal == reason
@@ -192,18 +186,17 @@ def test_an_engine_that_cannot_be_guarded_is_left_untouched(tiny_qwen2_path, cas
     site.worker.close()
 
 
-OF_ONE_RANK = {
-    "half the guard": (make_stubborn, ("probe_failed", "probe_failed")),
-    "the guard": (lambda e, _: vars(e.kv_cache_manager).update(is_vswa=True), ("sliding_window", "sliding_window")),
-    "the decoder": (lambda e, _: vars(attention(e)).update(kv_lora_rank=512), (None, "mla")),
-}
-
-
-@pytest.mark.parametrize("case", OF_ONE_RANK)
-def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypatch, case):
+@pytest.mark.parametrize(
+    ("change", "refusals"),
+    [
+        (make_stubborn, ("probe_failed", "probe_failed")),
+        (set_on(manager, is_vswa=True), ("sliding_window", "sliding_window")),
+        (set_on(attention, kv_lora_rank=512), (None, "mla")),
+    ],
+)
+def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypatch, change, refusals):
     # Each stand-in holds the whole model, and is no part of a larger one.
     monkeypatch.setattr("semblend_trt.connector.worker.join_ranks", lambda *_: None)
-    change, refusals = OF_ONE_RANK[case]
     sites = [Site(tiny_qwen2_path), Site(tiny_qwen2_path, change)]
 
     def attach(ranks):
@@ -219,9 +212,9 @@ def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypat
 
 
 def test_the_v2_manager_is_guarded_and_no_plan_is_executed(site):
-    stock, manager = site.executor.kv_cache_manager, KVCacheManagerV2()
-    manager.get_unique_primary_pool = stock.get_unique_primary_pool  # type: ignore[attr-defined]
-    site.executor.kv_cache_manager = manager
+    v2 = KVCacheManagerV2()
+    v2.get_unique_primary_pool = site.executor.kv_cache_manager.get_unique_primary_pool
+    site.executor.kv_cache_manager = v2
     attachment = site.attach()
     assert (attachment.guard_refusal, attachment.execution_refusal) == (None, "cache_manager_v2")
 
@@ -246,14 +239,13 @@ def test_without_an_executor_among_the_callers_nothing_is_attached(site, caller)
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
     else:
         caller.register(site)
-    assert site.worker.attachment is not None
     assert site.worker.attachment.guard_refusal == "executor_unknown"
     assert site.attributes() == site.before
 
 
 def test_a_refused_pool_attaches_nothing(site):
-    manager = site.executor.kv_cache_manager
-    manager.pool = manager.pool[:, :, :1].clone()
+    own = manager(site.executor)
+    own.pool = own.pool[:, :, :1].clone()
     assert site.attach().guard_refusal == "pool_layout"
     assert not site.runtime.publication_guard
 
@@ -270,9 +262,9 @@ def pending(site, make_plan):
 
 def test_a_request_that_an_engine_drops_before_its_forward_fails_no_other(pending):
     """`PyExecutor._forward_step` (1.1) frees what it prepared in vain, and tells no connector."""
-    request, manager = LlmRequest(1, list(range(40))), pending.executor.kv_cache_manager
-    manager.add_sequence(request)
-    manager.free_resources(request)
+    request, own = LlmRequest(1, list(range(40))), manager(pending.executor)
+    own.add_sequence(request)
+    own.free_resources(request)
     pending.worker.wait_for_save(None)
     assert pending.runtime.refusal is None
 
@@ -302,3 +294,49 @@ def test_what_only_a_model_or_its_configuration_shows(tiny_llama_path, rope, fus
     parts = ExecutorParts(executor, executor.kv_cache_manager, executor.model_engine)
     facts = replace(facts, rope_parameters=facts.rope_parameters | {"rope_type": rope})
     assert execution_refusal(parts, from_llm_args(LlmArgs(tiny_llama_path, **settings)), facts) == reason
+
+
+def scaled(*scales):
+    layers = [
+        SimpleNamespace(attn=SimpleNamespace(kv_scale_quant_orig=scale, kv_scale_orig_quant=1 / scale))
+        for scale in map(torch.tensor, scales)
+    ]
+    return SimpleNamespace(layers=[SimpleNamespace(self_attn=each) for each in layers])
+
+
+def with_scales(**changes):
+    found = scaled(1.0, 0.5)
+    vars(found.layers[1].self_attn.attn).update(changes)
+    return found
+
+
+def test_each_layer_has_its_own():
+    assert scales_of(scaled(1.0, 0.5, 0.25)) == (1.0, 0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (None, "decoder, NoneType, has no layers"),
+        (SimpleNamespace(layers=[]), "has no layers"),
+        (SimpleNamespace(layers=[SimpleNamespace()]), "layer 0 has no kv_scale_quant_orig"),
+        (with_scales(kv_scale_orig_quant=None), "layer 1 has no kv_scale_orig_quant"),
+        (with_scales(kv_scale_quant_orig=torch.ones(3)), "3 values of kv_scale_quant_orig"),
+        (with_scales(kv_scale_quant_orig=torch.tensor(math.nan)), "kv_scale_quant_orig of nan"),
+        (with_scales(kv_scale_orig_quant=torch.tensor(0.0)), "kv_scale_orig_quant of 0.0"),
+        (with_scales(kv_scale_orig_quant=torch.tensor(1.0)), "times 1.0 and reads it times 0.5"),
+    ],
+)
+def test_a_scale_that_is_none_is_refused_with_its_value(found, told):
+    with pytest.raises(LayoutError, match=told) as refusal:
+        scales_of(found)
+    assert refusal.value.reason == "kv_scales"
+
+
+def test_an_fp8_cache_without_scales_is_refused_by_name(tiny_qwen2_path, caplog):
+    args = LlmArgs(tiny_qwen2_path)
+    executor = executor_of(tiny_qwen2_path, SemBlendKvConnectorWorker(args), kv_dtype=torch.float8_e4m3fn)
+    del executor.model_engine.model.model.layers[1].self_attn.attn.kv_scale_orig_quant
+    executor._maybe_init_kv_connector_manager()
+    assert (runtime_for(args).pool, runtime_for(args).refusal) == (None, "kv_scales")
+    assert "layer 1 has no kv_scale_orig_quant" in caplog.text

@@ -1,9 +1,6 @@
 """Plans in TensorRT-LLM's decoder give what they give in ours, beside any other requests of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.plan import EngineMode, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.runtime import Runtime
-from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, PyExecutor, executor_of
+from tests.engine_wrapper.trtllm.stand_ins import BLOCK, LlmRequest, executor_of
 
 LAYERS = 3
 SIZES = {"num_layers": LAYERS, "block_size": BLOCK}
@@ -42,10 +39,10 @@ class Bench:
 
     def __init__(self, path, **options):
         self.path, facts = path, model_facts(path)
-        self.executor: PyExecutor = executor_of(path, None, **options)
+        self.executor = executor_of(path, None, **options)
         manager = self.executor.kv_cache_manager
         self.runtime = Runtime(pool=PoolFacts(manager.geometry, manager.pool.shape[0], torch.float32))
-        self.decoder: Any = self.executor.model_engine.model.model
+        self.decoder = self.executor.model_engine.model.model
         self.forward = PlannedForward(self.decoder, manager, self.runtime, manager.pool, facts, None)
         self.forward.install()
 
@@ -75,15 +72,14 @@ class Bench:
         """Random KV in the places of the spans, as a donor of another context would leave it."""
         view = pool_view(self.executor.kv_cache_manager.pool, self.executor.kv_cache_manager.geometry)
         generator = torch.Generator().manual_seed(7)
-        for start, end in spans:
-            for position in range(start, end):
-                cell = view[request.blocks[position // BLOCK], :, :, :, position % BLOCK]
-                cell.copy_(torch.randn(cell.shape, generator=generator))
+        for position in (each for start, end in spans for each in range(start, end)):
+            cell = view[request.blocks[position // BLOCK], :, :, :, position % BLOCK]
+            cell.copy_(torch.randn(cell.shape, generator=generator))
 
     def ours(self, *slices):
         """Logits of each slice's last token by our own forward, over a copy of the pool."""
         manager = self.executor.kv_cache_manager
-        model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         forward = SparseForward(model, manager.pool.clone(), manager.geometry)
         works = [replace(work, outputs=1) for work in works_of(slices, LAYERS)]
         return forward.logits(forward(schedule_of(works, LAYERS)))
@@ -101,7 +97,7 @@ QWEN2 = ("qwen2", True, "1.2")
         ("gemma3_text", True, "main"),
         ("gemma3_text", False, "1.2"),
     ],
-    ids=["qwen2-1.2", "llama-main", "glm4_moe-1.2", "smollm3-main", "gemma3-main", "gemma3-1.2"],
+    ids=str,
 )
 def bench(request, tiny_model_paths):
     family, fused, style = request.param
@@ -109,9 +105,7 @@ def bench(request, tiny_model_paths):
 
 
 def assert_close(actual, expected):
-    assert actual.shape == expected.shape
-    difference = (actual - expected).abs().max().item()
-    assert difference < 1e-3, f"largest difference {difference}"
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("bench", [QWEN2], indirect=True)
@@ -139,7 +133,7 @@ def test_what_differs_is_named(bench, caplog, what):
     own, request = bench.forward._stock, bench.request(1, 72)
 
     def otherwise(**options):
-        hidden: torch.Tensor = own(**options)
+        hidden = own(**options)
         if what == "hidden rows":
             return hidden * 1.5
         if what == "KV of layer 1":

@@ -1,27 +1,25 @@
 """Facts equal what the model itself uses; what cannot be moved safely is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModel, PretrainedConfig
+from transformers import AutoConfig, AutoModel, Gemma3Config, Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
-from semblend_trt.connector.model_facts import HARMLESS_FIELDS, model_facts
+from semblend_trt.connector.model_facts import HARMLESS_FIELDS, _of_attention, model_facts
 from semblend_trt.connector.rope_config import rope_parameters, rope_rotation
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -41,7 +39,7 @@ def of_type(model_type, **changes):
     return AutoConfig.for_model(model_type, **SMALL | changes)
 
 
-SUPPORTED: dict[str, PretrainedConfig] = {
+SUPPORTED = {
     "qwen2": of_type("qwen2", rope_parameters=rope("default")),
     "qwen2_yarn": of_type("qwen2", rope_parameters=rope("yarn", **YARN)),
     "qwen3": of_type("qwen3", head_dim=128, rope_parameters=rope("default")),
@@ -153,7 +151,7 @@ PER_LAYER = {"full_attention": rope("default"), "sliding_attention": rope("defau
 NOPE = {"no_rope_layers": [1, 0, 1]}
 FP8_KV = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 OWN_CODE = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
+REFUSED = [
     ("unknown_model_type", LLAMA, {"model_type": "gemma"}),
     ("unknown_model_type", LLAMA, {"model_type": None}),
     ("unknown_architecture", LLAMA, {"architectures": ["OtherForCausalLM"]}),
@@ -187,15 +185,6 @@ REFUSED: list[tuple[str, PretrainedConfig, dict[str, Any]]] = [
     ("geometry", QWEN2, {"num_attention_heads": 0}),
     ("kv_quantized", LLAMA, {"quantization_config": FP8_KV}),
 ]
-
-
-@pytest.mark.known_defect(25)
-@pytest.mark.parametrize(("reason", "config", "changes"), REFUSED)
-def test_what_cannot_be_moved_is_refused_by_name(tmp_path, reason, config, changes):
-    with pytest.raises(UnsupportedModelError) as refused:
-        model_facts(write_config(tmp_path, config, **changes))
-    assert refused.value.reason == reason
-    assert "\n" not in str(refused.value)
 
 
 def test_quantised_weights_are_told_apart(tmp_path):
@@ -263,7 +252,7 @@ OLD_LLAMA3 = {"rope_type": "llama3", **LLAMA3}
 OLD_YARN = {"rope_type": "yarn", **YARN}
 OLD_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 # The fields of a configuration as Transformers 4 writes them.
-OLD: dict[str, dict[str, Any]] = {
+OLD = {
     "default": {"rope_theta": 1e6, "rope_scaling": None},
     "linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama3": {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3},
@@ -280,7 +269,6 @@ def new_form(old):
 
 
 def facts_of(folder, fields, model_type="llama"):
-    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **fields}))
     return model_facts(folder)
 
@@ -318,31 +306,22 @@ def test_a_partial_rotation_in_the_old_form(tmp_path, factor, model_type):
     assert ("partial_rotary_factor" in parameters) == (factor != 1)
 
 
-OLD_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dynamic": ("rope_dynamic", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    "longrope": ("rope_longrope", {"rope_theta": 1e4, "rope_scaling": OLD_LONGROPE}),
-    "mrope": ("rope_multimodal", {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}}),
-    "mrope_beside_the_new_form": (
+OLD_REFUSED = [
+    ("rope_dynamic", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ("rope_longrope", {"rope_theta": 1e4, "rope_scaling": OLD_LONGROPE}),
+    ("rope_multimodal", {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}}),
+    (
         "rope_multimodal",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"type": "mrope"}},
     ),
-    "partial": ("rope_partial", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-    "nested": ("multimodal", {"text_config": {**SIZES, **OLD["default"]}}),
-    "theta_twice": ("rope_unknown", {"rope_theta": 1e4, **new_form(OLD["default"])}),
-    "scaling_twice": ("rope_unknown", {**OLD["linear"], **new_form(OLD["yarn"])}),
-    "yarn_of_no_length": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-    "yarn_truncated_somehow": ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "truncate": 0}}),
-    "two_types": ("rope_unknown", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", **OLD_YARN}}),
-}
-
-
-@pytest.mark.parametrize("kind", OLD_REFUSED)
-def test_the_old_form_is_refused_by_name(tmp_path, kind):
-    reason, fields = OLD_REFUSED[kind]
-    with pytest.raises(UnsupportedModelError) as refused:
-        facts_of(tmp_path, fields)
-    assert refused.value.reason == reason
-    assert "\n" not in str(refused.value)
+    ("rope_partial", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    ("multimodal", {"text_config": {**SIZES, **OLD["default"]}}),
+    ("rope_unknown", {"rope_theta": 1e4, **new_form(OLD["default"])}),
+    ("rope_unknown", {**OLD["linear"], **new_form(OLD["yarn"])}),
+    ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("rope_unknown", {"rope_theta": 1e6, "rope_scaling": {**OLD_YARN, "truncate": 0}}),
+    ("rope_unknown", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", **OLD_YARN}}),
+]
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
@@ -385,3 +364,103 @@ def test_a_value_that_is_no_number_never_makes_a_rotation(kind, values):
         assert all(0 <= each < float("inf") for each in frequencies)
         assert isinstance(values["rope_theta"], (int, float))
     assert reason == "rope_unknown"
+
+
+GEMMA = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "head_dim": 32,
+    "sliding_window": 512,
+    "max_position_embeddings": 4096,
+}
+WITH_IMAGES = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+NESTED = {
+    "full_attention": {**LINEAR, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+GEMMA_FORMS = {
+    "defaults": {},
+    "old": {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
+    "as published": {"rope_scaling": LINEAR, "sliding_window_pattern": 6},
+    "as published of 1b": {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
+    "new": {"rope_parameters": NESTED},
+    "both": {"rope_parameters": NESTED, "rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
+    "another pattern": {"sliding_window_pattern": 3, "rope_local_base_freq": 1e5},
+    "one theta for all": {"rope_theta": 1e4, "rope_local_base_freq": 1e4},
+}
+
+
+@pytest.mark.parametrize("form", GEMMA_FORMS)
+@pytest.mark.parametrize("has_images", [False, True])
+def test_each_attention_has_the_models_own_rotation_and_window(tmp_path, form, has_images):
+    text = GEMMA | GEMMA_FORMS[form]
+    config = {**WITH_IMAGES, "text_config": text, "vision_config": {}} if has_images else text
+    facts = facts_of(tmp_path, config)
+    read = AutoConfig.from_pretrained(tmp_path)
+    read = read.text_config if has_images else read
+    rotary = Gemma3RotaryEmbedding(read)
+    for layer, kind in enumerate(read.layer_types):
+        own = getattr(rotary, f"{kind}_inv_freq").double().tolist()
+        assert facts.rotation.of_layer(layer).inverse_frequencies == tuple(own)
+        assert facts.windows[layer] == (None if kind == "full_attention" else 512)
+    assert facts.model_type == config["model_type"]
+    assert (facts.num_layers, facts.num_heads, facts.kv_heads, facts.head_dim) == (7, 4, 2, 32)
+    assert facts.rope_parameters == read.rope_parameters["full_attention"]
+
+
+def test_gemmas_classes_write_what_is_read(tmp_path):
+    text = Gemma3TextConfig(**GEMMA, rope_parameters=NESTED)
+    text.save_pretrained(tmp_path)
+    alone = model_facts(tmp_path)
+    Gemma3Config(text_config=text.to_dict(), architectures=WITH_IMAGES["architectures"]).save_pretrained(tmp_path)
+    assert model_facts(tmp_path).groups == alone.groups
+    assert len(alone.groups) == 2
+
+
+GEMMA_REFUSED = [
+    ("attention_layout", {**GEMMA, "use_bidirectional_attention": True}),
+    ("attention_layout", {**GEMMA, "attn_logit_softcapping": 50.0}),
+    ("sliding_window", {**GEMMA, "num_hidden_layers": 3}),  # a window in all of them
+    ("rope_unknown", {**GEMMA, "rope_parameters": NESTED, "rope_theta": 1e4}),
+    ("rope_unknown", {**GEMMA, "rope_parameters": NESTED, "rope_local_base_freq": 1e4}),
+    # Transformers 5 reads it as no scaling, and Transformers 4 as one.
+    ("rope_unknown", {**GEMMA, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ("rope_dynamic", {**GEMMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("rope_partial", {**GEMMA, "rope_parameters": {**NESTED, "sliding_attention": {"partial_rotary_factor": 0.5}}}),
+    ("unknown_architecture", {**GEMMA, "architectures": ["Gemma3TextModel"]}),
+    ("unknown_architecture", {**WITH_IMAGES, "architectures": ["Gemma3Model"], "text_config": GEMMA}),
+    ("unknown_architecture", {**WITH_IMAGES, "auto_map": {"AutoModelForCausalLM": "own.Own"}, "text_config": GEMMA}),
+    ("unknown_model_type", {**WITH_IMAGES, "text_config": {**GEMMA, "model_type": "gemma2"}}),
+    ("unknown_model_type", {**WITH_IMAGES}),
+    ("attention_layout", {**WITH_IMAGES, "text_config": {**GEMMA, "use_bidirectional_attention": True}}),
+    ("multimodal", {**WITH_IMAGES, "model_type": "paligemma", "text_config": GEMMA}),
+]
+
+
+def test_gemmas_object_of_transformers_4_is_read_as_one_of_5():
+    raw = GEMMA_FORMS["old"]
+    config = SimpleNamespace(**raw, rope_parameters=None)
+    full, window = (rope_parameters(*_of_attention(f"{kind}_attention", raw, config)) for kind in ("full", "sliding"))
+    assert full == {**LINEAR, "rope_theta": 1e6}
+    assert window == {"rope_type": "default", "rope_theta": 2e4}
+
+
+@pytest.mark.known_defect(25)
+@pytest.mark.parametrize(
+    ("reason", "base", "changes"),
+    [
+        *REFUSED,
+        *((reason, None, {"model_type": "llama", **SIZES, **fields}) for reason, fields in OLD_REFUSED),
+        *((reason, None, fields) for reason, fields in GEMMA_REFUSED),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(tmp_path, reason, base, changes):
+    (tmp_path / "config.json").write_text(json.dumps(changes))
+    with pytest.raises(UnsupportedModelError) as refused:
+        model_facts(tmp_path if base is None else write_config(tmp_path, base, **changes))
+    assert refused.value.reason == reason
+    assert "\n" not in str(refused.value)

@@ -1,6 +1,7 @@
 """Requests are bounded, their plans follow what the engine took, and each report adds up."""
 
-from dataclasses import replace
+import pickle
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,23 +13,23 @@ from semblend_trt.connector.contract import ScheduledRequest
 from semblend_trt.connector.requests import (
     MAX_SILENT_ITERATIONS,
     Iteration,
+    RequestProgress,
     RequestTable,
+    SemBlendConnectorMetadata,
     TrackedRequest,
     donor_generation,
     fit_to_blocks,
     outcome_of,
+    readable_metadata,
     report_of,
     savable_tokens,
 )
-from semblend_trt.donors.offload import SaveIntent
+from semblend_trt.donors.catalog import Tier
+from semblend_trt.donors.offload import OffloadCommands, SaveIntent
+from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.outcome import Outcome
-from semblend_trt.plan import (
-    CheckEvidence,
-    EngineMode,
-    PlanKind,
-    PlanSpan,
-    SpanCheck,
-)
+from semblend_trt.plan import CheckEvidence, EngineMode, PlanKind, PlanSpan, SpanCheck
+from semblend_trt.runtime import Runtime
 from tests.semblend_trt.plans import plan_of
 
 
@@ -46,26 +47,29 @@ def ids(requests):
 @pytest.mark.known_defect(19)
 def test_oldest_request_makes_room():
     table = RequestTable(limit=2)
-    assert table.add(tracked(1)) == []
-    assert table.add(tracked(2)) == []
-    assert ids(table.add(tracked(3))) == [1]
-    assert table.get(1) is None
-    assert len(table) == 2
+    assert [ids(table.add(tracked(each))) for each in (1, 2, 3)] == [[], [], [1]]
+    assert list(table) == [2, 3]
 
 
 def promised(request_id):
     return tracked(request_id, plan=SimpleNamespace(matched_tokens=2))
 
 
-def test_a_request_that_is_silent_is_given_up():
-    table = RequestTable()
-    for request in (tracked(1), tracked(2)):
-        table.add(request)
+@pytest.fixture
+def table():
+    """With requests 1 and 2."""
+    held = RequestTable()
+    held.add(tracked(1))
+    held.add(tracked(2))
+    return held
+
+
+def test_a_request_that_is_silent_is_given_up(table):
     for _ in range(MAX_SILENT_ITERATIONS):
         assert table.begin_iteration() == []
         table.scheduled(2)
     assert ids(table.begin_iteration()) == [1]
-    assert (table.get(1), len(table)) == (None, 1)
+    assert list(table) == [2]
 
 
 def test_what_was_promised_and_not_loaded_is_never_given_up():
@@ -83,10 +87,7 @@ def test_what_was_promised_and_not_loaded_is_never_given_up():
     assert len(table) == 1
 
 
-def test_a_failed_forward_ends_the_requests_that_were_in_it():
-    table = RequestTable()
-    for request in (tracked(1), tracked(2)):
-        table.add(request)
+def test_a_failed_forward_ends_the_requests_that_were_in_it(table):
     table.begin_iteration()
     table.scheduled(1)
     table.scheduled(2)
@@ -95,15 +96,13 @@ def test_a_failed_forward_ends_the_requests_that_were_in_it():
     table.add(promised(3))  # asked about behind the failure
     ended = table.begin_iteration(last_failed=True)
     assert [(request.request_id, request.forward_failed) for request in ended] == [(1, True)]
-    assert [table.get(each) is None for each in (1, 2, 3)] == [True, False, False]
+    assert list(table) == [2, 3]
 
 
-def test_whose_blocks_are_anothers_now_has_ended():
-    table = RequestTable()
-    first, second, third = tracked(1), tracked(2), tracked(3)
-    for request, blocks in ((first, [5, 6, 7]), (second, [5, 8])):
-        table.add(request)
-        table.holds(request, blocks)
+def test_whose_blocks_are_anothers_now_has_ended(table):
+    first, third = table[1], tracked(3)
+    table.holds(first, [5, 6, 7])
+    table.holds(table[2], [5, 8])
     table.add(third)
     assert table.displaced([9], third) == []
     assert table.displaced([6, 7, -1], third) == [first]
@@ -111,7 +110,7 @@ def test_whose_blocks_are_anothers_now_has_ended():
     assert table.displaced([6, 7], third) == []
     table.pop(2)
     assert table.displaced([5, 8], third) == []  # it has ended, and was told of
-    assert ids([table.get(3)]) == [3]
+    assert list(table) == [3]
 
 
 PROMPT, BLOCK = 100, 8
@@ -119,16 +118,10 @@ BLOCKS = list(range(50, 63))
 
 
 def savable(matched=0):
-    plan = None
+    plan, terms = None, {"prompt": PROMPT, "block_size": BLOCK, "mode": EngineMode.STOCK}
     if matched:
-        plan = plan_of(
-            PlanSpan("donor-1", 0, 0, matched, exact=True),
-            request_id=7,
-            kind=PlanKind.EXACT_PREFIX,
-            prompt=PROMPT,
-            block_size=BLOCK,
-            mode=EngineMode.STOCK,
-        )
+        span = PlanSpan("donor-1", 0, 0, matched, exact=True)
+        plan = plan_of(span, request_id=7, kind=PlanKind.EXACT_PREFIX, **terms)
     return tracked(7, PROMPT, plan=plan, intent=SaveIntent(7, "donor", PROMPT + 20))
 
 
@@ -262,8 +255,8 @@ def test_deltas_that_are_told_twice_are_not_saved():
 
 
 def test_a_request_without_blocks_or_that_no_worker_follows_is_not_saved():
-    assert savable_tokens(followed(), [], BLOCK) == 0
     request = followed()
+    assert savable_tokens(request, [], BLOCK) == 0
     request.is_followed = False
     assert savable_tokens(request, BLOCKS, BLOCK) == 0
 
@@ -323,12 +316,12 @@ def test_outcomes(fields, outcome, reason):
     assert outcome_of(planned(**fields)) == (outcome, reason)
 
 
-# reused, computed holes, offered, checked, recomputed, largest kept
 @pytest.mark.parametrize(
     ("fields", "figures"),
     [
         ({"reason": "low_reuse", "runs_found": 1}, (0, 0, 0, 0, 0, 0.0)),
         ({"plan": plan()}, (50, 10, 50, 0, 0, 0.0)),
+        ({"plan": plan(), "evidence": EVIDENCE}, (50, 10, 50, 0, 0, 0.0)),  # of no check of its own
         ({"plan": plan(recompute_boundary_layer=2)}, (50, 10, 50, 0, 0, 0.0)),
         ({"plan": plan(recompute_boundary_layer=3)}, (0, 60, 50, 0, 50, 0.0)),
         ({"plan": plan(spans=WITH_EXACT, recompute_boundary_layer=3)}, (15, 45, 55, 0, 40, 0.0)),
@@ -346,14 +339,8 @@ def test_outcomes(fields, outcome, reason):
 )
 def test_figures(fields, figures):
     report = report_of(planned(computed=10, **fields))
-    assert (
-        report.reused_tokens,
-        report.computed_holes,
-        report.offered_tokens,
-        report.checked_tokens,
-        report.recomputed_tokens,
-        report.largest_kept,
-    ) == figures
+    names = "reused_tokens computed_holes offered_tokens checked_tokens recomputed_tokens largest_kept"
+    assert tuple(getattr(report, name) for name in names.split()) == figures
 
 
 @given(
@@ -385,6 +372,117 @@ def test_a_report_has_the_outcome_and_its_tokens_add_up(checked, told, is_droppe
         assert report.reused_tokens == 0
 
 
-def test_evidence_of_a_plan_without_a_check_is_ignored():
-    request = planned(plan=plan(), computed=10)
-    assert report_of(request) == report_of(replace(request, evidence=EVIDENCE))
+SENT_PLAN = plan_of(
+    PlanSpan("donor-1", 0, 4, 16), request_id=7, computed=4, blocks=(1, 2, 3), check=SpanCheck(1, threshold=0.1)
+)
+WHOLE = SemBlendConnectorMetadata(
+    plans=(SENT_PLAN,),
+    followed=(7,),
+    progress=(RequestProgress(7, (1, 2, 3), 20, True),),
+    forgotten=(5,),
+    commands=OffloadCommands(drops=["a"], promotions=["b"], saves=[SaveIntent(7, "donor", 100, Tier.DEVICE, True)]),
+)
+
+
+def unsigned(metadata):
+    """As a version that does not know the last field would pickle it."""
+    blank = object.__new__(SemBlendConnectorMetadata)
+    for each in fields(metadata)[:-1]:
+        object.__setattr__(blank, each.name, getattr(metadata, each.name))
+    return blank
+
+
+def test_metadata_of_this_version_is_taken_as_it_is():
+    runtime = Runtime()
+    sent = pickle.loads(pickle.dumps(WHOLE))
+    assert readable_metadata(sent, runtime) is sent
+    assert sent == WHOLE
+    assert readable_metadata(SemBlendConnectorMetadata(), runtime) is not None
+    assert readable_metadata(None, runtime) is None
+    assert (runtime.faults, runtime.refusal) == ({}, None)
+
+
+@pytest.mark.parametrize("told", [{"followed": ()}, "garbage", replace(WHOLE, plans=(), version="0.0.0")])
+def test_metadata_of_another_version_is_counted_and_ends_reuse(told):
+    runtime = Runtime()
+    assert readable_metadata(told, runtime) is None
+    assert readable_metadata(unsigned(replace(WHOLE, plans=())), runtime) is None
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 2}, "metadata_version")
+
+
+@pytest.mark.parametrize("told", [replace(WHOLE, version="0.0.0"), unsigned(WHOLE)])
+def test_plans_of_another_version_are_no_plans_to_serve_from(told):
+    runtime = Runtime()
+    with pytest.raises(DonorUnavailableError, match="plans are of another version"):
+        readable_metadata(told, runtime)
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 1}, "metadata_version")
+
+
+def forged(value, *path):
+    """The metadata with `value` at the end of a path of fields and indices, as bytes that no constructor has seen."""
+    sent = pickle.loads(pickle.dumps(WHOLE))
+    *steps, last = path
+    owner = sent
+    for step in steps:
+        owner = owner[step] if isinstance(step, int) else getattr(owner, step)
+    object.__setattr__(owner, last, value)
+    return pickle.loads(pickle.dumps(sent))
+
+
+NO_COUNTS = (-1, 1.5, "7", None, [1])
+SPAN, RULE = ("plans", 0, "spans", 0), ("plans", 0, "execution", "check")
+COUNTS = [
+    *((*SPAN, name) for name in ("donor_start", "target_start", "length", "generation")),
+    *(("plans", 0, name) for name in ("num_computed_tokens", "matched_tokens", "block_size")),
+    *(("plans", 0, "execution", name) for name in ("num_layers", "recompute_boundary_layer", "head_tokens")),
+    *((*RULE, name) for name in ("layer", "window_tokens", "sample_every")),
+    *(("commands", "saves", 0, name) for name in ("max_tokens", "generation")),
+]
+
+
+@pytest.mark.parametrize("path", COUNTS, ids=lambda path: path[-1])
+@pytest.mark.parametrize("value", NO_COUNTS)
+def test_a_forged_number_is_refused(path, value):
+    assert_refused(forged(value, *path))
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (1 << 20, (*SPAN, "target_start")),  # behind the prompt, and behind its blocks
+        (1 << 20, (*SPAN, "length")),
+        (0, (*SPAN, "length")),
+        (0, ("plans", 0, "block_size")),
+        (99, (*RULE, "layer")),
+        ((1, 1, 2), ("plans", 0, "target_block_ids")),
+        ((1, -2, 3), ("plans", 0, "target_block_ids")),
+        ((1,), ("plans", 0, "target_block_ids")),
+        (None, ("plans", 0, "prompt_token_ids")),
+        (None, ("plans", 0, "execution")),
+        (7, ("plans", 0, "spans")),
+        ("nowhere", ("commands", "saves", 0, "tier")),
+        (7, ("commands", "saves", 0, "donor_id")),
+        (("x",), ("forgotten",)),
+        ((None,), ("grown",)),
+        ((RequestProgress(7, ("x",), 20, True),), ("progress",)),
+        ((RequestProgress(7, (1,), -20, True),), ("progress",)),
+        ((RequestProgress("7", (1,), 20, True),), ("progress",)),
+        (OffloadCommands(fetches=[3]), ("commands",)),
+        (None, ("commands",)),
+    ],
+)
+def test_a_forged_value_is_refused(value, path):
+    assert_refused(forged(value, *path))
+
+
+def assert_refused(told):
+    runtime = Runtime()
+    with pytest.raises(DonorUnavailableError):
+        readable_metadata(told, runtime)
+    assert (runtime.faults, runtime.refusal) == ({"metadata": 1}, "metadata_version")
+
+
+def test_what_an_engine_may_send_is_no_forgery():
+    # Blocks outside of a window, and numbers of dummy requests.
+    progress = (RequestProgress(-3, (4, -1), 20, True), RequestProgress((1 << 64) - 1, (), 20, False))
+    assert readable_metadata(forged(progress, "progress"), Runtime()) is not None

@@ -11,14 +11,11 @@ import torch
 from engine_wrapper.embedded.llm_args import LlmArgs
 from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
-from semblend_trt.connector.metadata import RequestProgress, SemBlendConnectorMetadata
+from semblend_trt.connector.requests import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SavedDonor, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
-from semblend_trt.plan import (
-    EngineMode,
-    PlanSpan,
-)
+from semblend_trt.plan import EngineMode, PlanSpan
 from semblend_trt.runtime import runtime_for
 from tests.conftest import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv, whole
@@ -34,10 +31,9 @@ def args(tiny_qwen2_path):
 
 @pytest.fixture
 def worker(args):
-    built = SemBlendKvConnectorWorker(args)
-    built.register_kv_caches(pool())
-    yield built
-    built.close()
+    worker = built(args)
+    yield worker
+    worker.close()
 
 
 def pool(dtype=torch.float32, block=BLOCK):
@@ -45,9 +41,14 @@ def pool(dtype=torch.float32, block=BLOCK):
     return torch.randn(32, LAYERS, 2, KV_HEADS * block * HEAD_DIM).to(dtype)
 
 
-def step(worker, **fields):
+def begin(worker, **fields):
+    """An iteration whose forward fails: no save is waited for."""
     worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
     worker.start_load_kv(None)
+
+
+def step(worker, **fields):
+    begin(worker, **fields)
     worker.wait_for_save(None)
 
 
@@ -59,13 +60,20 @@ def saved(worker, request_id):
     return done
 
 
-def follow(worker, request_id, blocks, written, max_tokens=100):
+def follow(worker, request_id, blocks, written, max_tokens=100, tier=Tier.HOST, **commands):
+    intent = SaveIntent(request_id, f"donor-{request_id}", max_tokens, tier)
     step(
         worker,
         followed=(request_id,),
-        commands=OffloadCommands(saves=[SaveIntent(request_id, f"donor-{request_id}", max_tokens)]),
+        commands=OffloadCommands(saves=[intent], **commands),
         progress=(RequestProgress(request_id, blocks, written, True),),
     )
+
+
+def built(args, caches=None):
+    worker = SemBlendKvConnectorWorker(args)
+    worker.register_kv_caches(pool() if caches is None else caches)
+    return worker
 
 
 def reuse(mode=EngineMode.WRAPPER):
@@ -78,22 +86,18 @@ def reuse(mode=EngineMode.WRAPPER):
     "unknown",
     [
         torch.zeros(4, LAYERS + 1, 2, KV_HEADS * BLOCK * HEAD_DIM),
-        torch.zeros(4, LAYERS, 1, KV_HEADS * BLOCK * HEAD_DIM),
-        torch.zeros(4, LAYERS, 2, KV_HEADS * BLOCK * HEAD_DIM + 1),
-        torch.zeros(4, LAYERS, 2, KV_HEADS, BLOCK, HEAD_DIM),
         torch.zeros(4, LAYERS, 2, KV_HEADS * BLOCK * HEAD_DIM, dtype=torch.int8),
     ],
 )
 def test_unknown_pool_is_a_refusal(args, unknown):
-    worker = SemBlendKvConnectorWorker(args)
-    worker.register_kv_caches(unknown)
+    worker = built(args, unknown)
     runtime = runtime_for(args)
     assert (runtime.pool, runtime.refusal) == (None, "pool_layout")
     assert worker.get_finished([], []) == ([], [])
 
 
 def test_fp8_is_a_refusal_where_nothing_tells_its_scales(args, caplog):
-    SemBlendKvConnectorWorker(args).register_kv_caches(pool(torch.float8_e4m3fn))
+    built(args, pool(torch.float8_e4m3fn))
     assert (runtime_for(args).pool, runtime_for(args).refusal) == (None, "kv_scales")
     assert "set connector_module to engine_wrapper.connector" in caplog.text
 
@@ -101,9 +105,7 @@ def test_fp8_is_a_refusal_where_nothing_tells_its_scales(args, caplog):
 @pytest.mark.parametrize(("block", "refusal"), [(32, None), (33, "window_below_block")])
 def test_a_window_shorter_than_a_block_is_a_refusal(tmp_path, block, refusal):
     args = LlmArgs(model=str(save_tiny_model("gpt_oss", tmp_path)))
-    worker = SemBlendKvConnectorWorker(args)
-    assert worker.facts.windows == (32, None, 32)
-    worker.register_kv_caches(torch.zeros(4, 3, 2, 2 * block * 16))
+    assert built(args, torch.zeros(4, 3, 2, 2 * block * 16)).facts.windows == (32, None, 32)
     runtime = runtime_for(args)
     assert (runtime.pool is None, runtime.refusal) == (refusal is not None, refusal)
 
@@ -182,10 +184,9 @@ def test_a_save_ends_with_its_exact_part_or_where_a_block_cannot_be_the_requests
 @pytest.fixture(params=["1.2", "main"])
 def early(tiny_qwen2_path, request):
     """A worker of an engine that gives a request's blocks to others while they are saved."""
-    built = SemBlendKvConnectorWorker(LlmArgs(model=tiny_qwen2_path, contract=request.param))
-    built.register_kv_caches(pool())
-    yield built
-    built.close()
+    worker = built(LlmArgs(model=tiny_qwen2_path, contract=request.param))
+    yield worker
+    worker.close()
 
 
 @contextmanager
@@ -237,12 +238,6 @@ def test_blocks_are_held_where_the_engine_shows_it(tiny_qwen2_path, contract, ha
     assert runtime_for(args).pool.holds_saved_blocks == held
     assert (worker.saver._snapshots is None) == held
     worker.close()
-
-
-def begin(worker, **fields):
-    """An iteration whose forward fails: no save is waited for."""
-    worker.bind_connector_meta(SemBlendConnectorMetadata(**fields))
-    worker.start_load_kv(None)
 
 
 def test_what_a_failed_forward_was_to_write_is_not_kept(worker, args):
@@ -319,8 +314,7 @@ def test_loads_are_idempotent_and_touch_only_their_span(worker, args):
     step(worker, plans=(reuse(),))
     assert torch.equal(once, worker.loader._pool)
     assert len(runtime_for(args).active_plans) == 1
-    before, after = (tensor.unflatten(3, (KV_HEADS, BLOCK, HEAD_DIM)) for tensor in (pool(), once))
-    changed = (before != after).any(-1).any(-2).any(2).any(1).nonzero().tolist()
+    changed = (blocks_of(pool()) != blocks_of(once)).any(-1).any(-2).any(2).any(1).nonzero().tolist()
     assert {(block, slot) for block, slot in changed} == {(20 + p // BLOCK, p % BLOCK) for p in range(4, 20)}
 
 
@@ -364,40 +358,23 @@ def test_foreign_metadata_and_the_layer_hooks_do_nothing(worker):
 def two_tiers(args, monkeypatch):
     """A worker with an arena of three blocks."""
     monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(3 * LAYERS * 2 * KV_HEADS * BLOCK * HEAD_DIM * 4))
-    built = SemBlendKvConnectorWorker(args)
-    built.register_kv_caches(pool())
-    yield built
-    built.close()
-
-
-def keep_on_device(worker, request_id, blocks, written):
-    intent = SaveIntent(request_id, f"donor-{request_id}", 100, Tier.DEVICE)
-    step(
-        worker,
-        followed=(request_id,),
-        progress=(RequestProgress(request_id, blocks, written, True),),
-        commands=OffloadCommands(saves=[intent]),
-    )
-    saved(worker, request_id)
+    worker = built(args)
+    yield worker
+    worker.close()
 
 
 def test_offloads_make_room_for_the_save_of_the_same_metadata(two_tiers, args):
-    keep_on_device(two_tiers, 1, (3, 5), 16)
-    step(
-        two_tiers,
-        commands=OffloadCommands(
-            offloads=["donor-1", "donor-unknown"], saves=[SaveIntent(2, "donor-2", 100, Tier.DEVICE)]
-        ),
-        followed=(2,),
-        progress=(RequestProgress(2, (6, 7, 8), 24, True),),
-    )
+    follow(two_tiers, 1, (3, 5), 16, tier=Tier.DEVICE)
+    saved(two_tiers, 1)
+    follow(two_tiers, 2, (6, 7, 8), 24, tier=Tier.DEVICE, offloads=["donor-1", "donor-unknown"])
     saved(two_tiers, 2)
     assert ("donor-1" in two_tiers.store.host, "donor-2" in two_tiers.store.device) == (True, True)
     assert [each.error for each in runtime_for(args).saved] == [None, None]
 
 
 def test_what_is_dropped_is_not_offloaded(two_tiers):
-    keep_on_device(two_tiers, 1, (3, 5), 16)
+    follow(two_tiers, 1, (3, 5), 16, tier=Tier.DEVICE)
+    saved(two_tiers, 1)
     step(two_tiers, commands=OffloadCommands(drops=["donor-1"], offloads=["donor-1"]))
     two_tiers.get_finished([], [])
     two_tiers.saver.drain()
@@ -407,9 +384,9 @@ def test_what_is_dropped_is_not_offloaded(two_tiers):
 def test_donor_lost_on_its_way_down_is_told(args, monkeypatch):
     monkeypatch.setenv("SEMBLEND_DEVICE_BYTES", str(1 << 20))
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "100")
-    worker = SemBlendKvConnectorWorker(args)
-    worker.register_kv_caches(pool())
-    keep_on_device(worker, 1, (3, 5), 16)
+    worker = built(args)
+    follow(worker, 1, (3, 5), 16, tier=Tier.DEVICE)
+    saved(worker, 1)
     step(worker, commands=OffloadCommands(offloads=["donor-1"]))
     worker.get_finished([], [])
     worker.saver.drain()

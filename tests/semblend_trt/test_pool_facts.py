@@ -1,32 +1,28 @@
 """A pool of the model's KV is known by its shape, dtype and strides, and anything else is none."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.layout import LayeredPool
-from semblend_trt.connector.pool_geometry import described, geometry_of, needs_scales
+from kernels.layout import KvGeometry, LayeredPool
+from semblend_trt.pool_facts import geometry_of, needs_scales
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
 ROW = KV_HEADS * HEAD_DIM * BLOCK
-FACTS = SimpleNamespace(num_layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_factor=2)
+SIZES = KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, 1)
 
 
 def test_a_pool_and_a_part_of_a_larger_one():
     whole = torch.zeros(4, LAYERS + 2, 2, ROW)
     for pool in (torch.zeros(4, LAYERS, 2, ROW), whole[:, 1 : 1 + LAYERS], whole[::2, :LAYERS]):
-        geometry = geometry_of(pool, FACTS, 1)
-        assert (geometry.num_layers, geometry.kv_heads, geometry.head_dim, geometry.block_size) == (3, 2, 16, 8)
-    assert geometry_of(torch.zeros(4, LAYERS, 2, ROW), FACTS, 2).block_size == 2 * BLOCK
+        assert geometry_of(pool, SIZES) == KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, BLOCK)
 
 
 @pytest.mark.parametrize(("dtype", "is_scaled"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)])
 def test_one_tensor_in_fp8_needs_scales(dtype, is_scaled):
     pool = torch.zeros(4, LAYERS, 2, ROW, dtype=dtype)
-    assert geometry_of(pool, FACTS, 1).block_size == BLOCK
+    assert geometry_of(pool, SIZES).block_size == BLOCK
     assert needs_scales(pool) == is_scaled
     apart = torch.zeros(LAYERS, 4, KV_HEADS, BLOCK, HEAD_DIM, dtype=dtype).unbind()
     assert not needs_scales(LayeredPool(apart, apart))
@@ -49,10 +45,9 @@ def test_one_tensor_in_fp8_needs_scales(dtype, is_scaled):
         torch.zeros(ROW, LAYERS, 2, 4).permute(3, 1, 2, 0),
         torch.zeros(4, LAYERS, 2, 2 * ROW)[..., ::2],
     ],
-    ids=lambda pool: described(pool),
 )
 def test_what_is_no_pool(pool):
-    assert geometry_of(pool, FACTS, 1) is None
+    assert geometry_of(pool, SIZES) is None
 
 
 @given(st.lists(st.integers(0, 3 * ROW), min_size=3, max_size=3), st.integers(1, 2))
@@ -60,5 +55,5 @@ def test_strides_that_are_taken_name_no_place_twice(strides, row_stride):
     shape, strides = (3, LAYERS, 2, ROW), (*strides, row_stride)
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     pool = torch.arange(reach, dtype=torch.float32).as_strided(shape, strides)
-    if geometry_of(pool, FACTS, 1) is not None:
+    if geometry_of(pool, SIZES) is not None:
         assert pool.unique().numel() == pool.numel()
