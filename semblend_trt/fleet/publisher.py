@@ -32,7 +32,7 @@ from semblend_trt.fleet.wire import (
     donor_digest,
     token_digest,
 )
-from semblend_trt.metrics_folder import count_here_where_unwritable
+from semblend_trt.metrics import count_here_where_unwritable
 from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
