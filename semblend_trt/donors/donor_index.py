@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, Tier
 from semblend_trt.donors.device_tier import arena_blocks
 from semblend_trt.donors.disk_tier import DonorText, file_bytes
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind, OffloadQueue, SaveIntent
 from semblend_trt.donors.texts import DonorTexts
 from semblend_trt.errors import CapacityError
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections import deque

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from semblend_trt.background import Background
+from semblend_trt.background import Background, OnceAMinute
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.disk_tier import DonorFileError, DonorText
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
