@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.outcome import Outcome
-from semblend_trt.reasons import FAULTS, counted_as
+from semblend_trt.outcome import FAULTS, Outcome, counted_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

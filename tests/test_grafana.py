@@ -17,7 +17,7 @@ from promql_parser import AggregateExpr, BinaryExpr, Call, MatrixSelector, Paren
 from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.metrics import Series
-from semblend_trt.reasons import FAULTS, REASONS
+from semblend_trt.outcome import FAULTS, REASONS
 from tests.pages import ROOT, Page, code_in
 from tests.test_metrics_page import series
 

@@ -25,7 +25,7 @@ from engine_wrapper.trtllm.planned_forward import PlannedForward
 from semblend_trt.connector.eligibility import decoder_refusal, rotates_otherwise
 from semblend_trt.connector.pool_geometry import needs_scales
 from semblend_trt.connector.weights import Weights
-from semblend_trt.reasons import Scope, advice
+from semblend_trt.outcome import Scope, advice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -205,7 +205,7 @@ def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm:
     """Variables that are not read, and settings that switch reuse off. `options`: what the options of another engine
     than TensorRT-LLM give of the settings."""
     from semblend_trt.config import settings_in_use, unknown_variables, why_ignored
-    from semblend_trt.reasons import advice
+    from semblend_trt.outcome import advice
 
     for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:

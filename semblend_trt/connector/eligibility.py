@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from semblend_trt.connector.attention_layout import LLAMA4, halved
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from semblend_trt.outcome import Scope, advice
 from semblend_trt.policy import ReusePolicy, allows_reuse, terms_of
-from semblend_trt.reasons import Scope, advice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

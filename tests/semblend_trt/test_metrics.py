@@ -17,8 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.donors.donor_index import HeldDonors
 from semblend_trt.metrics import TOKEN_KINDS, metrics_for
-from semblend_trt.outcome import Outcome, ReuseReport
-from semblend_trt.reasons import FAULTS, OTHER_REASON
+from semblend_trt.outcome import FAULTS, OTHER_REASON, Outcome, ReuseReport
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
 CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
