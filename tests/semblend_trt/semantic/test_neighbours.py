@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
@@ -21,8 +24,7 @@ from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import TEXT_EVENTS, metrics_for
 from semblend_trt.semantic.embedders import embedder_for
-from semblend_trt.semantic.index import SemanticIndex
-from semblend_trt.semantic.neighbours import Neighbours, neighbours_for
+from semblend_trt.semantic.neighbours import Neighbours, SemanticIndex, neighbours_for
 from tests.semblend_trt import samples
 from tests.semblend_trt.engine_specs import engine
 
@@ -322,3 +324,44 @@ def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, mode
     assert made.nearest(1, text(1)) == []
     assert made.neighbours.refusal is not None
     made.neighbours.close()
+
+
+# -- the index against a plain search ---------------------------------------------------------------------------------
+
+DIM = 32
+
+
+def unit(seed):
+    vector = np.random.default_rng(seed).standard_normal(DIM).astype(np.float32)
+    return vector / np.linalg.norm(vector)
+
+
+class AgainstPlainSearch(RuleBasedStateMachine):
+    """Adds, replaces and removes in any order; a search is exact but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.index = SemanticIndex()
+        self.held = {}
+
+    @rule(key=st.sampled_from("ab"), name=st.integers(0, 30), seed=st.integers(0, 10_000))
+    def add(self, key, name, seed):
+        self.held[str(name)] = (key, unit(seed))
+        self.index.add(key, str(name), unit(seed))
+
+    @rule(name=st.integers(0, 30))
+    def remove(self, name):
+        assert self.index.remove(str(name)) == (self.held.pop(str(name), None) is not None)
+
+    @rule(key=st.sampled_from("abc"), seed=st.integers(0, 10_000), count=st.integers(1, 8))
+    def find(self, key, seed, count):
+        query = unit(seed)
+        expected = sorted((float(vector @ query) for owner, vector in self.held.values() if owner == key), reverse=True)
+        found = self.index.find(key, query, count)
+        assert len(found) == min(count, len(expected))
+        np.testing.assert_allclose([similarity for _, similarity in found], expected[:count], atol=1e-3)
+        assert all(self.held[entry_id][0] == key for entry_id, _ in found)
+
+
+AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TestAgainstPlainSearch = AgainstPlainSearch.TestCase

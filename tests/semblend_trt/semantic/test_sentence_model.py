@@ -8,7 +8,7 @@ import torch
 
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic import export_embedder
+from semblend_trt.semantic import sentence_model as command
 from semblend_trt.semantic.embedders import OnnxEmbedder, embedder_for
 from semblend_trt.semantic.sentence_model import GRAPH_FILE, graph_of, sentence_model
 
@@ -31,7 +31,7 @@ def exported(tmp_path_factory):
     except ConfigurationError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("embedder")
-    assert export_embedder.main([str(folder)]) == 0
+    assert command.main([str(folder)]) == 0
     return folder
 
 
@@ -96,24 +96,24 @@ def test_without_cuda_onnx_gpu_names_its_extra():
 
 def test_the_command_says_what_is_missing(tmp_path, capsys):
     (source := tmp_path / "\x1b[2J").mkdir()
-    assert export_embedder.main([str(tmp_path / "out"), "--model", str(source)]) == 2
+    assert command.main([str(tmp_path / "out"), "--model", str(source)]) == 2
     told = capsys.readouterr().err
     assert "model.safetensors" in told
-    assert told.startswith(export_embedder.PROGRAM)
+    assert told.startswith(command.PROGRAM)
     assert told.count("\n") == 1
     assert "\\x1b[2J" in told
     with pytest.raises(SystemExit) as ended:
-        export_embedder.main(["folder", "--model", ""])
+        command.main(["folder", "--model", ""])
     assert ended.value.code == 2
 
 
 def test_the_command_prints_its_folder_escaped_and_ends_with_130(exported, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_embedder, "export", lambda model, path: path.parent.mkdir())
-    assert export_embedder.main([str(tmp_path / "out\x1b[2J"), "--model", str(exported)]) == 0
+    monkeypatch.setattr(command, "export", lambda model, path: path.parent.mkdir())
+    assert command.main([str(tmp_path / "out\x1b[2J"), "--model", str(exported)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/out\\x1b[2J\n"
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_embedder, "export", interrupted)
-    assert export_embedder.main([str(tmp_path / "out"), "--model", str(exported)]) == 130
+    monkeypatch.setattr(command, "export", interrupted)
+    assert command.main([str(tmp_path / "out"), "--model", str(exported)]) == 130
