@@ -68,18 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Listens and prints. Raises SemBlendError when it cannot listen."""
     from semblend_trt.fleet.directory import Directory
 
-    seen = _Seen()
-    # Its clock stands, so that workers that fall silent stay in the report.
+    seen, is_tail = _Seen(), arguments.action == "tail"
+    # Its clock does not run, so that workers that fall silent stay in the report.
     directory = Directory(clock=lambda: 0.0, on_problem=seen.note)
-    is_tail = arguments.action == "tail"
 
     def show(payload: bytes, sender: str | None) -> None:
         seen.messages, seen.size = seen.messages + 1, seen.size + len(payload)
-        verdict = directory.observe(payload, sender)
-        if is_tail and verdict is None:
-            _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
-        elif is_tail:
+        is_event = directory.observe(payload, sender) is not None
+        if is_tail and is_event:
             _say(_line(payload, as_json=arguments.json))
+        elif is_tail:
+            _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
 
     asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks=not is_tail))
     if is_tail:
@@ -95,9 +94,10 @@ def _options(arguments: argparse.Namespace) -> ConnectionOptions:
 
     given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
     given = {name: value for name, value in given.items() if value is not None}
-    options = ConnectionOptions.of(load_settings(**given)) or ConnectionOptions.of(
-        load_settings(**given, nats_url=DEFAULT_URL)
-    )
+    settings = load_settings(**given)
+    if settings.nats_url is None:
+        settings = load_settings(**given, nats_url=DEFAULT_URL)
+    options = ConnectionOptions.of(settings)
     assert options is not None
     # Reading needs no stream: what is published to one goes to every subscriber as well.
     return replace(options, stream=None)
@@ -131,9 +131,9 @@ async def _listen(
 
     try:
         client = await connect_client(options, closed_cb=closed, name="semblend-trt events")
-    except ConfigurationError:
-        raise
     except Exception as error:
+        if isinstance(error, ConfigurationError):
+            raise
         servers = masked(",".join(options.servers))
         raise SemBlendError(
             f"NATS is out of reach at {servers} ({type(error).__name__}); start it, or give its address with --url"

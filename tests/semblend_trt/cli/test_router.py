@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from semblend_trt.cli import router as command
 from semblend_trt.cli.main import main
+from semblend_trt.cli.router import settings_of
 from semblend_trt.fleet.router.config import load_config
 
 TABLES = '[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
@@ -28,7 +28,7 @@ def write(tmp_path, tiny_qwen2_path, monkeypatch):
 
 
 def nats_of(path):
-    return command._nats(command._settings(load_config(path)))
+    return settings_of(load_config(path))[1]
 
 
 def test_a_configuration_that_holds_is_told(write, capsys):
@@ -71,7 +71,7 @@ def test_events_are_read_where_the_file_says_else_where_the_settings_say(write, 
 
 def test_the_sample_is_the_files_else_the_settings(write, monkeypatch):
     monkeypatch.setenv("SEMBLEND_AUDIT_SAMPLE", "0.5")
-    shares = [command._settings(load_config(write(line))).audit_sample for line in ("", "audit_sample = 0.25")]
+    shares = [settings_of(load_config(write(line)))[0].audit_sample for line in ("", "audit_sample = 0.25")]
     assert shares == [0.5, 0.25]
 
 
