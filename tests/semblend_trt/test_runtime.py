@@ -1,11 +1,8 @@
 """One runtime an engine; a plan in it runs once, and a layer is waited for once."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,13 +23,7 @@ class LlmArgs:
     def __eq__(self, other):
         return isinstance(other, LlmArgs)
 
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Engine:
-    def __init__(self, llm_args):
-        self.llm_args = llm_args
-        self.itself: Any = self
+    __hash__ = None
 
 
 def test_same_arguments_share_a_runtime_and_equal_ones_do_not():
@@ -87,7 +78,8 @@ def test_a_scheduler_that_fails_is_counted():
 
 def test_a_runtime_ends_with_its_arguments_which_their_engine_may_hold():
     llm_args = LlmArgs()
-    engine = Engine(llm_args)
+    engine = LlmArgs()
+    engine.llm_args, engine.itself = llm_args, engine
     runtime_for(llm_args).engine = engine
     assert runtime_for(llm_args).engine is engine
     gone, plans = weakref.ref(llm_args), weakref.ref(runtime_for(llm_args).active_plans)
@@ -136,14 +128,10 @@ def test_limit_outlives_the_plan_until_the_blocks_are_released():
     assert (plans.publishable(2, 60), plans.withholds(2)) == (4, True)
 
 
-def test_exact_plan_has_no_limit_and_lifts_none():
-    plans = active(plan(1, exact=True), plan(2), plan(2, exact=True))
-    assert (plans.publishable(1, 60), plans.publishable(2, 60), plans.publishable(3, 60)) == (60, 4, 60)
-
-
-def test_stock_plan_leaves_its_limit_but_waits_for_no_forward():
-    plans = active(plan(1, mode=EngineMode.STOCK))
-    assert (plans.take(1), plans.publishable(1, 60)) == (None, 4)
+def test_exact_plan_has_no_limit_and_a_stock_plan_waits_for_no_forward():
+    plans = active(plan(1, exact=True), plan(2), plan(2, exact=True), plan(4, mode=EngineMode.STOCK))
+    assert [plans.publishable(number, 60) for number in (1, 2, 3, 4)] == [60, 4, 60, 4]
+    assert plans.take(4) is None
 
 
 def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing():
