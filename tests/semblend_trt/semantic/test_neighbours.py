@@ -218,8 +218,7 @@ def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, 
 
 def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, caplog, neighbours_of):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    made = neighbours_of()
-    made.drain()
+    neighbours_of().drain()
     expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
     assert caplog.messages == [expected]
 
@@ -273,47 +272,45 @@ def test_the_thread_ends_with_the_last_reference(records):
 class Scheduled(Records):
     """Neighbours as the scheduler has them, with the tokenizer of the shipped model."""
 
-    def __init__(self, path, model=MODEL, **overrides):
+    def __init__(self, path, model=MODEL):
         super().__init__(path)
-        self.neighbours = neighbours_for(
-            load_settings(**{"embedder": "static"} | overrides),
-            partial(tokenizer_folder, engine(model)),
-            self.audit,
-            self.metrics,
-            self.announcer,
-        )
+        reported_to, folder = (self.audit, self.metrics, self.announcer), partial(tokenizer_folder, engine(model))
+        self.neighbours = neighbours_for(load_settings(embedder="static"), folder, *reported_to)
 
-    def hold(self, donor_id, tokens, key="space"):
-        self.neighbours.intended(donor_id, SimpleNamespace(key=key), None)
+    def hold(self, donor_id, tokens):
+        self.neighbours.intended(donor_id, SimpleNamespace(key="space"), None)
         self.neighbours.held(donor_id, tokens, "host")
 
-    def nearest(self, request_id, tokens, key="space"):
-        self.neighbours.look_up(request_id, key, tokens)
+    def nearest(self, request_id, tokens):
+        self.neighbours.look_up(request_id, "space", tokens)
         self.neighbours.drain()
         return [each.donor_id for each in self.neighbours.nearest(request_id)]
 
 
-def test_donors_near_a_request_are_given_to_the_scheduler_once(tmp_path):
+@pytest.fixture
+def scheduled(tmp_path):
     made = Scheduled(tmp_path / "audit")
-    made.hold("one", text(1))
-    made.nearest(5, text(7))
-    assert made.neighbours.near_donors() == []
-    made.nearest(6, text(1))
-    assert [made.neighbours.near_donors() for _ in range(2)] == [["one"], []]
-    made.neighbours.gone("one")
-    assert made.neighbours.nearest(6) == ()
+    yield made
     made.neighbours.close()
 
 
-def test_a_donor_whose_namespace_no_request_named_is_not_entered(tmp_path):
-    made = Scheduled(tmp_path / "audit")
-    made.neighbours.held("one", text(1), "host")
-    made.hold("two", text(2))
-    made.neighbours.intended("three", SimpleNamespace(key="space"), None)
-    made.neighbours.gone("three")
-    made.neighbours.held("three", text(3), "host")
-    assert [made.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
-    made.neighbours.close()
+def test_donors_near_a_request_are_given_to_the_scheduler_once(scheduled):
+    scheduled.hold("one", text(1))
+    scheduled.nearest(5, text(7))
+    assert scheduled.neighbours.near_donors() == []
+    scheduled.nearest(6, text(1))
+    assert [scheduled.neighbours.near_donors() for _ in range(2)] == [["one"], []]
+    scheduled.neighbours.gone("one")
+    assert scheduled.neighbours.nearest(6) == ()
+
+
+def test_a_donor_whose_namespace_no_request_named_is_not_entered(scheduled):
+    scheduled.neighbours.held("one", text(1), "host")
+    scheduled.hold("two", text(2))
+    scheduled.neighbours.intended("three", SimpleNamespace(key="space"), None)
+    scheduled.neighbours.gone("three")
+    scheduled.neighbours.held("three", text(3), "host")
+    assert [scheduled.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
 
 
 @pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty"])
