@@ -54,7 +54,7 @@ class AuditLog:
             weakref.finalize(self, self._file.close)
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Records an event. Fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
+        """Fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
         if self._file is not None:
             heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
             self._file.add(_line(fields | heading))

@@ -353,36 +353,11 @@ def variable_in_use(name: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class SettingRow:
-    """One setting as documentation shows it; `variables` in the order in which they decide."""
-
-    name: str
-    variables: tuple[str, ...]
-    default: str
-    allowed: str
-    description: str
-
-
-def settings_table(settings_class: type[SettingsGroup] = Settings) -> list[SettingRow]:
-    """Every setting of the class, in the order of its fields."""
-    return [
-        SettingRow(
-            name,
-            variables_of(name),
-            shown(field.default),
-            allowed_by(field),
-            " ".join((field.description or "").split()),
-        )
-        for name, field in settings_class.model_fields.items()
-    ]
-
-
-@dataclass(frozen=True, slots=True)
 class SettingInUse:
-    """One setting as it decides now.
+    """One setting as it decides now. Secret values are masked.
 
     `variable` is its name with the prefix SEMBLEND_; `source` is the variable that gave the value, None for the
-    default; `ignored` are further variables of the setting that are set and not read. Secret values are masked.
+    default; `ignored` are further variables of the setting that are set and not read.
     """
 
     name: str

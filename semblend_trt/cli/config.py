@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_page() -> str:
     """docs/configuration.md, made from the settings' fields: a section for each group."""
-    from semblend_trt.config import Settings, SettingsGroup, settings_table
+    from semblend_trt.config import Settings, SettingsGroup, allowed_by, shown, variables_of
 
     page = _HEAD
     # pydantic takes the fields of the last base first.
@@ -75,8 +75,8 @@ def settings_page() -> str:
         page += (
             f"\n## {theme[:1].upper() + theme[1:]}\n\n| variable | default | allowed | meaning |\n|---|---|---|---|\n"
         )
-        for row in settings_table(group):
-            _, name, *older = row.variables
-            also = "".join(f" Older name: `{each}`." for each in older)
-            page += f"| `{name}` | {row.default} | {row.allowed} | {row.description}{also} |\n"
+        for name, field in group.model_fields.items():
+            _, variable, *older = variables_of(name)
+            meaning = " ".join([*(field.description or "").split(), *(f"Older name: `{each}`." for each in older)])
+            page += f"| `{variable}` | {shown(field.default)} | {allowed_by(field)} | {meaning} |\n"
     return page

@@ -38,7 +38,6 @@ KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 DISTRIBUTION = "semblend-trt"
 # What embedders need beside the extra semantic.
 EXTRAS = {"minilm": ("embedder",), "onnx": ("onnx",), "onnx_gpu": ("onnx-gpu",)}
-_GIB = 1 << 30
 # Of control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _software, _machine, _settings = map(Area, ("software", "machine", "settings"))
@@ -159,7 +158,7 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cards = [torch.cuda.get_device_properties(index) for index in range(count)]
     for index, card in enumerate(cards):
-        text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
+        text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / (1 << 30):.1f} GiB"
         yield _machine.ok(f"CUDA device {index}: {text}")
     if not cards and any(Path("/dev").glob("nvidia[0-9]*")):
         yield _machine.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")

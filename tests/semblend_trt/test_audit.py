@@ -30,8 +30,7 @@ class Writes:
     """What `os.write` is asked for: `gate` closed holds it back, `begun` says that it was called."""
 
     def __init__(self):
-        self.gate, self.begun = threading.Event(), threading.Event()
-        self.threads = set()
+        self.gate, self.begun, self.threads = threading.Event(), threading.Event(), set()
         self.gate.set()
 
     def write(self, descriptor, data):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from semblend_trt.cli.main import main
-from semblend_trt.config import PREFIXES, Settings, settings_table
+from semblend_trt.config import PREFIXES, Settings, variables_of
 from tests.pages import Page, code_in
 
 
@@ -66,4 +66,4 @@ def test_the_page_in_the_repository_is_that_of_the_code(capsys):
     assert main(["config", "--markdown"]) == 0
     assert page.text == capsys.readouterr().out
     rows = [code_in(row[0])[0] for row in page.rows if "`" in row[0]]
-    assert rows == [row.variables[1] for row in settings_table()]
+    assert sorted(rows) == sorted(variables_of(name)[1] for name in Settings.model_fields)
