@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from semblend_trt.background import Background
 
@@ -42,8 +42,8 @@ class AuditLog:
 
     Lines keep their order. All that wait go out in one append, so ranks that share a file on a local file system never
     mix within a line. `max_waiting_bytes` bound what waits for a slow disk. The rest is written on `flush`, on `close`,
-    and when the log or the process ends. `dropped` counts the events that are lost, by DROP_REASONS: no room behind a
-    slow disk, a disk that takes nothing, a value without a JSON form, a log that is closed.
+    and when the log or the process ends. `dropped` counts the events that are lost, by DROP_REASONS: no room to wait
+    for a slow disk, a disk that takes nothing, a value without a JSON form, a log that is closed.
     """
 
     def __init__(self, path: str | Path | None, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
@@ -54,11 +54,10 @@ class AuditLog:
             weakref.finalize(self, self._file.close)
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Records an event. Fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
-        if self._file is None:
-            return
-        line = _line({**fields, "schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name})
-        self._file.add(line)
+        """Fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
+        if self._file is not None:
+            heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
+            self._file.add(_line(fields | heading))
 
     def flush(self) -> None:
         """Waits until everything recorded so far has been handed to the operating system, or was lost."""
@@ -128,9 +127,8 @@ class _AppendFile:
             while written < len(batch):
                 written += os.write(self._opened(), batch[written:])
         except OSError as error:
-            kept = batch[:written].count(b"\n") - (self._torn and written > 0)
             with self._lock:
-                self._dropped["not_written"] += len(lines) - kept
+                self._dropped["not_written"] += len(lines) - batch[self._torn : written].count(b"\n")
             if not self._warned:
                 self._warned = True
                 logger.warning("audit events are being lost, %s cannot be written: %s", self._path, error)
@@ -172,19 +170,6 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-class LookedUp(Protocol):
-    """A request whose look-up has ended."""
-
-    request_id: int
-    num_computed_tokens: int
-    plan: SemanticKvPlan | None
-    reason: str | None
-    runs_found: int
-
-    @property
-    def matched_tokens(self) -> int: ...
-
-
 class AuditEvents(AuditLog):
     """The scheduler's audit events, each with the fields that operators of the SemBlend package know."""
 
@@ -202,8 +187,9 @@ class AuditEvents(AuditLog):
             differences=match.differences,
         )
 
-    def lookup(self, tracked: LookedUp) -> None:
-        plan = tracked.plan
+    def lookup(self, tracked: Any) -> None:
+        """Of a TrackedRequest (connector/requests.py) whose look-up has ended."""
+        plan: SemanticKvPlan | None = tracked.plan
         self.event(
             "lookup",
             request_id=tracked.request_id,
@@ -243,26 +229,14 @@ class AuditEvents(AuditLog):
 
     def request_ended(self, request_id: int, report: ReuseReport) -> None:
         self.event(
-            "request_settled",
-            request_id=request_id,
-            outcome=report.outcome,
-            reason=report.reason,
-            **report.figures,
+            "request_settled", request_id=request_id, outcome=report.outcome, reason=report.reason, **report.figures
         )
 
     def saved(self, donor: SavedDonor, generation: int) -> None:
-        self.event(
-            "donor_registered",
-            donor_id=donor.donor_id,
-            token_count=donor.tokens,
-            error=donor.error,
-            generation=generation,
-        )
+        fields = {"donor_id": donor.donor_id, "token_count": donor.tokens, "error": donor.error}
+        self.event("donor_registered", generation=generation, **fields)
 
     def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
-        """Told by the neighbours' thread, when it has got to the request."""
-        self.event(
-            "neighbours",
-            request_id=request_id,
-            nearest=[[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest],
-        )
+        """Called by the neighbours' thread, when it has got to the request."""
+        pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
+        self.event("neighbours", request_id=request_id, nearest=pairs)

@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 
 # Fields that replace or cut what the template writes, or that an engine has to allow.
 _REFUSED = (
-    "chat_template",
-    "truncate_prompt_tokens",
-    "prompt_embeds",
-    "suffix",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
+    *("chat_template", "truncate_prompt_tokens", "prompt_embeds", "suffix"),
+    *("mm_processor_kwargs", "media_io_kwargs"),
 )
 # Arguments of `apply_chat_template` that `chat_template_kwargs` may set.
 _TEMPLATE_FIELDS = {"documents", "add_generation_prompt", "continue_final_message"}
@@ -93,10 +89,10 @@ class _Tool(BaseModel):
     function: _ToolFunction
     defer_loading: None = None
 
-    def schema_seen(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """What a template sees: a description that is missing is null there, and `strict` is not."""
         unseen = {"defer_loading"} if self.function.strict is not None else {"defer_loading", "strict"}
-        return {"type": self.type, "function": self.function.model_dump(exclude=unseen)}
+        return self.model_dump(exclude={"defer_loading": True, "function": unseen})
 
 
 class _Chat(BaseModel):
@@ -116,18 +112,9 @@ class _Chat(BaseModel):
             return cls.model_validate(body)
         except ValidationError as error:
             # Where a value may be of several types, the deepest error says most. The names of types are left out.
-            errors = error.errors(include_url=False, include_input=False, include_context=False)
-            worst = max(errors, key=lambda each: len(each["loc"]))
+            worst = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
             place = [str(each) for each in worst["loc"] if not re.search(r"^_|^str$|\[", str(each))]
             raise ChatError(place[0], f"{'.'.join(place)}: {worst['msg']}") from None
-
-    def template_arguments(self) -> dict[str, Any]:
-        """What the template sees beside messages and tools; null and "auto" leave a name undefined."""
-        asked = self.chat_template_kwargs or {}
-        own = self.model_dump(include=_TEMPLATE_FIELDS | {"reasoning_effort"}, exclude_none=True)
-        if self.reasoning_effort is not None and "enable_thinking" not in asked:
-            own["enable_thinking"] = self.reasoning_effort != "none"
-        return {name: value for name, value in asked.items() if value not in (None, "auto")} | own
 
 
 def refuse_other_prompts(body: Mapping[str, Any]) -> None:
@@ -143,18 +130,19 @@ def refuse_other_prompts(body: Mapping[str, Any]) -> None:
 # -- messages ---------------------------------------------------------------------------------------------------------
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages, with text as content, as a template sees them. Raises ChatError."""
-    return _messages(_Chat.of(body), as_parts=False)
-
-
-def _messages(chat: _Chat, *, as_parts: bool) -> list[dict[str, Any]]:
-    return [_message(number, each, as_parts=as_parts) for number, each in enumerate(chat.messages)]
+    return [_message(number, each, as_parts=False) for number, each in enumerate(_Chat.of(body).messages)]
 
 
 def _message(number: int, message: _Message, *, as_parts: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"role": message.role, "content": _content(number, message, as_parts=as_parts)}
     if message.role == "assistant":
         if message.tool_calls:
-            seen["tool_calls"] = [_call(each) for each in message.tool_calls]
+            seen["tool_calls"] = [each.model_dump() for each in message.tool_calls]
+        for call in seen.get("tool_calls", ()):
+            arguments = None  # an object, which is empty where the text holds none
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = arguments if isinstance(arguments, dict) else {}
         reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
         if reasoning is not None:
             seen |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -184,17 +172,10 @@ def _content(number: int, message: _Message, *, as_parts: bool) -> str | list[di
     return "\n".join(part["text"] for part in parts if part["text"] or as_parts)
 
 
-def _call(call: _Call) -> dict[str, Any]:
-    """A call with its arguments as an object, which is empty where the text holds none."""
-    seen, arguments = call.model_dump(), None
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(call.function.arguments)
-    seen["function"]["arguments"] = arguments if isinstance(arguments, dict) else {}
-    return seen
-
-
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of developers as those of the system, and these as one in the first place."""
+    """Where there are messages of developers: they become the system's, and these one in the first place."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
     for message in messages:
         message["role"] = "system" if message["role"] == "developer" else message["role"]
     systems = [message for message in messages if message["role"] == "system"]
@@ -211,16 +192,20 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> tuple[str, bool]:
     """A chat by the template of a Transformers `tokenizer`, and whether special tokens come to it. Raises ChatError."""
     refuse_other_prompts(body)
     chat = _Chat.of(body)
-    tools = None if chat.tools is None else [tool.schema_seen() for tool in chat.tools]
-    arguments = chat.template_arguments()
+    tools = None if chat.tools is None else [tool.seen() for tool in chat.tools]
+    # The template sees these beside messages and tools; null and "auto" leave a name undefined.
+    asked = {name: value for name, value in (chat.chat_template_kwargs or {}).items() if value not in (None, "auto")}
+    arguments = asked | chat.model_dump(include=_TEMPLATE_FIELDS | {"reasoning_effort"}, exclude_none=True)
+    if chat.reasoning_effort is not None and "enable_thinking" not in (chat.chat_template_kwargs or {}):
+        arguments["enable_thinking"] = chat.reasoning_effort != "none"
     reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "self"} - _TEMPLATE_FIELDS
     if taken := sorted(reserved & arguments.keys()):
         message = f"chat_template_kwargs.{taken[0]} is no variable of a template; leave it out"
         raise ChatError("chat_template_kwargs", message)
     template = _template_of(tokenizer, tools)
-    messages = _messages(chat, as_parts=_takes_parts(template))
-    is_developer_known = any(f"{quote}developer{quote}" in template for quote in "\"'")
-    if not is_developer_known and any(message["role"] == "developer" for message in messages):
+    as_parts = _takes_parts(template)
+    messages = [_message(number, each, as_parts=as_parts) for number, each in enumerate(chat.messages)]
+    if not any(f"{quote}developer{quote}" in template for quote in "\"'"):
         messages = _with_one_system(messages)
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments)

@@ -34,19 +34,17 @@ logger = logging.getLogger(__name__)
 MASK = "********"
 # Servers that are named without a user or a password: nothing of it is secret.
 _PLAIN_SERVER = re.compile(r"(?:nats|tls|ws|wss)://(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::\d{1,5})?/?")
+# Addresses as nats-py reads them; the user and the password may be any text.
+_SERVER = re.compile(
+    r"(?:(?:nats|tls|ws|wss)://)?(?:(?!\w+://)\S+@)?(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(?:/[^\s@]*)?"
+)
 
 PREFIXES = ("TRTLLM_SEMBLEND_", "SEMBLEND_")
-# The beginnings of pydantic's error types, and what the value should have been.
-_KINDS = (("int_", "whole number"), ("float_", "number"))
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
-# Names of variables behind their prefixes, where they are not those of the settings in upper case.
-_NAMES = {
-    "profile_path": "PROFILE",
-    "min_span_tokens": "MIN_SPAN",
-    "digest_cache_path": "DIGEST_CACHE",
-}
+# Names of variables after their prefixes, where they are not those of the settings in upper case.
+_NAMES = {"profile_path": "PROFILE", "min_span_tokens": "MIN_SPAN", "digest_cache_path": "DIGEST_CACHE"}
 # Whole names that the SemBlend package gave.
 _OLD_NAMES = {
     "recompute_boundary_layer": "SEMBLEND_TRTLLM_RECOMPUTE_BOUNDARY_LAYER",
@@ -64,41 +62,12 @@ _RETIRED = {
 
 
 class Eviction(str, Enum):
-    """Names of the policies, as SEMBLEND_EVICTION takes them."""
-
     LRU = "lru"
     LFU = "lfu"
     SIZE_AWARE = "size_aware"
 
 
-# Policies that only a replay of a trace plays.
-_REPLAYED = ("fifo", "static_semantic", "adaptive_semantic")
-
-
-def parse_eviction(value: object) -> object:
-    """Passes a policy's name on; raises ConfigurationError for the name of a policy that only a replay plays."""
-    if value in _REPLAYED:
-        names = ", ".join(each.value for each in Eviction)
-        raise ConfigurationError(
-            f"policy {value!r} evicts no donors; use one of {names}; `python -m validation replay` plays the others"
-        )
-    return value
-
-
-def variables_of(name: str) -> tuple[str, ...]:
-    """The variables of a setting, the deciding one first."""
-    current = tuple(prefix + _NAMES.get(name, name.upper()) for prefix in PREFIXES)
-    return (*current, _OLD_NAMES[name]) if name in _OLD_NAMES else current
-
-
-def variable_in_use(name: str) -> str | None:
-    """The variable that decides a setting now; None when none is set."""
-    return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
-
-
 class EmbedderKind(str, Enum):
-    """The kinds of embedder; OFF is none."""
-
     OFF = "off"
     STATIC = "static"
     JACCARD = "jaccard"
@@ -108,258 +77,23 @@ class EmbedderKind(str, Enum):
 
 
 class EventFormat(str, Enum):
-    """How donor events are written."""
-
     JSON = "json"
     MSGPACK = "msgpack"
 
 
-class SettingsGroup(BaseSettings):
-    """Settings of one theme. Arguments win over the environment."""
-
-    # A wrong value may be a secret, and an error's text is in every traceback.
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, hide_input_in_errors=True
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class names it
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, _Environment(settings_cls)
-
-
-class _Environment(PydanticBaseSettingsSource):
-    """Reads the variables of the fields; an empty one counts as unset."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
-        found = variable_in_use(field_name)
-        return (None if found is None else os.environ[found].strip()), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        values = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-class ReuseSettings(SettingsGroup):
-    """Settings of what may be reused."""
-
-    enabled: bool = Field(
-        True, description="Master switch; without it every request is served cold and nothing is kept."
-    )
-    policy: Annotated[ReusePolicy, BeforeValidator(parse_policy)] = Field(
-        ReusePolicy.VERIFIED,
-        description="What may be reused: nothing; KV equal to a cold run's; what the reuse profile justifies, without "
-        "one as exact; runs at any position with the lowest layers computed again; runs at any position as they are; "
-        "and two published fixed budgets, there to be compared with and not safe.",
-    )
-    profile_path: Path | None = Field(
-        None, description="JSON file of the reuse profile for policy verified, made by a calibration."
-    )
-    profile_trial: bool = Field(
-        False, description="Use the profile without its evidence, as a calibration does: text may be served unchecked."
-    )
-    recompute_boundary_layer: int = Field(
-        0, ge=0, le=4096, description="Policy boundary computes this many lowest layers for every token."
-    )
-    epic_tokens: int = Field(
-        16, ge=1, le=1 << 20, description="Policy epic computes this many first tokens of every run."
-    )
-    cacheblend_share: float = Field(
-        0.15,
-        ge=0.0,
-        le=1.0,
-        description="Policy cacheblend computes this share of the reused tokens, those that deviate most at layer 1.",
-    )
-
-
-class DiscoverySettings(SettingsGroup):
-    """Settings of how donors are found and which runs of theirs make a plan."""
-
-    min_span_tokens: int = Field(
-        64,
-        ge=1,
-        le=1 << 20,
-        description="Shortest token-identical run that is reused; runs below 32 tokens are not looked for.",
-    )
-    min_reuse_ratio: float = Field(
-        0.5, ge=0.0, le=1.0, description="Least share of the prompt's uncomputed tokens that a plan must reuse."
-    )
-    discovery_only: bool = Field(
-        False, description="Look donors up and report what would be reused, but place nothing."
-    )
-    strict_prefix_boundary: bool = Field(
-        False,
-        description="Promise only what goes on without a hole from where the engine's own prefix ends, up to the end "
-        "of a block.",
-    )
-    exact_materialization_only: bool = Field(
-        False,
-        description="Place only KV equal to a cold run's; what the policy would reuse beyond it is reported.",
-    )
-    lookup_deadline_ms: float = Field(
-        5.0,
-        ge=0.001,
-        le=60_000,
-        description="Processor time, in milliseconds, that the lookup of a prompt of up to 20,480 tokens may take, and "
-        "in proportion that of a longer one. Then what was found and chosen is reused, and the request counts as "
-        "lookup_timeout.",
-    )
-    embedder: EmbedderKind = Field(
-        EmbedderKind.OFF,
-        description="How texts are compared to report the nearest donors of a request, beside serving: not at all, by "
-        "hashed words, by word sets, or by a sentence model. What is near is reported, and read back from disk for the "
-        "next request, never reused for it. All but off need the extra semantic.",
-    )
-    embedder_model: str | None = Field(
-        None,
-        min_length=1,
-        max_length=4096,
-        description="Folder or cached hub id of the sentence model; unset, all-MiniLM-L6-v2 as the extra embedder "
-        "brings it.",
-    )
-    min_similarity: float = Field(
-        0.60, ge=-1.0, le=1.0, description="Least cosine similarity at which a donor is reported as near a request."
-    )
-
-
-class DonorSettings(SettingsGroup):
-    """Settings of which requests become donors, and where their KV is held."""
-
-    host_bytes: int = Field(
-        4 << 30,
-        ge=0,
-        le=1 << 50,
-        description=(
-            "Host memory for donor KV, in bytes, page-locked at the start where there is a card; when it is full, "
-            "donors go in the order of SEMBLEND_EVICTION."
-        ),
-    )
-    # Off unless asked for: the engine has sized its own KV pool to the card's free memory before it registers it, and
-    # what is left is room that its forward needs. An arena has to be planned together with the engine's share.
-    device_bytes: int = Field(
-        0,
-        ge=0,
-        le=1 << 50,
-        description="Device memory for donor KV, in bytes, allocated at the start beside the engine's pool; lower the "
-        "engine's memory fraction by it. When it is full, donors move down to host memory.",
-    )
-    staging_bytes: int = Field(
-        256 << 20,
-        ge=1 << 20,
-        le=1 << 40,
-        description="Device memory through which donors travel from and to host memory, in bytes; without a card none "
-        "is used.",
-    )
-    snapshot_bytes: int = Field(
-        1 << 30,
-        ge=1 << 20,
-        le=1 << 40,
-        description="Device memory for copies of ended requests on their way to a tier, in bytes; taken only where the "
-        "engine gives a request's blocks to others before it is saved (TensorRT-LLM's V1 manager). A donor is cut to "
-        "what is free of it.",
-    )
-    disk_bytes: int = Field(
-        0,
-        ge=0,
-        le=1 << 50,
-        description="Files for donor KV, in bytes together; 0 writes none. Donors in host memory are written in the "
-        "background, stay on disk when memory lets them go, and are found again after a restart.",
-    )
-    disk_path: Path | None = Field(
-        None,
-        description="Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can "
-        "be recovered.",
-    )
-    disk_key_path: Path | None = Field(
-        None,
-        description="File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode "
-        "600, made where there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or "
-        "`~/.local/state`. Files of another key are not read.",
-    )
-    eviction: Annotated[Eviction, BeforeValidator(parse_eviction)] = Field(
-        Eviction.LRU,
-        description="Which donors go first when a tier is full: the least recently used; the least often used; large "
-        "ones before small.",
-    )
-    max_donors: int = Field(10_000, ge=1, le=10_000_000, description="Most donors held at once, of all salts together.")
-    min_donor_tokens: int = Field(
-        64, ge=1, le=1 << 20, description="A request with fewer tokens does not become a donor."
-    )
-
-
-class IdentitySettings(SettingsGroup):
-    """Settings of what the engine's KV may be interchanged with: fields of its namespace."""
-
-    donor_tenant: str | None = Field(
-        None, min_length=1, max_length=256, description="Tenant of this engine; other tenants share no donors with it."
-    )
-    donor_template: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Prompt template of this engine; others share no donors with it.",
-    )
-    model_revision: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Model revision; unset, a digest of every byte of the weights stands for it, under any name.",
-    )
-    digest_cache_path: Path | None = Field(
-        None,
-        description="Folder, of this user alone, in which digests of weights are kept for the next start; unset, "
-        "`semblend-trt` in $XDG_CACHE_HOME or ~/.cache; off keeps none.",
-    )
-    tokenizer_revision: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Tokenizer revision; unset, a digest of its files stands for it.",
-    )
-    adapter_id: str | None = Field(
-        None, min_length=1, max_length=256, description="Adapter that this engine applies to every request."
-    )
-
-
-class ReportingSettings(SettingsGroup):
-    """Settings of what is told of requests."""
-
-    audit_path: Path | None = Field(
-        None, description="JSONL file to which audit events are appended; unset, none are written."
-    )
-    metrics: bool = Field(
-        True, description="Counts in Prometheus' default registry, where prometheus_client is installed."
-    )
-    audit_sample: float = Field(
-        0.0,
-        ge=0.0,
-        le=1.0,
-        description="Share of the requests with reuse that are computed a second time without it, while nothing else "
-        "waits or runs, and compared, by the router.",
-    )
-
-
-# Addresses as nats-py reads them; the user and the password may be any text.
-_SERVER = re.compile(
-    r"(?:(?:nats|tls|ws|wss)://)?(?:(?!\w+://)\S+@)?(?:[\w.\-]+|\[[\da-fA-F:]+\])(?::(\d{1,5}))?(?:/[^\s@]*)?"
-)
-
-
-def _is_server(address: str) -> bool:
-    found = _SERVER.fullmatch(address)
-    return found is not None and 0 < int(found[1] or 1) < 1 << 16
+def _parse_eviction(value: object) -> object:
+    if value in ("fifo", "static_semantic", "adaptive_semantic"):
+        names = ", ".join(each.value for each in Eviction)
+        raise ConfigurationError(
+            f"policy {value!r} evicts no donors; use one of {names}; `python -m validation replay` plays the others"
+        )
+    return value
 
 
 def _checked_servers(url: SecretStr | None) -> SecretStr | None:
     if url is not None:
-        addresses = [address for each in url.get_secret_value().split(",") if (address := each.strip())]
-        if not addresses or not all(_is_server(address) for address in addresses):
+        found = [_SERVER.fullmatch(each.strip()) for each in url.get_secret_value().split(",") if each.strip()]
+        if not found or not all(each is not None and 0 < int(each[1] or 1) < 1 << 16 for each in found):
             raise ConfigurationError(
                 "this is no address such as nats://localhost:4222 (with nats, tls, ws or wss), nor several with commas "
                 "between them"
@@ -380,64 +114,186 @@ _SUBJECT = _matching(
     r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", "is no subject of letters, digits, _ and -, with dots in between"
 )
 _STREAM = _matching(r"[A-Za-z0-9_-]+", "is no stream of letters, digits, _ and - alone")
+_NAME = Field(min_length=1, max_length=256)
+_Name = Annotated[str | None, _NAME]
+
+
+class SettingsGroup(BaseSettings):
+    """Settings of one theme. Arguments win over the environment."""
+
+    # A wrong value may be a secret, and an error's text is in every traceback.
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls)
+
+
+class _Environment(PydanticBaseSettingsSource):
+    """Reads the variables of the fields; an empty one counts as unset."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
+        found = variable_in_use(field_name)
+        return (None if found is None else os.environ[found].strip()), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        values = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class ReuseSettings(SettingsGroup):
+    """Settings of what may be reused."""
+
+    enabled: bool = True
+    """Master switch; without it every request is served cold and nothing is kept."""
+    policy: Annotated[ReusePolicy, BeforeValidator(parse_policy)] = ReusePolicy.VERIFIED
+    """What may be reused: nothing; KV equal to a cold run's; what the reuse profile justifies, without one as exact;
+    runs at any position with the lowest layers computed again; runs at any position as they are; and two published
+    fixed budgets, there to be compared with and not safe."""
+    profile_path: Path | None = None
+    """JSON file of the reuse profile for policy verified, made by a calibration."""
+    profile_trial: bool = False
+    """Use the profile without its evidence, as a calibration does: text may be served unchecked."""
+    recompute_boundary_layer: int = Field(0, ge=0, le=4096)
+    """Policy boundary computes this many lowest layers for every token."""
+    epic_tokens: int = Field(16, ge=1, le=1 << 20)
+    """Policy epic computes this many first tokens of every run."""
+    cacheblend_share: float = Field(0.15, ge=0.0, le=1.0)
+    """Policy cacheblend computes this share of the reused tokens, those that deviate most at layer 1."""
+
+
+class DiscoverySettings(SettingsGroup):
+    """Settings of how donors are found and which runs of theirs make a plan."""
+
+    min_span_tokens: int = Field(64, ge=1, le=1 << 20)
+    """Shortest token-identical run that is reused; runs below 32 tokens are not looked for."""
+    min_reuse_ratio: float = Field(0.5, ge=0.0, le=1.0)
+    """Least share of the prompt's uncomputed tokens that a plan must reuse."""
+    discovery_only: bool = False
+    """Look donors up and report what would be reused, but place nothing."""
+    strict_prefix_boundary: bool = False
+    """Promise only what goes on without a hole from where the engine's own prefix ends, up to the end of a block."""
+    exact_materialization_only: bool = False
+    """Place only KV equal to a cold run's; what the policy would reuse beyond it is reported."""
+    lookup_deadline_ms: float = Field(5.0, ge=0.001, le=60_000)
+    """Processor time, in milliseconds, that the lookup of a prompt of up to 20,480 tokens may take, and in proportion
+    that of a longer one. Then what was found and chosen is reused, and the request counts as lookup_timeout."""
+    embedder: EmbedderKind = EmbedderKind.OFF
+    """How texts are compared to report the nearest donors of a request, beside serving: not at all, by hashed words, by
+    word sets, or by a sentence model. What is near is reported, and read back from disk for the next request, never
+    reused for it. All but off need the extra semantic."""
+    embedder_model: str | None = Field(None, min_length=1, max_length=4096)
+    """Folder or cached hub id of the sentence model; unset, all-MiniLM-L6-v2 as the extra embedder brings it."""
+    min_similarity: float = Field(0.60, ge=-1.0, le=1.0)
+    """Least cosine similarity at which a donor is reported as near a request."""
+
+
+class DonorSettings(SettingsGroup):
+    """Settings of which requests become donors, and where their KV is held."""
+
+    host_bytes: int = Field(4 << 30, ge=0, le=1 << 50)
+    """Host memory for donor KV, in bytes, page-locked at the start where there is a card; when it is full, donors go in
+    the order of SEMBLEND_EVICTION."""
+    # Off by default: the engine has sized its pool to the card's free memory, and its forward needs what is left.
+    device_bytes: int = Field(0, ge=0, le=1 << 50)
+    """Device memory for donor KV, in bytes, allocated at the start beside the engine's pool; lower the engine's memory
+    fraction by it. When it is full, donors move down to host memory."""
+    staging_bytes: int = Field(256 << 20, ge=1 << 20, le=1 << 40)
+    """Device memory through which donors travel from and to host memory, in bytes; without a card none is used."""
+    snapshot_bytes: int = Field(1 << 30, ge=1 << 20, le=1 << 40)
+    """Device memory for copies of ended requests on their way to a tier, in bytes; taken only where the engine gives a
+    request's blocks to others before it is saved (TensorRT-LLM's V1 manager). A donor is cut to what is free of it."""
+    disk_bytes: int = Field(0, ge=0, le=1 << 50)
+    """Files for donor KV, in bytes together; 0 writes none. Donors in host memory are written in the background, stay
+    on disk when memory lets them go, and are found again after a restart."""
+    disk_path: Path | None = None
+    """Folder for those files, of this engine alone; they hold token ids and KV, from which prompts can be recovered."""
+    disk_key_path: Path | None = None
+    """File of the key with which those files are sealed, outside of their folder: 32 random bytes, mode 600, made where
+    there is none. Unset, it is `semblend-trt/donor-key` in `$XDG_STATE_HOME` or `~/.local/state`. Files of another key
+    are not read."""
+    eviction: Annotated[Eviction, BeforeValidator(_parse_eviction)] = Eviction.LRU
+    """Which donors go first when a tier is full: the least recently used; the least often used; large ones before
+    small."""
+    max_donors: int = Field(10_000, ge=1, le=10_000_000)
+    """Most donors held at once, of all salts together."""
+    min_donor_tokens: int = Field(64, ge=1, le=1 << 20)
+    """A request with fewer tokens does not become a donor."""
+
+
+class IdentitySettings(SettingsGroup):
+    """Settings of what the engine's KV may be interchanged with: fields of its namespace."""
+
+    donor_tenant: _Name = None
+    """Tenant of this engine; other tenants share no donors with it."""
+    donor_template: _Name = None
+    """Prompt template of this engine; others share no donors with it."""
+    model_revision: _Name = None
+    """Model revision; unset, it is a digest of every byte of the weights, under any name."""
+    digest_cache_path: Path | None = None
+    """Folder, of this user alone, in which digests of weights are kept for the next start; unset, `semblend-trt` in
+    $XDG_CACHE_HOME or ~/.cache; off keeps none."""
+    tokenizer_revision: _Name = None
+    """Tokenizer revision; unset, it is a digest of its files."""
+    adapter_id: _Name = None
+    """Adapter that this engine applies to every request."""
+
+
+class ReportingSettings(SettingsGroup):
+    """Settings of what is reported of requests."""
+
+    audit_path: Path | None = None
+    """JSONL file to which audit events are appended; unset, none are written."""
+    metrics: bool = True
+    """Counts in Prometheus' default registry, where prometheus_client is installed."""
+    audit_sample: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the requests with reuse that are computed a second time without it, while nothing else waits or runs,
+    and compared, by the router."""
 
 
 class FleetSettings(SettingsGroup):
-    """Settings of what the fleet is told of this worker's donors."""
+    """Settings of what the fleet hears of this worker's donors."""
 
     # Secret: it may hold a user's password.
-    nats_url: Annotated[SecretStr | None, AfterValidator(_checked_servers)] = Field(
-        None,
-        min_length=1,
-        max_length=4096,
-        description="NATS server, or several with commas between them, to which donor events go; unset, none are sent.",
-    )
-    nats_subject: Annotated[str, _SUBJECT] = Field(
-        "semantic-kv-events",
-        min_length=1,
-        max_length=256,
-        description="Subject of donor events; requests for all donors anew are read from the same with .resync behind.",
-    )
-    nats_subject_per_worker: bool = Field(
-        False,
-        description="Donor events go to the subject with .<worker id> behind it, and readers believe a worker's from "
-        "there only, so that NATS permissions can keep one worker from speaking for another.",
-    )
-    nats_stream: Annotated[str | None, _STREAM] = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="JetStream stream that acknowledges and keeps donor events, made where it is missing; unset, core "
-        "NATS carries them.",
-    )
-    nats_tls_ca: Path | None = Field(
-        None, description="PEM file of the authorities that may have signed the NATS server's certificate."
-    )
-    nats_tls_cert: Path | None = Field(None, description="PEM file of this client's certificate for NATS.")
-    nats_tls_key: Path | None = Field(
-        None, description="PEM file of the private key of that certificate, where it is not in the same file."
-    )
-    nats_creds: Path | None = Field(None, description="Credentials file of a NATS user.")
-    nats_token: SecretStr | None = Field(None, min_length=1, max_length=4096, description="Token for NATS.")
-    event_format: EventFormat = Field(EventFormat.JSON, description="How donor events are written.")
-    event_embeddings: bool = Field(
-        False, description="Send donors' embeddings too, where there are any; texts can be guessed from them."
-    )
-    worker_id: int | None = Field(
-        None,
-        ge=0,
-        le=(1 << 53) - 1,
-        description="Number of this worker in the fleet; unset, that behind the last hyphen of the host's name, or 0.",
-    )
-    heartbeat_seconds: float = Field(
-        10.0, ge=0.1, le=3600.0, description="A heartbeat goes out this often; readers give a silent worker up."
-    )
-    resync_seconds: float = Field(
-        300.0,
-        ge=0.0,
-        le=86400.0,
-        description="All donors are told anew this often, for readers that cannot ask; 0, only when one asks.",
-    )
+    nats_url: Annotated[SecretStr | None, AfterValidator(_checked_servers)] = Field(None, min_length=1, max_length=4096)
+    """NATS server, or several with commas between them, to which donor events go; unset, none are sent."""
+    nats_subject: Annotated[str, _NAME, _SUBJECT] = "semantic-kv-events"
+    """Subject of donor events; with .resync after it, that of requests for all donors."""
+    nats_subject_per_worker: bool = False
+    """Donor events go to the subject with .<worker id> after it, and readers believe a worker's from there only, so
+    that NATS permissions can keep one worker from speaking for another."""
+    nats_stream: Annotated[_Name, _STREAM] = None
+    """JetStream stream that acknowledges and keeps donor events, made where it is missing; unset, core NATS carries
+    them."""
+    nats_tls_ca: Path | None = None
+    """PEM file of the authorities that may have signed the NATS server's certificate."""
+    nats_tls_cert: Path | None = None
+    """PEM file of this client's certificate for NATS."""
+    nats_tls_key: Path | None = None
+    """PEM file of the private key of that certificate, where it is not in the same file."""
+    nats_creds: Path | None = None
+    """Credentials file of a NATS user."""
+    nats_token: SecretStr | None = Field(None, min_length=1, max_length=4096)
+    """Token for NATS."""
+    event_format: EventFormat = EventFormat.JSON
+    """How donor events are written."""
+    event_embeddings: bool = False
+    """Send donors' embeddings too, where there are any; texts can be guessed from them."""
+    worker_id: int | None = Field(None, ge=0, le=(1 << 53) - 1)
+    """Number of this worker in the fleet; unset, that after the last hyphen of the host's name, or 0."""
+    heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600.0)
+    """A heartbeat goes out this often; readers give a silent worker up."""
+    resync_seconds: float = Field(300.0, ge=0.0, le=86400.0)
+    """All donors are sent again this often, for readers that cannot ask; 0, only when one asks."""
 
 
 # pydantic takes the fields of the last base first, so documentation shows the groups from the last to the first.
@@ -451,7 +307,16 @@ def load_settings(**overrides: Any) -> Settings:
     Raises ConfigurationError naming the variable, its value and the bound. A SEMBLEND_* variable that no setting has is
     warned about once a process.
     """
-    _warn_of_unknown_variables(os.environ)
+    unknown = unknown_variables(os.environ)
+    with _warned_lock:
+        fresh = [name for name in unknown if name not in _warned]
+        _warned.update(fresh)
+    for name in fresh:
+        if (why := why_ignored(name)) is not None:
+            logger.warning("%s is ignored: %s", name, why)
+        else:
+            close = unknown[name]
+            logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
     try:
         return Settings(**overrides)
     except ValidationError as error:
@@ -460,31 +325,39 @@ def load_settings(**overrides: Any) -> Settings:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class SettingRow:
-    """One setting as documentation shows it; `variables` in the order in which they decide."""
+def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
+    name = str(detail["loc"][0]) if detail["loc"] else "settings"
+    field = Settings.model_fields.get(name)
+    if field is None:
+        close = difflib.get_close_matches(name, Settings.model_fields, n=1)
+        return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
+    source = name if name in overrides else variable_in_use(name) or name
+    problem = detail.get("ctx", {}).get("error")
+    if isinstance(problem, ConfigurationError):
+        return f"{source}: {problem}"
+    is_secret = SecretStr in (field.annotation, *get_args(field.annotation))
+    value = "wrong" if is_secret else repr(str(detail["input"])[:80])
+    kinds = {"int": ", no whole number", "float": ", no number"}
+    return f"{source} is {value}{kinds.get(detail['type'].split('_')[0], '')}; allowed is {allowed_by(field)}"
 
-    name: str
-    variables: tuple[str, ...]
-    default: str
-    allowed: str
-    description: str
+
+def variables_of(name: str) -> tuple[str, ...]:
+    """The variables of a setting, the deciding one first."""
+    current = tuple(prefix + _NAMES.get(name, name.upper()) for prefix in PREFIXES)
+    return (*current, _OLD_NAMES[name]) if name in _OLD_NAMES else current
 
 
-def settings_table(settings_class: type[SettingsGroup] = Settings) -> list[SettingRow]:
-    """Every setting of the class, in the order of its fields."""
-    return [
-        SettingRow(name, variables_of(name), shown(field.default), allowed_by(field), field.description or "")
-        for name, field in settings_class.model_fields.items()
-    ]
+def variable_in_use(name: str) -> str | None:
+    """The variable that decides a setting now; None when none is set."""
+    return next((each for each in variables_of(name) if os.environ.get(each, "").strip()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class SettingInUse:
-    """One setting as it decides now.
+    """One setting as it decides now. Secret values are masked.
 
     `variable` is its name with the prefix SEMBLEND_; `source` is the variable that gave the value, None for the
-    default; `ignored` are further variables of the setting that are set and not read. Secret values are masked.
+    default; `ignored` are further variables of the setting that are set and not read.
     """
 
     name: str
@@ -512,8 +385,7 @@ def settings_in_use(settings: Settings) -> list[SettingInUse]:
 
 def masked(secret: str) -> str:
     """What may be shown of a secret: addresses of servers that hold no user and no password, of others nothing."""
-    are_plain = all(_PLAIN_SERVER.fullmatch(part.strip()) for part in secret.split(","))
-    return secret if are_plain else MASK
+    return secret if all(_PLAIN_SERVER.fullmatch(part.strip()) for part in secret.split(",")) else MASK
 
 
 def allowed_by(field: FieldInfo) -> str:
@@ -522,10 +394,15 @@ def allowed_by(field: FieldInfo) -> str:
         return ", ".join(each.value for each in field.annotation)
     if field.annotation is bool:
         return "0 or 1"
-    low, high, longest = (_bound(field, name) for name in ("ge", "le", "max_length"))
-    if low is not None and high is not None:
-        return f"{low}..{high}"
-    return "a path" if longest is None else f"a text of 1..{longest} characters"
+    bounds = {
+        name: getattr(item, name)
+        for item in field.metadata
+        for name in ("ge", "le", "max_length")
+        if hasattr(item, name)
+    }
+    if "ge" in bounds:
+        return f"{bounds['ge']}..{bounds['le']}"
+    return f"a text of 1..{bounds['max_length']} characters" if "max_length" in bounds else "a path"
 
 
 def shown(value: object) -> str:
@@ -535,15 +412,6 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return str(value.value) if isinstance(value, Enum) else str(value)
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """True when the value may not be shown anywhere."""
-    return SecretStr in (field.annotation, *get_args(field.annotation))
-
-
-def _bound(field: FieldInfo, name: str) -> Any:
-    return next((value for item in field.metadata if (value := getattr(item, name, None)) is not None), None)
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
@@ -557,32 +425,3 @@ def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
 def why_ignored(name: str) -> str | None:
     """Returns why the setting with this name, or the variable, is accepted and ignored; None for every other name."""
     return _RETIRED.get(name.upper().removeprefix("TRTLLM_").removeprefix("SEMBLEND_"))
-
-
-def _warn_of_unknown_variables(names: Iterable[str]) -> None:
-    """Warns, once a process, of each of `names` that has one of our prefixes and belongs to no setting."""
-    unknown = unknown_variables(names)
-    with _warned_lock:
-        fresh = [name for name in unknown if name not in _warned]
-        _warned.update(fresh)
-    for name in fresh:
-        close, why = unknown[name], why_ignored(name)
-        if why is not None:
-            logger.warning("%s is ignored: %s", name, why)
-        else:
-            logger.warning("%s is not read by this version%s", name, f"; did you mean {close}?" if close else "")
-
-
-def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
-    name = str(detail["loc"][0]) if detail["loc"] else "settings"
-    field = Settings.model_fields.get(name)
-    if field is None:
-        close = difflib.get_close_matches(name, Settings.model_fields, n=1)
-        return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
-    source = name if name in overrides else variable_in_use(name) or name
-    problem = detail.get("ctx", {}).get("error")
-    if isinstance(problem, ConfigurationError):
-        return f"{source}: {problem}"
-    value = "wrong" if is_secret(field) else repr(str(detail["input"])[:80])
-    kind = next((f", no {kind}" for start, kind in _KINDS if detail["type"].startswith(start)), "")
-    return f"{source} is {value}{kind}; allowed is {allowed_by(field)}"

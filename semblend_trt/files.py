@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, BinaryIO
 
-TEMPORARY_PREFIX = ".semblend-"
+_TEMPORARY_PREFIX = ".semblend-"
 # Written to find a full disk: more than a file system may keep beside a file's name.
 _TRIAL = bytes(1 << 16)
 _FULL_DEVICE = os.makedev(1, 7)  # /dev/full
 _NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
 # More than any file that is read whole. A longer line is passed over, and never held whole.
 MAX_FILE_BYTES = MAX_LINE_BYTES = 64 << 20
-# A pipe without a byte for so long has no writer that goes on.
+# A pipe that gives no byte in this time has no writer that goes on.
 PIPE_SECONDS = 60.0
 
 
@@ -40,36 +40,22 @@ def write_bytes(path: Path, content: bytes) -> None:
 
     Follows symlinks and makes folders. A device or a pipe is written to directly. Raises OSError.
     """
-    target, status = target_of(path)
+    target, status = _target_of(path)
     if status is not None and not stat.S_ISREG(status.st_mode):
         path.write_bytes(content)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=TEMPORARY_PREFIX)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=_TEMPORARY_PREFIX)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         # mkstemp lets only the owner read; the file gets the mode that open() would give it.
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.umask(mask := os.umask(0))
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def target_of(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Where `path` leads, and what is there; None when nothing is."""
-    target = Path(os.path.realpath(path))
-    try:
-        return target, path.stat()
-    except FileNotFoundError:
-        return target, None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def check_writable(path: Path) -> None:
@@ -79,9 +65,15 @@ def check_writable(path: Path) -> None:
     are looked at.
     """
     try:
-        target, status = target_of(path)
+        target, status = _target_of(path)
         if status is None or stat.S_ISREG(status.st_mode):
-            _try(target)
+            folder = next(parent for parent in target.parents if parent.exists())
+            longest = os.pathconf(folder, "PC_NAME_MAX")
+            if any(len(os.fsencode(part)) > longest for part in target.relative_to(folder).parts):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=_TEMPORARY_PREFIX, buffering=0) as file:
+                if file.write(_TRIAL) < len(_TRIAL):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif stat.S_ISDIR(status.st_mode):
             raise ConfigurationError(f"{path} is a folder; name a file.")
         elif stat.S_ISSOCK(status.st_mode) or not os.access(path, os.W_OK):
@@ -92,6 +84,15 @@ def check_writable(path: Path) -> None:
         raise ConfigurationError(
             f"{str(path)[:200]} cannot be written ({error.strerror or error}); name another file."
         ) from error
+
+
+def _target_of(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Where `path` leads, and what is there; None when nothing is."""
+    target = Path(os.path.realpath(path))
+    try:
+        return target, path.stat()
+    except FileNotFoundError:
+        return target, None
 
 
 @contextmanager
@@ -123,74 +124,12 @@ def open_folder(path: str | Path, folder: int | None = None) -> Iterator[int]:
     """Descriptor, within the block, of a folder; with `folder`, `path` is a name in that one. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK_NO_WAIT, dir_fd=folder)
-    except NotADirectoryError as error:  # said of a link too
+    except NotADirectoryError as error:  # the error for a link too
         raise NotADirectoryError(f"{path} is a symbolic link or no folder; name a folder itself") from error
     try:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 1 << 16) -> io.BufferedReader:
-    """A regular file that a command is given, to be read. With `may_be_pipe` it may be a pipe too that the command was
-    started with: `-`, /dev/stdin or /dev/fd/N.
-
-    Raises OSError. Reading raises it too, where a pipe gives nothing for PIPE_SECONDS.
-    """
-    name = "/dev/stdin" if may_be_pipe and str(path) == "-" else str(path)
-    may_be_pipe = may_be_pipe and name.startswith(("/dev/stdin", "/dev/fd/"))
-    raw = (_Pipe if may_be_pipe else io.FileIO)(name, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    mode = os.fstat(raw.fileno()).st_mode
-    if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
-        raw.close()
-        raise OSError(errno.EINVAL, "it is not a regular file; a pipe can be given as /dev/stdin", name)
-    return io.BufferedReader(raw, buffering)
-
-
-def read_input(path: str | Path, most: int = MAX_FILE_BYTES, *, may_be_pipe: bool = False) -> bytes:
-    """The content of a file that a command is given, as `open_input` opens it. Raises OSError, also for more than
-    `most` bytes."""
-    with open_input(path, may_be_pipe=may_be_pipe) as file:
-        content = file.read(most + 1) or b""
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-    return content
-
-
-def read_text(path: str | Path, *, may_be_pipe: bool = False) -> str:
-    """The text of such a file. Raises OSError, and ConfigurationError where it is not UTF-8."""
-    content = read_input(path, may_be_pipe=may_be_pipe)
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigurationError(
-            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; write the file in UTF-8"
-        ) from None
-
-
-def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Lines of a file, each cut right behind MAX_LINE_BYTES, with the bytes that it has in the file."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        size, rest = len(line), line
-        while rest and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES)
-            size += len(rest)
-        yield line, size
-
-
-def too_long(line: bytes) -> str | None:
-    """Why a line that was cut is passed over; None for a whole one."""
-    return f"longer than {MAX_LINE_BYTES >> 20} MiB" if len(line) > MAX_LINE_BYTES else None
-
-
-class _Pipe(io.FileIO):
-    def readinto(self, buffer: Any) -> int | None:
-        waiting = select.poll()
-        waiting.register(self.fileno(), select.POLLIN)
-        if not waiting.poll(1000 * PIPE_SECONDS):
-            raise TimeoutError(errno.ETIMEDOUT, f"not a byte came within {PIPE_SECONDS:g} s")
-        return super().readinto(buffer)
 
 
 def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:
@@ -232,11 +171,63 @@ def _is_private(group: int) -> bool:
     return False
 
 
-def _try(target: Path) -> None:
-    folder = next(parent for parent in target.parents if parent.exists())
-    longest = os.pathconf(folder, "PC_NAME_MAX")
-    if any(len(os.fsencode(part)) > longest for part in target.relative_to(folder).parts):
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, buffering=0) as file:
-        if file.write(_TRIAL) < len(_TRIAL):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 1 << 16) -> io.BufferedReader:
+    """A regular file that a command is given, to be read. With `may_be_pipe` it may be a pipe too that the command was
+    started with: `-`, /dev/stdin or /dev/fd/N.
+
+    Raises OSError. Reading raises it too, where a pipe gives nothing for PIPE_SECONDS.
+    """
+    name = "/dev/stdin" if may_be_pipe and str(path) == "-" else str(path)
+    may_be_pipe = may_be_pipe and name.startswith(("/dev/stdin", "/dev/fd/"))
+    raw = (_Pipe if may_be_pipe else io.FileIO)(name, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    mode = os.fstat(raw.fileno()).st_mode
+    if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
+        raw.close()
+        raise OSError(errno.EINVAL, "it is not a regular file; a pipe can be given as /dev/stdin", name)
+    return io.BufferedReader(raw, buffering)
+
+
+class _Pipe(io.FileIO):
+    def readinto(self, buffer: Any) -> int | None:
+        waiting = select.poll()
+        waiting.register(self.fileno(), select.POLLIN)
+        if not waiting.poll(1000 * PIPE_SECONDS):
+            raise TimeoutError(errno.ETIMEDOUT, f"not a byte came within {PIPE_SECONDS:g} s")
+        return super().readinto(buffer)
+
+
+def read_input(path: str | Path, most: int = MAX_FILE_BYTES, *, may_be_pipe: bool = False) -> bytes:
+    """The content of a file that a command is given, as `open_input` opens it. Raises OSError, also for more than
+    `most` bytes."""
+    with open_input(path, may_be_pipe=may_be_pipe) as file:
+        content = file.read(most + 1) or b""
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+def read_text(path: str | Path, *, may_be_pipe: bool = False) -> str:
+    """The text of such a file. Raises OSError, and ConfigurationError where it is not UTF-8."""
+    content = read_input(path, may_be_pipe=may_be_pipe)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(
+            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; write the file in UTF-8"
+        ) from None
+
+
+def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Lines of a file, each cut right after MAX_LINE_BYTES, with the bytes that it has in the file."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        size, rest = len(line), line
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+            size += len(rest)
+        yield line, size
+
+
+def too_long(line: bytes) -> str | None:
+    """Why a line that was cut is passed over; None for a whole one."""
+    return f"longer than {MAX_LINE_BYTES >> 20} MiB" if len(line) > MAX_LINE_BYTES else None

@@ -8,68 +8,29 @@ the engine's own process can count them.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import tempfile
 import threading
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.donors.offload import OffloadEventKind
-from semblend_trt.metrics_folder import count_here_where_unwritable
-from semblend_trt.outcome import Outcome
-from semblend_trt.reasons import FAULTS, counted_as
+from semblend_trt.outcome import FAULTS, Outcome, counted_as
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from semblend_trt.donors.donor_index import DonorIndex, HeldDonors
+    from semblend_trt.donors.donor_index import DonorIndex
     from semblend_trt.outcome import Neighbour, ReuseReport
 
 logger = logging.getLogger(__name__)
-
-
-class EngineCounts:
-    """A Prometheus collector that adds up the counts of running and ended engines; `label` is the label of the counts'
-    names. Those in `known` are there from the start: a rate does not see a series begin at 1."""
-
-    def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
-        self._name, self._documentation, self._label = name, documentation, label
-        self._lock = threading.Lock()
-        self._running: list[Counter[str]] = []
-        self._ended: Counter[str] = Counter(dict.fromkeys(known, 0))
-
-    def add(self, counts: Counter[str]) -> None:
-        with self._lock:
-            self._running.append(counts)
-
-    def end(self, counts: Counter[str]) -> None:
-        """Adds the last values of `counts` to the ended engines', so that the sum never falls."""
-        with self._lock:
-            # By identity: engines with equal counts are two.
-            self._running = [each for each in self._running if each is not counts]
-            self._ended.update(dict(counts))
-
-    def collect(self) -> Iterator[Metric]:
-        with self._lock:
-            total = self._ended.copy()
-            for counts in self._running:
-                total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
-        yield self._family(total)
-
-    def describe(self) -> Iterator[Metric]:
-        yield self._family({})
-
-    def _family(self, counts: Mapping[str, int]) -> Metric:
-        from prometheus_client.core import CounterMetricFamily
-
-        family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
-        for name, count in sorted(counts.items()):
-            family.add_metric([name], count)
-        return family
-
 
 # What became of a text: embedded and entered, embedded and searched for, dropped from a full queue, or failed.
 TEXT_EVENTS = ("donor_embedded", "request_embedded", "dropped", "failed")
@@ -78,6 +39,32 @@ TOKEN_KINDS = ("offered", "sampled", "checked", "reused", "recomputed", "exact_p
 _LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SIMILARITY_BUCKETS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 _DEVIATION_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+_ROOM = 1 << 17  # bytes of prometheus_client's files for counters and histograms when they are new
+
+
+@functools.cache
+def count_here_where_unwritable() -> None:
+    """Call it before the first series. Where PROMETHEUS_MULTIPROC_DIR cannot be used, the process counts for itself
+    from then on: its own files there would end it, or its start. Raises nothing, and warns once.
+
+    Facts: prometheus_client, `values.py` and `mmap_dict.py` (0.20 to 0.26).
+    """
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if folder is None:
+        return
+    from prometheus_client import values
+    from prometheus_client.mmap_dict import MmapedDict
+
+    try:
+        with tempfile.TemporaryFile(dir=folder or ".") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM)  # a file that is mapped ends the process on a full disk
+        # An earlier process of this number may have left files that cannot be read.
+        for path in (Path(folder, f"{kind}_{os.getpid()}.db") for kind in ("counter", "histogram")):
+            if path.exists():
+                MmapedDict(str(path)).close()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        logger.warning("PROMETHEUS_MULTIPROC_DIR is %r, where this process cannot count: %s", folder, error)
+        values.ValueClass = values.MutexValue
 
 
 class Metrics:
@@ -94,7 +81,6 @@ class Metrics:
         self._try(lambda series: series.lookup_seconds.observe(seconds))
 
     def request_ended(self, report: ReuseReport) -> None:
-        """Counts how one request ended."""
         self._try(lambda series: series.request_ended(report))
 
     def neighbours_found(self, nearest: tuple[Neighbour, ...]) -> None:
@@ -111,7 +97,7 @@ class Metrics:
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
     def weights_changed(self) -> None:
-        """Count that the model of the engine has got other weights."""
+        """Counts that the engine's model has got other weights."""
         self._try(lambda series: series.weights_changes.inc())
 
     def watch(self, donor_index: DonorIndex) -> None:
@@ -129,12 +115,12 @@ class Metrics:
 
     def close(self) -> None:
         """Takes this engine's donors out of the gauges; what was counted stays."""
-        self._try(lambda series: series.donors.discard(list(self._watched)))
+        self._try(lambda series: series.donors.discard(self._watched))
         at_close, self._at_close = self._at_close, []
         for keep in at_close:
             self._try(keep)
 
-    def _watch(self, collector_of: Callable[[Series], EngineCounts], counts: Counter[str]) -> None:
+    def _watch(self, collector_of: Callable[[Series], _EngineCounts], counts: Counter[str]) -> None:
         self._try(lambda series: collector_of(series).add(counts))
         self._at_close.append(lambda series: collector_of(series).end(counts))
 
@@ -157,7 +143,7 @@ class Series:
 
         def counter(name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Counter:
             made = Counter(f"semblend_{name}", documentation, labels, registry=registry)
-            for each in known:  # series that exist from the start can be told from an engine that counts nothing
+            for each in known:  # series that exist from the start can be distinguished from an engine without counts
                 made.labels(each)
             return made
 
@@ -166,46 +152,69 @@ class Series:
 
         outcomes, events = [each.value for each in Outcome], [each.value for each in OffloadEventKind]
         self._requests = counter("requests", "Requests by how reuse ended for them.", "outcome", known=outcomes)
-        self._refusals = counter(
-            "refusals", "Requests of which nothing, or not all that was found, was reused, by the reason.", "reason"
-        )
+        text = "Requests of which nothing, or not all that was found, was reused, by the reason."
+        self._refusals = counter("refusals", text, "reason")
         self._tokens = counter("tokens", "Prompt tokens by what became of them.", "kind", known=TOKEN_KINDS)
         self.lookup_seconds = histogram("lookup_seconds", "Time that look-ups took.", _LOOKUP_BUCKETS)
-        self._kept_deviation = histogram(
-            "kept_deviation",
-            "Largest deviation of a reused token, of each request with sampled or checked tokens.",
-            _DEVIATION_BUCKETS,
-        )
+        text = "Largest deviation of a reused token, of each request with sampled or checked tokens."
+        self._kept_deviation = histogram("kept_deviation", text, _DEVIATION_BUCKETS)
         self.texts = counter("neighbour_texts", "Texts embedded beside serving, or not.", "event", known=TEXT_EVENTS)
-        self.similarity = histogram(
-            "neighbour_similarity",
-            "Similarity of the nearest donor, of each request that has one near.",
-            _SIMILARITY_BUCKETS,
-        )
+        text = "Similarity of the nearest donor, of each request that has one near."
+        self.similarity = histogram("neighbour_similarity", text, _SIMILARITY_BUCKETS)
         self.tier_events = counter("tier_events", "Donors' files and ways up, by what happened.", "event", known=events)
         self.weights_changes = counter("weights_changes", "Times that a running engine's weights have changed.")
-        self.donors = DonorGauges()
-        registry.register(self.donors)
-        self.faults = EngineCounts(
-            "semblend_faults", "Calls of the engine that were not answered, by name.", "fault", FAULTS
-        )
-        self.audit_dropped = EngineCounts("semblend_audit_dropped", "Events that the audit log lost.", "reason")
-        registry.register(self.faults)
-        registry.register(self.audit_dropped)
+        self.donors = _DonorGauges()
+        self.faults = _EngineCounts("faults", "Calls of the engine that were not answered, by name.", "fault", FAULTS)
+        self.audit_dropped = _EngineCounts("audit_dropped", "Events that the audit log lost.", "reason")
+        for collector in (self.donors, self.faults, self.audit_dropped):
+            registry.register(collector)
 
     def request_ended(self, report: ReuseReport) -> None:
         self._requests.labels(report.outcome).inc()
         if report.reason:
             self._refusals.labels(counted_as(report.reason)).inc()
         for kind in TOKEN_KINDS:
-            tokens = getattr(report, f"{kind}_tokens")
-            if tokens:
+            if tokens := getattr(report, f"{kind}_tokens"):
                 self._tokens.labels(kind).inc(tokens)
         if (report.sampled_tokens or report.checked_tokens) and report.largest_kept is not None:
             self._kept_deviation.observe(report.largest_kept)
 
 
-class DonorGauges:
+class _EngineCounts:
+    """A Prometheus collector that adds up the counts of running and ended engines; `label` is the label of the counts'
+    names. Those in `known` are there from the start: a rate does not see a series begin at 1."""
+
+    def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
+        self._name, self._documentation, self._label = f"semblend_{name}", documentation, label
+        self._lock = threading.Lock()
+        self._running: list[Counter[str]] = []
+        self._ended: Counter[str] = Counter(dict.fromkeys(known, 0))
+
+    def add(self, counts: Counter[str]) -> None:
+        with self._lock:
+            self._running.append(counts)
+
+    def end(self, counts: Counter[str]) -> None:
+        """Adds the last values of `counts` to the ended engines', so that the sum never falls."""
+        with self._lock:
+            # By identity: engines with equal counts are two.
+            self._running = [each for each in self._running if each is not counts]
+            self._ended.update(dict(counts))
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily
+
+        with self._lock:
+            total = self._ended.copy()
+            for counts in self._running:
+                total.update(dict(counts))  # a copy, which the engine's threads cannot change meanwhile
+        family = CounterMetricFamily(self._name, self._documentation, labels=[self._label])
+        for name, count in sorted(total.items()):
+            family.add_metric([name], count)
+        yield family
+
+
+class _DonorGauges:
     """A Prometheus collector that asks every engine's donor index when it is scraped, so that serving pays nothing."""
 
     def __init__(self) -> None:
@@ -216,33 +225,27 @@ class DonorGauges:
         with self._lock:
             self._indexes.add(donor_index)
 
-    def discard(self, indexes: list[DonorIndex]) -> None:
+    def discard(self, indexes: Iterable[DonorIndex]) -> None:
         with self._lock:
-            for each in indexes:
-                self._indexes.discard(each)
+            self._indexes.difference_update(indexes)
 
     def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
         with self._lock:
             indexes = list(self._indexes)
-        yield from _gauges([each.held() for each in indexes])
+        held = [each.held() for each in indexes]
 
-    def describe(self) -> Iterator[Metric]:
-        return _gauges([])
+        def total(name: str) -> int:
+            return sum(getattr(each, name) for each in held)
 
-
-def _gauges(held: list[HeldDonors]) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily
-
-    def total(name: str) -> int:
-        return sum(getattr(each, name) for each in held)
-
-    yield GaugeMetricFamily("semblend_donors", "Donors held.", value=total("donors"))
-    text = "Donors built from approximate KV, held or being saved."
-    yield GaugeMetricFamily("semblend_approximate_donors", text, value=total("approximate"))
-    tiers = GaugeMetricFamily("semblend_donor_bytes", "Memory that donors take.", labels=["tier"])
-    for tier in ("host", "device", "disk"):
-        tiers.add_metric([tier], total(f"{tier}_bytes"))
-    yield tiers
+        yield GaugeMetricFamily("semblend_donors", "Donors held.", value=total("donors"))
+        text = "Donors built from approximate KV, held or being saved."
+        yield GaugeMetricFamily("semblend_approximate_donors", text, value=total("approximate"))
+        tiers = GaugeMetricFamily("semblend_donor_bytes", "Memory that donors take.", labels=["tier"])
+        for tier in ("host", "device", "disk"):
+            tiers.add_metric([tier], total(f"{tier}_bytes"))
+        yield tiers
 
 
 _lock = threading.Lock()

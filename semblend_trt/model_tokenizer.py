@@ -61,10 +61,6 @@ def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
     used = getattr(tokenizer, "backend_tokenizer", None)
     if path is None or used is None:
         return False
-    written = Tokenizer.from_file(path)
-    return _rules(used) != _rules(written)
-
-
-def _rules(tokenizer: Tokenizer) -> list[bytes | None]:
-    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
-    return [None if part is None else part.__getstate__() for part in parts]
+    parts = [(each.normalizer, each.pre_tokenizer) for each in (used, Tokenizer.from_file(path))]
+    ours, theirs = ([None if part is None else part.__getstate__() for part in each] for each in parts)
+    return ours != theirs

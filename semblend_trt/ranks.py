@@ -7,7 +7,7 @@ same order: a rank that leaves a call out, or makes one more, keeps the others w
 from __future__ import annotations
 
 import importlib
-import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from semblend_trt.plan import SemanticKvPlan
-
-logger = logging.getLogger(__name__)
 
 
 class Ranks:
@@ -95,8 +93,7 @@ class TorchRanks(Ranks):
     def least(self, values: Sequence[int]) -> list[int]:
         least = torch.tensor(values, dtype=torch.int64)
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=self._host)
-        found: list[int] = least.tolist()
-        return found
+        return list(least.tolist())
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -113,9 +110,9 @@ def joined_ranks(size: int) -> Ranks | None:
     another size."""
     if size == 1:
         return Ranks()
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() != size:
-        return None
-    return TorchRanks()
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == size:
+        return TorchRanks()
+    return None
 
 
 def ranks_of(size: int) -> Ranks | None:
@@ -124,20 +121,17 @@ def ranks_of(size: int) -> Ranks | None:
     They talk through `torch.distributed` where the engine has joined its processes there, else through the MPI
     functions that TensorRT-LLM's own connector manager uses (`tensorrt_llm/_utils.py`, 1.1 to main).
     """
-    joined = joined_ranks(size)
-    if joined is not None:
+    if (joined := joined_ranks(size)) is not None:
         return joined
-    try:
+    with suppress(ImportError, AttributeError):
         engine = importlib.import_module("tensorrt_llm._utils")
         if engine.mpi_world_size() == size:
             return EngineRanks(engine.mpi_rank(), size, engine.mpi_allgather)
-    except (ImportError, AttributeError):
-        pass
     return None
 
 
 def agree_on_loads(
-    ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception], weights_changes: int = 0
+    ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception], weights_changes: int
 ) -> tuple[dict[int, Exception], int]:
     """The plans that no rank may use because at least one could not place its part, each with the error known here; and
     the most changes of weights that any rank has seen.

@@ -57,17 +57,15 @@ class ActivePlans:
         return self._pending.pop(request_id, None)
 
     def take_all(self, request_ids: Iterable[int]) -> dict[int, SemanticKvPlan]:
-        """The pending plans of these requests, removed as by `take`. In most iterations there is none to look for."""
-        if not self._pending:
-            return {}
+        """The pending plans of these requests, removed as by `take`."""
         return {each: plan for each in request_ids if (plan := self.take(each)) is not None}
 
     def publishable(self, request_id: int, tokens: int) -> int:
-        """How many of the request's first `tokens` tokens may enter the engine's reuse tree.
+        """The number of the request's first `tokens` tokens that may enter the engine's reuse tree.
 
         KV that attended to approximate KV is approximate too. So the limit is the first position that a cold run would
-        have computed otherwise; it holds for the prompt, the generated tokens and a late release. Only whole blocks
-        below it may be published: the block in which the exact part ends also holds approximate KV.
+        have computed otherwise, for the prompt, the generated tokens and a late release. Only whole blocks below it may
+        be published: the block in which the exact part ends also holds approximate KV.
         """
         return min(tokens, self._exact_tokens.get(request_id, tokens))
 
@@ -80,7 +78,7 @@ class ActivePlans:
         self._exact_tokens.pop(request_id, None)
 
     def released(self, request_id: int) -> None:
-        """Call it once the engine has freed the request's blocks; its id may then be used again. A plan that no forward
+        """Call it once the engine has freed the request's blocks. Its id may then be used again; a plan that no forward
         has run is forgotten too."""
         self.take(request_id)
         self.lift_limit(request_id)
@@ -209,8 +207,7 @@ def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> to
 
 
 def _held_weakly(name: str) -> Any:
-    """An attribute that is kept in `name` as a weak reference: its object holds `llm_args`, whose end must end the
-    runtime."""
+    """An attribute kept in `name` as a weak reference: its object holds `llm_args`, whose end must end the runtime."""
 
     def get(runtime: Runtime) -> Any:
         reference = getattr(runtime, name)
@@ -238,7 +235,8 @@ class Runtime:
     running loads are in the pool. `is_forward_open` from the start of an iteration's loads until the worker hears that
     its forward has completed. A forward that failed leaves it open.
 
-    `weights` are the model's where the worker knows the model. `weights_changes` counts how often they have changed.
+    `weights` are the model's (`connector/weights.py`), None where the worker does not know the model. `weights_changes`
+    counts how often they have changed.
     """
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -255,7 +253,7 @@ class Runtime:
     refusal: str | None = None
     is_forward_open: bool = False
     faults: Counter[str] = field(default_factory=Counter)
-    weights: Weights | None = None
+    weights: Any = None
     weights_changes: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     _engine: weakref.ref[Any] | None = field(default=None, init=False, repr=False)

@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from engine_wrapper.embedded.models import SUPPORTED_MODEL_TYPES
+from semblend_trt.background import OnceAMinute
 from semblend_trt.connector import lookup, model_files
 from semblend_trt.discovery.planner import Deadline
-from semblend_trt.once_a_minute import OnceAMinute
 from tests.random_models import random_model
 
 # A shell that starts the tests in the background has interrupts ignored, in every process that they start too.

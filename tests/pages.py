@@ -1,7 +1,5 @@
 """Pages of the documentation as tests compare them with the code: links, code, and tables."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache, cached_property
 from pathlib import Path
@@ -59,7 +57,7 @@ class Page:
     @property
     def rows(self):
         """The cells of all tables, row by row, the headers' among them."""
-        rows: list[list[str]] = []
+        rows = []
         for before, token in zip(self._tokens, self._tokens[1:], strict=False):
             if before.type == "tr_open":
                 rows.append([])

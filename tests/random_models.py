@@ -1,125 +1,63 @@
 """Small models of every family that the embedded engine runs, with random weights."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 WINDOW, CHUNK = 32, 64
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    # Far above the usual 0.02: attention must matter, and the last float bit must not decide argmax.
-    "initializer_range": 0.2,
-}
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+# Far above the usual 0.02: attention must matter, and the last float bit must not decide argmax.
+_SHAPE = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.2}
+_SHAPE |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+_SHAPE |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+_FEW_EXPERTS = {"num_local_experts": 4, "head_dim": 16}
+
+
+def _rope(kind, theta, factor, original, **more):
+    scaling = {"rope_type": kind, "rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
+    return {"rope_parameters": scaling | more}
+
+
+_YARN = {"beta_fast": 32, "beta_slow": 1}
 # What a family's configuration has beside the shape.
-_OWN: dict[str, dict[str, Any]] = {
+_OWN = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False, "head_dim": 16},
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4},
     # The layer in the middle is dense.
-    "qwen3_moe": {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
+    "qwen3_moe": _EXPERTS | {"num_experts": 8, "mlp_only_layers": [1], "head_dim": 16},
     # Half of a head's channels rotate, the lowest layer is dense, and one expert sees every token.
-    "glm4_moe": {**_EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
+    "glm4_moe": _EXPERTS | {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "head_dim": 16},
     # The row of a token is as wide as vLLM's attention on a CPU needs it, and its RoPE is that of the published model.
-    "deepseek_v3": {
-        **_EXPERTS,
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 40.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    "deepseek_v3": _EXPERTS
+    | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_key_value_heads": 4, "q_lora_rank": 48}
+    | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    | _rope("yarn", 10000.0, 40.0, 4096, **_YARN, mscale=1.0, mscale_all_dim=1.0),
     # Every other layer has a window, from the lowest on, and a theta of its own.
-    "gemma3_text": {
-        "head_dim": 16,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 2,
-    },
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     # Every other layer has a window, from the lowest on.
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 16.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 128,
-        },
-    },
-    # The layer in the middle has neither RoPE nor chunks, and experts beside its dense neighbours.
-    "llama4_text": {
-        "head_dim": 16,
-        "no_rope_layer_interval": 2,
-        "attention_chunk_size": CHUNK,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        # Queries are scaled by their position from the first one on.
-        "floor_scale": 1,
-        "attn_scale": 0.2,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 16.0,
-            "high_freq_factor": 1.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 128,
-        },
-    },
+    "gpt_oss": _FEW_EXPERTS
+    | {"num_experts_per_tok": 2, "sliding_window": WINDOW}
+    | _rope("yarn", 150000.0, 16.0, 128, beta_fast=32.0, beta_slow=1.0, truncate=False),
+    # The layer in the middle has neither RoPE nor chunks, and experts beside its dense neighbours. Queries are
+    # scaled by their position from the first one on.
+    "llama4_text": _FEW_EXPERTS
+    | {"num_experts_per_tok": 1, "no_rope_layer_interval": 2, "attention_chunk_size": CHUNK}
+    | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 96, "floor_scale": 1, "attn_scale": 0.2}
+    | _rope("llama3", 500000.0, 16.0, 128, high_freq_factor=1.0, low_freq_factor=1.0),
     # The layer in the middle has no RoPE.
     "smollm3": {"no_rope_layer_interval": 2},
     # What the shapes of 3.1 multiply by, so that a factor left out changes every logit.
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.0625,
-        "logits_scaling": 8.0,
-    },
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    | {"attention_multiplier": 0.0625, "logits_scaling": 8.0},
 }
 
 
 def random_model(family, *, seed=0, **changes):
     """A small model of a family with random weights, float32 on the CPU; `changes` go to its configuration."""
-    config: PretrainedConfig = CONFIG_MAPPING[family](**(_SHAPE | _OWN.get(family, {}) | changes))
+    config = CONFIG_MAPPING[family](**(_SHAPE | _OWN.get(family, {}) | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()

@@ -1,7 +1,5 @@
 """A server in a process of its own: a worker with the shipped model, or the router."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -24,15 +22,11 @@ class ServerProcess:
 
     def __init__(self, *command, **variables):
         inherited = {name: value for name, value in os.environ.items() if "SEMBLEND_" not in name}
-
+        environment = inherited | {"OMP_NUM_THREADS": "1"} | variables
         self._process = subprocess.Popen(
-            [sys.executable, *command],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env=inherited | {"OMP_NUM_THREADS": "1"} | variables,
+            [sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
         )
-        self._said: list[str] = []
+        self._said = []
         self._listens = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -64,7 +58,6 @@ class ServerProcess:
         self._listener.join()
 
     def _listen(self):
-        assert self._process.stderr is not None
         for line in self._process.stderr:
             self._said.append(line)
             if " on http://" in line:
@@ -84,14 +77,7 @@ def router(config, **variables):
 
 
 @contextmanager
-def fleet(
-    folder,
-    workers,
-    tenants,
-    *,
-    variables=None,
-    **fields,
-):
+def fleet(folder, workers, tenants, *, variables=None, **fields):
     """A router in front of running workers, numbered from 1 on; all are killed at the end.
 
     `folder` is for its configuration, which has more `fields`. `key_of` gives each tenant's key.

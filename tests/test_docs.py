@@ -16,7 +16,7 @@ import engine_wrapper.connector
 import semblend_trt.connector
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
 from semblend_trt.cli.main import subcommands
-from semblend_trt.config import settings_table
+from semblend_trt.config import Settings, variables_of
 from tests.pages import PAGES, README, ROOT, Page, make_targets
 
 CONNECTORS = {module.__name__: module for module in (semblend_trt.connector, engine_wrapper.connector)}
@@ -32,7 +32,7 @@ def test_links_lead_to_files(page):
 
 @EVERY_PAGE
 def test_settings_exist(page):
-    known = {variable for row in settings_table() for variable in row.variables}
+    known = {variable for name in Settings.model_fields for variable in variables_of(name)}
     prefixes = ("SEMBLEND_", "TRTLLM_SEMBLEND_")
     named = {word for word in page.words if word.startswith(prefixes)} - {"SEMBLEND_X", "TRTLLM_SEMBLEND_X", *prefixes}
     assert named <= known

@@ -7,7 +7,7 @@ from semblend_trt.donors.disk_tier import FILE_REASONS
 from semblend_trt.donors.offload import OffloadEventKind
 from semblend_trt.fleet.publisher import DROP_REASONS, RESYNC_REASONS
 from semblend_trt.fleet.router import counters, serving
-from semblend_trt.reasons import FAULTS, OTHER_REASON, REASONS, Scope, filled
+from semblend_trt.outcome import FAULTS, OTHER_REASON, REASONS, Scope, filled
 from tests.pages import Page, code_in
 
 PAGES = [Page("docs/failure-modes.md"), Page("docs/vllm.md")]
@@ -35,7 +35,7 @@ def test_the_pages_have_every_reason_and_no_other():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_of_reasons_are_made_from_the_code(page):
-    """`python -m semblend_trt.reasons docs/failure-modes.md docs/vllm.md` writes them."""
+    """`python -m semblend_trt.outcome docs/failure-modes.md docs/vllm.md` writes them."""
     assert page.text == filled(page.text)
 
 

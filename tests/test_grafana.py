@@ -3,21 +3,27 @@
 docs/metrics.md names the series; tests compare it with the code, and with vLLM's spelling inside vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
-import promql_parser
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
-from promql_parser import AggregateExpr, BinaryExpr, Call, MatrixSelector, ParenExpr, VectorSelector
+from promql_parser import (
+    AggregateExpr,
+    BinaryExpr,
+    Call,
+    MatrixSelector,
+    NumberLiteral,
+    ParenExpr,
+    VectorSelector,
+    parse,
+)
 
 from semblend_trt.fleet.publisher import EventCounters
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.metrics import Series
-from semblend_trt.reasons import FAULTS, REASONS
+from semblend_trt.outcome import FAULTS, REASONS
 from tests.pages import ROOT, Page, code_in
 from tests.test_metrics_page import series
 
@@ -59,8 +65,8 @@ class Expression:
     def __init__(self, text):
         text = text.replace("$__rate_interval", "5m").replace("$instance", ".*")
         assert "$" not in text, "a variable that the dashboard does not have"
-        self.names: set[str] = set()
-        self.labels = self._labels(promql_parser.parse(text))
+        self.names = set()
+        self.labels = self._labels(parse(text))
 
     def _labels(self, node):
         match node:
@@ -75,15 +81,15 @@ class Expression:
             case BinaryExpr():
                 return self._joined(node)
             case Call():
-                (vector,) = (each for each in node.args if not isinstance(each, promql_parser.NumberLiteral))
+                (vector,) = (each for each in node.args if not isinstance(each, NumberLiteral))
                 labels = self._labels(vector)
-                if node.func.name == "histogram_quantile":
-                    assert "le" in labels, f"no buckets: {node}"
-                    return labels - {"le"}
-                return labels
+                if node.func.name != "histogram_quantile":
+                    return labels
+                assert "le" in labels, f"no buckets: {node}"
+                return labels - {"le"}
             case ParenExpr():
                 return self._labels(node.expr)
-            case promql_parser.NumberLiteral():
+            case NumberLiteral():
                 return set()
         raise AssertionError(f"not read by this test yet: {type(node).__name__}")
 
@@ -103,7 +109,7 @@ class Expression:
 
     def _joined(self, node):
         left, right = self._labels(node.lhs), self._labels(node.rhs)
-        if promql_parser.NumberLiteral in (type(node.lhs), type(node.rhs)):
+        if NumberLiteral in (type(node.lhs), type(node.rhs)):
             return left | right
         on = set(node.modifier.matching.labels) if node.modifier and node.modifier.matching else None
         if str(node.op) == "or":

@@ -8,15 +8,8 @@ FLOORS = ("kernels", "semblend_trt", "engine_wrapper", "validation", "benchmarks
 MAX_LINES = 600
 PINS = ("constraints-cpu.txt", "requirements-ci.txt", "requirements-vllm.txt", "requirements-vllm-next.txt")
 PRODUCT_TEXTS = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", *PINS, ".ci/run", ".ci/lock.py")
-URL_HOSTS = {
-    "github.com",
-    "arxiv.org",
-    "huggingface.co",
-    "www.gutenberg.org",
-    "www.apache.org",
-    "localhost",
-    "127.0.0.1",
-}
+URL_HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.gutenberg.org", "www.apache.org"}
+URL_HOSTS |= {"localhost", "127.0.0.1"}
 
 MODULES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 TEXTS = MODULES + sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.md"))

@@ -30,7 +30,7 @@ def metrics():
     registry, router = CollectorRegistry(), RouterCounters().registry
     Series(registry)
     EventCounters(registry=registry)
-    router.register(FleetGauges(ReplicaSet([], None, health_seconds=1, answer_seconds=1), Directory()))  # type: ignore[arg-type]
+    router.register(FleetGauges(ReplicaSet([], None, health_seconds=1, answer_seconds=1), Directory()))
     return [metric for source in (registry, router) for metric in source.collect()]
 
 

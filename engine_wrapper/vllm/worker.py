@@ -29,8 +29,8 @@ from semblend_trt.config import load_settings
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.contract import never_raises
 from semblend_trt.errors import ConfigurationError
+from semblend_trt.outcome import Scope, advice
 from semblend_trt.plan import EngineMode
-from semblend_trt.reasons import Scope, advice
 from semblend_trt.runtime import Weights, runtime_for
 
 if TYPE_CHECKING:

@@ -16,8 +16,6 @@ from semblend_trt.command_line import printable
 if TYPE_CHECKING:
     import argparse
 
-    from semblend_trt.config import SettingInUse, SettingRow, SettingsGroup
-
 SUMMARY = "print every setting, its value and where it came from"
 _LONGEST_COLUMN = 40
 _HEAD = """\
@@ -56,41 +54,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         settings = [{**asdict(row), "source": row.source or "default"} for row in rows]
         sys.stdout.write(json.dumps({"settings": settings, "unknown": unknown}, indent=2) + "\n")
-    else:
-        sys.stdout.write(_table(rows))
+        return 0
+    variables = max(len(row.variable) for row in rows)
+    values = min(_LONGEST_COLUMN, max(len(row.text) for row in rows))
+    for row in rows:
+        also = f" ({', '.join(row.ignored)} set too, and not read)" if row.ignored else ""
+        line = f"{row.variable:<{variables}}  {row.text:<{values}}  {row.source or 'default'}{also}"
+        sys.stdout.write(printable(line) + "\n")
     return 0
 
 
 def settings_page() -> str:
     """docs/configuration.md, made from the settings' fields: a section for each group."""
-    from semblend_trt.config import Settings, SettingsGroup, settings_table
+    from semblend_trt.config import Settings, SettingsGroup, allowed_by, shown, variables_of
 
+    page = _HEAD
     # pydantic takes the fields of the last base first.
-    groups = [base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)]
-    sections = [f"\n## {_title(group)}\n\n{_COLUMNS}{''.join(map(_line, settings_table(group)))}" for group in groups]
-    return _HEAD + "".join(sections)
-
-
-def _title(group: type[SettingsGroup]) -> str:
-    """The theme of a group, as its docstring says it: "Settings of THEME."."""
-    theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
-    return theme[:1].upper() + theme[1:]
-
-
-def _line(row: SettingRow) -> str:
-    _, name, *older = row.variables
-    also = "".join(f" Older name: `{each}`." for each in older)
-    return f"| `{name}` | {row.default} | {row.allowed} | {row.description}{also} |\n"
-
-
-def _table(rows: list[SettingInUse]) -> str:
-    variables = max(len(row.variable) for row in rows)
-    values = min(_LONGEST_COLUMN, max(len(row.text) for row in rows))
-    return "".join(
-        printable(f"{row.variable:<{variables}}  {row.text:<{values}}  {_source(row)}") + "\n" for row in rows
-    )
-
-
-def _source(row: SettingInUse) -> str:
-    also = f" ({', '.join(row.ignored)} set too, and not read)" if row.ignored else ""
-    return (row.source or "default") + also
+    for group in (base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)):
+        theme = (group.__doc__ or "").removeprefix("Settings of ").removesuffix(".")
+        page += (
+            f"\n## {theme[:1].upper() + theme[1:]}\n\n| variable | default | allowed | meaning |\n|---|---|---|---|\n"
+        )
+        for name, field in group.model_fields.items():
+            _, variable, *older = variables_of(name)
+            meaning = " ".join([*(field.description or "").split(), *(f"Older name: `{each}`." for each in older)])
+            page += f"| `{variable}` | {shown(field.default)} | {allowed_by(field)} | {meaning} |\n"
+    return page

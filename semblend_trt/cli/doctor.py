@@ -16,6 +16,7 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ KV_DTYPES = (AUTO, "float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 DISTRIBUTION = "semblend-trt"
 # What embedders need beside the extra semantic.
 EXTRAS = {"minilm": ("embedder",), "onnx": ("onnx",), "onnx_gpu": ("onnx-gpu",)}
-_GIB = 1 << 30
 # Of control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _software, _machine, _settings = map(Area, ("software", "machine", "settings"))
@@ -45,21 +45,13 @@ _software, _machine, _settings = map(Area, ("software", "machine", "settings"))
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds what the doctor is to look at."""
-    parser.add_argument(
-        "--model", type=named, metavar="PATH_OR_ID", help="folder or hub id of the model that is to be served"
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        default=AUTO,
-        help="dtype of the engine's KV cache (default: that of the engine's options, or the model's own)",
-    )
+    about = "folder or hub id of the model that is to be served"
+    parser.add_argument("--model", type=named, metavar="PATH_OR_ID", help=about)
+    about = "dtype of the engine's KV cache (default: that of the engine's options, or the model's own)"
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=AUTO, help=about)
     parser.add_argument("--engine", choices=("trtllm", *_plugged()), default="trtllm", help="the engine to look at")
-    parser.add_argument(
-        "--engine-options",
-        metavar="FILE",
-        help="the YAML file that trtllm-serve gets as --extra_llm_api_options, or vllm serve as --config",
-    )
+    about = "the YAML file that trtllm-serve gets as --extra_llm_api_options, or vllm serve as --config"
+    parser.add_argument("--engine-options", metavar="FILE", help=about)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -75,18 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         report = {"version": __version__, "problems": problems, "findings": [asdict(finding) for finding in findings]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
-    else:
-        sys.stdout.write(_shown(findings))
-        sys.stdout.write(f"\n{problems} problem{'s' * (problems != 1)}\n" if problems else "\nno problems\n")
+        return int(problems > 0)
+    for area, of_area in groupby(findings, lambda finding: finding.area):
+        sys.stdout.write(f"{area}\n")
+        for finding in of_area:
+            reason = "" if finding.reason is None else f"{finding.reason}: "
+            sys.stdout.write(printable(f"  {finding.status.value:<7}  {reason}{finding.text}") + "\n")
+    sys.stdout.write(f"\n{problems} problem{'s' * (problems != 1)}\n" if problems else "\nno problems\n")
     return int(problems > 0)
 
 
 def _plugged() -> dict[str, metadata.EntryPoint]:
-    """Other engines by name, each with what looks at one, told by the package that serves it.
-
-    It is called with the model and the options, yields findings, and returns the engine's arguments as a connector
-    reads them, or None.
-    """
+    """Other engines by name, each with what looks at one. It is called with the model and the options, yields findings,
+    and returns the engine's arguments as a connector reads them, or None."""
     return {point.name: point for point in metadata.entry_points(group="semblend_trt.doctor")}
 
 
@@ -96,8 +89,8 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
     from semblend_trt.errors import ConfigurationError
 
     arguments = settings = None
-    if engine_name in _plugged():
-        arguments = yield from Area("engine").collect(_plugged()[engine_name].load()(name, llm_args))
+    if (plugged := _plugged().get(engine_name)) is not None:
+        arguments = yield from Area("engine").collect(plugged.load()(name, llm_args))
         llm_args = None
     else:
         yield from Area("engine").collect(trtllm.engine(llm_args))
@@ -124,7 +117,12 @@ def software(settings: Settings | None) -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield _software.note(f"{DISTRIBUTION} is not installed as a package, so that its extras are not known")
         return
-    needs, users = [Requirement(line) for line in ours.requires or ()], {"": "it"} | _users(settings)
+    needs, users = [Requirement(line) for line in ours.requires or ()], {"": "it"}
+    if settings is not None and settings.enabled:
+        kind = settings.embedder.value
+        extras = () if kind == "off" else ("semantic", *EXTRAS.get(kind, ()))
+        users |= dict.fromkeys(extras, f"SEMBLEND_EMBEDDER={kind}")
+        users |= {} if settings.nats_url is None else {"nats": "SEMBLEND_NATS_URL"}
     for extra in ("", *sorted(set(ours.metadata.get_all("Provides-Extra") or ()) - {"dev"})):
         what = f"{DISTRIBUTION}[{extra}]" if extra else f"{DISTRIBUTION} {ours.version}"
         missing = ", ".join(filter(None, (_missing(need) for need in needs if _is_of(need, extra))))
@@ -134,16 +132,6 @@ def software(settings: Settings | None) -> Iterator[Finding]:
             yield _software.failed(f"{what} is not complete: {missing}; {users[extra]} needs it")
         else:
             yield _software.note(f"{what} is not complete: {missing}")
-
-
-def _users(settings: Settings | None) -> dict[str, str]:
-    """The extras that settings need, each with its setting."""
-    if settings is None or not settings.enabled:
-        return {}
-    users = {"nats": "SEMBLEND_NATS_URL"} if settings.nats_url is not None else {}
-    name = settings.embedder.value
-    extras = () if name == "off" else ("semantic", *EXTRAS.get(name, ()))
-    return users | dict.fromkeys(extras, f"SEMBLEND_EMBEDDER={name}")
 
 
 def _is_of(need: Requirement, extra: str) -> bool:
@@ -170,7 +158,7 @@ def machine(settings: Settings | None) -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cards = [torch.cuda.get_device_properties(index) for index in range(count)]
     for index, card in enumerate(cards):
-        text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / _GIB:.1f} GiB"
+        text = f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / (1 << 30):.1f} GiB"
         yield _machine.ok(f"CUDA device {index}: {text}")
     if not cards and any(Path("/dev").glob("nvidia[0-9]*")):
         yield _machine.failed(f"this machine has an NVIDIA card, but torch {torch.__version__} sees none")
@@ -202,10 +190,10 @@ def _host_memory() -> int:
 
 
 def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
-    """Variables that are not read, and settings that switch reuse off. `options`: what the options of another engine
-    than TensorRT-LLM give of the settings."""
+    """Variables that are not read, and settings that switch reuse off. `options` are the settings that the options of
+    another engine than TensorRT-LLM give."""
     from semblend_trt.config import settings_in_use, unknown_variables, why_ignored
-    from semblend_trt.reasons import advice
+    from semblend_trt.outcome import advice
 
     for name, close in unknown_variables(os.environ).items():
         if (why := why_ignored(name)) is not None:
@@ -230,14 +218,3 @@ def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm:
     refusal = "disabled" if not settings.enabled else "policy_off" if settings.policy.value == "off" else None
     if refusal is not None:
         yield _settings.refused(refusal, f"every request is served cold. {advice(refusal)}")
-
-
-def _shown(findings: list[Finding]) -> str:
-    lines, area = [], ""
-    for finding in findings:
-        if finding.area != area:
-            area = finding.area
-            lines.append(area)
-        reason = "" if finding.reason is None else f"{finding.reason}: "
-        lines.append(printable(f"  {finding.status.value:<7}  {reason}{finding.text}"))
-    return "".join(line + "\n" for line in lines)

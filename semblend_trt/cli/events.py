@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.directory import Directory
+    from semblend_trt.fleet.directory import FollowedWorker
 
 SUMMARY = "show, check or count the fleet's donor events"
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -68,25 +68,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Listens and prints. Raises SemBlendError when it cannot listen."""
     from semblend_trt.fleet.directory import Directory
 
-    seen = _Seen()
-    # Its clock stands, so that workers that fall silent stay in the report.
+    seen, is_tail = _Seen(), arguments.action == "tail"
+    # Its clock does not run, so that workers that fall silent stay in the report.
     directory = Directory(clock=lambda: 0.0, on_problem=seen.note)
-    is_tail = arguments.action == "tail"
 
     def show(payload: bytes, sender: str | None) -> None:
         seen.messages, seen.size = seen.messages + 1, seen.size + len(payload)
-        verdict = directory.observe(payload, sender)
-        if is_tail and verdict is None:
-            _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
-        elif is_tail:
+        is_event = directory.observe(payload, sender) is not None
+        if is_tail and is_event:
             _say(_line(payload, as_json=arguments.json))
+        elif is_tail:
+            _say(printable(f"not an event ({len(payload)} bytes): {seen.sentences[-1]}"))
 
     asyncio.run(_listen(_options(arguments), show, arguments.seconds, arguments.limit, asks=not is_tail))
     if is_tail:
         return 0
-    is_check = arguments.action == "check"
-    _say(json.dumps(_check(seen, directory) if is_check else _stats(seen, directory), indent=2))
-    return int(is_check and bool(seen.problems))
+    workers = directory.workers()
+    if arguments.action == "stats":
+        held = {f"{worker_id}.{rank}": _stats_of(each) for (worker_id, rank), each in workers.items()}
+        _say(json.dumps({"messages": seen.messages, "bytes": seen.size, "workers": held}, indent=2))
+        return 0
+    report = {
+        "messages": seen.messages,
+        "workers": len(workers),
+        "heartbeats_compared": sum(each.compared for each in workers.values()),
+        "problems": dict(seen.problems),
+        "examples": list(seen.sentences),
+    }
+    _say(json.dumps(report, indent=2))
+    return int(bool(seen.problems))
 
 
 def _options(arguments: argparse.Namespace) -> ConnectionOptions:
@@ -95,9 +105,10 @@ def _options(arguments: argparse.Namespace) -> ConnectionOptions:
 
     given = {"nats_subject": arguments.subject, "nats_url": arguments.url}
     given = {name: value for name, value in given.items() if value is not None}
-    options = ConnectionOptions.of(load_settings(**given)) or ConnectionOptions.of(
-        load_settings(**given, nats_url=DEFAULT_URL)
-    )
+    settings = load_settings(**given)
+    if settings.nats_url is None:
+        settings = load_settings(**given, nats_url=DEFAULT_URL)
+    options = ConnectionOptions.of(settings)
     assert options is not None
     # Reading needs no stream: what is published to one goes to every subscriber as well.
     return replace(options, stream=None)
@@ -131,9 +142,9 @@ async def _listen(
 
     try:
         client = await connect_client(options, closed_cb=closed, name="semblend-trt events")
-    except ConfigurationError:
-        raise
     except Exception as error:
+        if isinstance(error, ConfigurationError):
+            raise
         servers = masked(",".join(options.servers))
         raise SemBlendError(
             f"NATS is out of reach at {servers} ({type(error).__name__}); start it, or give its address with --url"
@@ -169,31 +180,17 @@ def _line(payload: bytes, *, as_json: bool) -> str:
     return printable(f"{event.worker_id}.{event.dp_rank} #{event.event_id} {kind} {details}")
 
 
-def _check(seen: _Seen, directory: Directory) -> dict[str, Any]:
-    workers = directory.workers()
+def _stats_of(worker: FollowedWorker) -> dict[str, Any]:
+    tokens: Counter[str] = Counter()
+    for donor in worker.donors.values():
+        tokens[donor.tier] += donor.tokens
     return {
-        "messages": seen.messages,
-        "workers": len(workers),
-        "heartbeats_compared": sum(each.compared for each in workers.values()),
-        "problems": dict(seen.problems),
-        "examples": list(seen.sentences),
+        "generation": worker.generation,
+        "donors": len(worker.donors),
+        "tokens": dict(tokens),
+        "tenants": len({donor.tenant_key for donor in worker.donors.values()}),
+        "events": dict(worker.events),
     }
-
-
-def _stats(seen: _Seen, directory: Directory) -> dict[str, Any]:
-    workers = {}
-    for (worker_id, dp_rank), each in directory.workers().items():
-        tokens: Counter[str] = Counter()
-        for donor in each.donors.values():
-            tokens[donor.tier] += donor.tokens
-        workers[f"{worker_id}.{dp_rank}"] = {
-            "generation": each.generation,
-            "donors": len(each.donors),
-            "tokens": dict(tokens),
-            "tenants": len({donor.tenant_key for donor in each.donors.values()}),
-            "events": dict(each.events),
-        }
-    return {"messages": seen.messages, "bytes": seen.size, "workers": workers}
 
 
 def _seconds(text: str) -> float:

@@ -35,12 +35,12 @@ def _plugged() -> dict[str, metadata.EntryPoint]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns its status, or that of `command_line.ended`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return ended("semblend-trt", lambda: _run(words))
 
+    def run() -> int:
+        arguments = _parser(words).parse_args(words)
+        return int(arguments.run(arguments))
 
-def _run(words: Sequence[str]) -> int:
-    arguments = _parser(words).parse_args(words)
-    return int(arguments.run(arguments))
+    return ended("semblend-trt", run)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

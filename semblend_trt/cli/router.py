@@ -1,6 +1,6 @@
-"""Routes requests to the replicas that hold their text: an HTTP proxy of the OpenAI API, told by a TOML file.
+"""Routes requests to the replicas that hold their text: an HTTP proxy of the OpenAI API, set up by a TOML file.
 
-The file's fields stand in docs/router.toml. It exits with 2 when the configuration cannot be used, and says why; with
+docs/router.toml has the file's fields. It exits with 2 when the configuration cannot be used, and says why; with
 --check it only looks.
 """
 
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until the process is told to end. Raises ConfigurationError when it cannot."""
+    """Serves until the process is ended. Raises ConfigurationError when it cannot."""
     import asyncio
 
     from semblend_trt.errors import ConfigurationError
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from semblend_trt.model_tokenizer import load_tokenizer
 
     config = load_config(arguments.config)
-    settings = _settings(config)
-    router = Router(config, os.environ, load_tokenizer(config.model), _nats(settings), settings.audit_sample)
+    settings, options = settings_of(config)
+    router = Router(config, os.environ, load_tokenizer(config.model), options, settings.audit_sample)
     if arguments.check:
         count = len(config.replicas)
         sys.stdout.write(f"{arguments.config}: {count} replica{'s' * (count != 1)}, policy {config.policy}\n")
@@ -51,19 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(config: RouterConfig) -> Settings:
-    """The settings; where the file has one, it is the file's."""
-    from semblend_trt.config import load_settings
-
-    of_file = {name: getattr(config, name) for name in ("nats_subject", "nats_url", "audit_sample")}
-    return load_settings(**{name: value for name, value in of_file.items() if value is not None})
-
-
-def _nats(settings: Settings) -> ConnectionOptions | None:
-    """Where donor events are read."""
+def settings_of(config: RouterConfig) -> tuple[Settings, ConnectionOptions | None]:
+    """The settings, the file's where it has one, and where donor events are read."""
     from dataclasses import replace
 
+    from semblend_trt.config import load_settings
     from semblend_trt.fleet.connection import ConnectionOptions
 
+    of_file = {name: getattr(config, name) for name in ("nats_subject", "nats_url", "audit_sample")}
+    settings = load_settings(**{name: value for name, value in of_file.items() if value is not None})
     options = ConnectionOptions.of(settings)
-    return None if options is None else replace(options, stream=None)
+    return settings, None if options is None else replace(options, stream=None)

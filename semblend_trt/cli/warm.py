@@ -2,7 +2,7 @@
 
 Each document is sent to /v1/completions of an OpenAI-compatible server (of the embedded engine, the router, or
 `vllm serve`) with one token to answer. A FILE is the text of one document, or JSONL (*.jsonl) with {"text": "..."} a
-line. What was sent is remembered in a state file, and a second run goes on behind it; remove that file when the server
+line. What was sent is remembered in a state file, and a second run goes on after it; remove that file when the server
 has lost its donors. A document that cannot be read, or that the server refuses, is named, and the rest goes on. It
 exits with 0, and with 2 when nothing could be sent or the server does not answer.
 """
@@ -21,7 +21,7 @@ from http.client import HTTPException
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -30,7 +30,15 @@ from pydantic import AliasChoices, AliasPath, BaseModel, Field, StrictInt, TypeA
 
 from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long
+from semblend_trt.files import (
+    bounded_lines,
+    check_writable,
+    open_input,
+    read_input,
+    read_text,
+    too_long,
+    write_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,14 +49,13 @@ SUMMARY = "prefill documents ahead, so that requests can reuse them"
 STATE_NAME = ".semblend-warm.json"
 KEY_VARIABLE = "OPENAI_API_KEY"
 # A document may wait for long while the server has other work.
-ANSWER_SECONDS = 3600.0
-MAX_ANSWER_BYTES = 1 << 20
-MAX_SHOWN = 300
-# Statuses of a server that takes nothing now: it is asked so many times, at most so many seconds apart.
-BUSY, ATTEMPTS, MAX_PAUSE = (429, 503), 6, 60.0
+_ANSWER_SECONDS = 3600.0
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_SHOWN = 300
+# Statuses of a server that takes nothing now; the times that it is asked, and the seconds at most between them.
+_BUSY, _ATTEMPTS, MAX_PAUSE = (429, 503), 6, 60.0
 # Statuses that are about the document; others are about the server.
-REFUSED = (400, 413, 422, 500)
-_STATE = TypeAdapter(dict[str, list[str]])
+_REFUSED = (400, 413, 422, 500)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prefix",
         type=Path,
         metavar="FILE",
-        help="text to put in front of each document: the beginning of your prompts, with a document or two; a reuse "
-        "profile's check passes more KV that was computed behind it",
+        help="text to put before each document: the beginning of your prompts, with a document or two; a reuse "
+        "profile's check passes more KV that was computed after it",
     )
     parser.add_argument(
         "--priority",
@@ -110,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             while batch := list(islice(documents, arguments.concurrency)):
                 warming.send(batch, threads)
         finally:
-            sys.stdout.write(warming.told())
+            sys.stdout.write(warming.summary())
     return 0 if warming.counts["sent"] or warming.counts["before"] else USAGE_ERROR
 
 
@@ -144,8 +151,7 @@ def documents_of(files: Sequence[Path]) -> Iterator[Document]:
 def _document(place: str, content: bytes, *, is_line: bool) -> Document:
     text, problem = "", None
     try:
-        value = json.loads(content.decode("utf-8")) if is_line else {"text": content.decode("utf-8")}
-        text = value["text"]
+        text = json.loads(content.decode("utf-8"))["text"] if is_line else content.decode("utf-8")
         if not text.strip():
             problem = "the document is empty; give it text, or leave it out"
     except UnicodeDecodeError as error:
@@ -165,25 +171,21 @@ class State:
 
     def __init__(self, path: Path) -> None:
         check_writable(path)
-        self._path, self._digests = path, dict[str, None]()
+        self._path, self.digests = path, dict[str, None]()
         if path.exists():
             try:
-                self._digests |= dict.fromkeys(_STATE.validate_json(read_input(path))["warmed"])
+                kept = TypeAdapter(dict[str, list[str]]).validate_json(read_input(path))
+                self.digests |= dict.fromkeys(kept["warmed"])
             except (OSError, ValueError, KeyError):
                 raise ConfigurationError(f"{path} is no state of this command; name another with --state") from None
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._digests
-
     def add(self, digest: str) -> None:
-        from semblend_trt.files import write_bytes
-
-        self._digests[digest] = None
-        write_bytes(self._path, json.dumps({"warmed": list(self._digests)}).encode())
+        self.digests[digest] = None
+        write_bytes(self._path, json.dumps({"warmed": list(self.digests)}).encode())
 
 
 class Warming:
-    """Sends documents behind `prefix` to a server with the request's `fields`, and counts what became of them."""
+    """Sends documents after `prefix` to a server with the request's `fields`, and counts what became of them."""
 
     def __init__(self, server: Server, fields: dict[str, Any], prefix: str, state: State, bar: tqdm) -> None:
         self._server, self._fields, self._prefix, self._state, self._bar = server, fields, prefix, state, bar
@@ -193,10 +195,16 @@ class Warming:
         """Sends the documents at once, and waits for their answers. Raises SemBlendError when the server fails."""
         fresh: dict[str, Document] = {}
         for document in documents:
-            digest = self._digest(document)
+            seen = [
+                self._server.url,
+                self._fields["model"],
+                self._fields.get("cache_salt"),
+                self._prefix + document.text,
+            ]
+            digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
             if document.problem is not None:
                 self._fail(document, document.problem)
-            elif digest in self._state or digest in fresh:
+            elif digest in self._state.digests or digest in fresh:
                 self.counts["before"] += 1
             else:
                 fresh[digest] = document
@@ -210,7 +218,7 @@ class Warming:
                 self._state.add(digest)
         self._bar.update(sum(document.size for document in documents))
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line about all documents so far."""
         sent = self.counts["sent"]
         return (
@@ -222,22 +230,15 @@ class Warming:
         self.counts["failed"] += 1
         self._bar.write(printable(f"{document.place}: {problem}"), file=sys.stderr)
 
-    def _digest(self, document: Document) -> str:
-        prompt = self._prefix + document.text
-        told = [self._server.url, self._fields["model"], self._fields.get("cache_salt"), prompt]
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
-
-
-_TOKENS, _MODEL = AliasPath("usage", "prompt_tokens"), AliasPath("data", 0, "id")
-_MESSAGE = AliasChoices(AliasPath("error", "message"), "message")
-
 
 class _Answer(BaseModel):
     """What is read of an answer."""
 
-    tokens: Annotated[Annotated[StrictInt, Field(ge=0, le=1 << 40)] | None, Field(validation_alias=_TOKENS)] = None
-    model: Annotated[str | None, Field(validation_alias=_MODEL)] = None
-    message: Annotated[Any, Field(validation_alias=_MESSAGE)] = None
+    tokens: StrictInt | None = Field(
+        default=None, ge=0, le=1 << 40, validation_alias=AliasPath("usage", "prompt_tokens")
+    )
+    model: str | None = Field(default=None, validation_alias=AliasPath("data", 0, "id"))
+    message: Any = Field(default=None, validation_alias=AliasChoices(AliasPath("error", "message"), "message"))
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -271,14 +272,14 @@ class Server:
     def prefill(self, body: bytes) -> int | str:
         """Sends a document; returns its tokens, or why the server refuses it. Raises SemBlendError when the server
         fails or takes nothing for minutes."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             status, answer, retry = self._ask("/v1/completions", body)
-            if status not in BUSY:
+            if status not in _BUSY:
                 break
             time.sleep(pause(retry, 2**attempt))
         if status == 200 and answer.tokens is not None:
             return answer.tokens
-        if status in REFUSED:
+        if status in _REFUSED:
             return f"the server refuses it ({_said(status, answer)})"
         raise SemBlendError(f"{self.url} cannot be used ({_said(status, answer)}); the next run goes on from here")
 
@@ -287,15 +288,15 @@ class Server:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         try:
             try:
-                response = self._opener.open(Request(self.url + path, body, headers), timeout=ANSWER_SECONDS)
+                response = self._opener.open(Request(self.url + path, body, headers), timeout=_ANSWER_SECONDS)
             except HTTPError as error:
                 response = error
             with response:
-                status, content = response.status, response.read(MAX_ANSWER_BYTES)
+                status, content = response.status, response.read(_MAX_ANSWER_BYTES)
                 retry = response.headers.get("Retry-After", "")
         except (OSError, HTTPException, UnicodeError) as error:
             reason = error.reason if isinstance(error, URLError) else error
-            why = getattr(reason, "strerror", None) or str(reason)[:MAX_SHOWN] or type(reason).__name__
+            why = getattr(reason, "strerror", None) or str(reason)[:_MAX_SHOWN] or type(reason).__name__
             raise SemBlendError(f"{self.url} is out of reach ({why}); the next run goes on from here") from None
         try:
             answer = _Answer.model_validate(json.loads(content))
@@ -313,4 +314,4 @@ def pause(retry_after: str, otherwise: float) -> float:
 
 def _said(status: int, answer: _Answer) -> str:
     said = answer.message
-    return f"{status}: {said[:MAX_SHOWN]}" if said and isinstance(said, str) else f"status {status}"
+    return f"{status}: {said[:_MAX_SHOWN]}" if said and isinstance(said, str) else f"status {status}"

@@ -33,11 +33,11 @@ class Finding:
         return self.status in (Status.REFUSED, Status.FAILED)
 
 
+@dataclass(frozen=True, slots=True)
 class Area:
     """Findings of one area, in the words of their status."""
 
-    def __init__(self, area: str) -> None:
-        self.area = area
+    area: str
 
     def ok(self, text: str) -> Finding:
         return Finding(self.area, Status.OK, text)

@@ -18,8 +18,8 @@ from semblend_trt.connector.model_files import is_local
 from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError, ProfileError, UnsupportedModelError
 from semblend_trt.namespace import CacheNamespace, is_unknown
+from semblend_trt.outcome import advice
 from semblend_trt.policy import ReusePolicy
-from semblend_trt.reasons import advice
 from semblend_trt.reuse_profile import ReuseProfile, terms_of
 from semblend_trt.transformers_version import imported
 
@@ -71,8 +71,7 @@ def known_model(
 ) -> KnownModel | Finding:
     """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for that of `arguments`, or the model's own.
 
-    `arguments` are what was read of another engine's, `llm_args` TensorRT-LLM's. What an engine would refuse comes back
-    as a finding with its reason.
+    `arguments` are another engine's, `llm_args` TensorRT-LLM's. Returns a finding for what an engine would refuse.
     """
     is_scaled = arguments is not None and arguments.tells_kv_scales
     is_scaled = is_scaled or (llm_args is not None and from_llm_args(llm_args).tells_kv_scales)
@@ -120,10 +119,26 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
     if settings is None:
         return
     if known.dtype is not None:
-        yield _size(known, known.dtype, settings)
+        per_token = known.geometry().bytes_per_token(known.dtype)
+        tokens = {tier: getattr(settings, f"{tier}_bytes") // per_token for tier in ("device", "host", "disk")}
+        held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
+        size = f"{per_token} bytes of KV a token in {str(known.dtype).removeprefix('torch.')}, on one rank"
+        text = f"{size}; room for donors: {held or 'none'}"
+        if max(tokens["host"], tokens["device"]) < settings.min_donor_tokens:
+            yield _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
+        else:
+            yield _model.ok(text)
     if known.arguments is None and (refusal := trtllm_refusal(facts, MAIN, settings.policy)) is not None:
         yield _model.note(f"in TensorRT-LLM it is refused: {refusal}", refusal.reason)
-    yield from _policy(known, settings)
+    try:
+        terms = terms_of(settings.policy, settings, facts.num_layers, facts.lowest_check_layer)
+    except ConfigurationError as error:
+        yield _model.refused("configuration", str(error))
+    else:
+        reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
+        if reason and known.arguments is None:
+            text = f"policy {settings.policy.value}: a stock engine reuses identical text from position 0."
+            yield _model.note(f"{text} {advice(reason)}", reason)
     namespace = known.namespace(settings)
     for name in ("model_revision", "tokenizer_revision"):
         if is_unknown(getattr(namespace, name)):
@@ -163,30 +178,6 @@ def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
         left = left if known.arguments is None else "the order of the caches in memory is"
         engines = " or ".join(held.engines)
         yield _profile.ok(f"it can hold for {known.name} in {engines}; {left} compared when the engine starts")
-
-
-def _size(known: KnownModel, dtype: torch.dtype, settings: Settings) -> Finding:
-    per_token = known.geometry().bytes_per_token(dtype)
-    tokens = {tier: getattr(settings, f"{tier}_bytes") // per_token for tier in ("device", "host", "disk")}
-    held = ", ".join(f"{count} tokens on the {tier}" for tier, count in tokens.items() if count)
-    name = str(dtype).removeprefix("torch.")
-    text = f"{per_token} bytes of KV a token in {name}, on one rank; room for donors: {held or 'none'}"
-    if max(tokens["host"], tokens["device"]) < settings.min_donor_tokens:
-        return _model.failed(f"{text}, too little for any; raise SEMBLEND_HOST_BYTES")
-    return _model.ok(text)
-
-
-def _policy(known: KnownModel, settings: Settings) -> Iterator[Finding]:
-    """What the policy means for every request."""
-    try:
-        terms = terms_of(settings.policy, settings, known.facts.num_layers, known.facts.lowest_check_layer)
-    except ConfigurationError as error:
-        yield _model.refused("configuration", str(error))
-        return
-    reason = "check_needs_wrapper" if settings.policy is ReusePolicy.VERIFIED else terms and terms.wrapper_reason
-    if reason and known.arguments is None:
-        text = f"policy {settings.policy.value}: a stock engine reuses identical text from position 0. {advice(reason)}"
-        yield _model.note(text, reason)
 
 
 def _own_dtype(name: str) -> torch.dtype | None:

@@ -14,7 +14,7 @@ import yaml
 from semblend_trt.doctor import Area
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
-from semblend_trt.reasons import Scope, advice
+from semblend_trt.outcome import Scope, advice
 from semblend_trt.transformers_version import embedded_engine_refusal
 
 if TYPE_CHECKING:
@@ -59,10 +59,9 @@ def read_options(path: str | Path) -> SimpleNamespace:
         options = _attributes(yaml.safe_load(read_input(path, MAX_BYTES)), count(1))
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
-    except RecursionError:
-        problem = "are nested too deeply; give the YAML file of the engine"
-    except OverflowError as error:
-        problem = f"{error}; give the YAML file of the engine"
+    except (RecursionError, OverflowError) as error:
+        why = error if isinstance(error, OverflowError) else "are nested too deeply"
+        problem = f"{why}; give the YAML file of the engine"
     except Exception as error:  # the parser may raise anything
         problem = f"are not YAML: {error}".replace("\n", " ")
     else:
@@ -90,10 +89,8 @@ def options(llm_args: Any) -> Iterator[Finding]:
         asked = from_llm_args(SimpleNamespace(**(_DEFAULTS | vars(llm_args))))
         reason = decoder_refusal(asked) or ("cache_manager_v2" * has_v2)
         if reason:
-            told = (
-                f"no plan can be executed, and only what the engine can skip from the left is reused. {advice(reason)}"
-            )
-            yield _options.note(told, reason)
+            text = "no plan can be executed, and only what the engine can skip from the left is reused."
+            yield _options.note(f"{text} {advice(reason)}", reason)
     if getattr(cache, "enable_block_reuse", True) is False:
         yield _options.failed("enable_block_reuse is off: the engine never asks a connector then; switch it on")
     policy = getattr(getattr(llm_args, "scheduler_config", None), "capacity_scheduler_policy", CAPACITY_POLICY)
@@ -117,15 +114,15 @@ def _installed() -> Iterator[Finding]:
         release = "of unknown version"
     module = sys.modules[contract.KvCacheConnectorScheduler.__module__]
     if module is contract:
-        text = f"TensorRT-LLM {release} has no KV cache connector that can be imported; 1.1 or later is needed"
-        yield _engine.failed(text)
+        yield _engine.failed(
+            f"TensorRT-LLM {release} has no KV cache connector that can be imported; 1.1 or later is needed"
+        )
         return
     version = contract.match_of(module)
     yield _engine.ok(f"TensorRT-LLM {release} keeps the connector contract {version!r} ({module.__name__})")
     classes = (connector.SemBlendKvConnectorScheduler, connector.SemBlendKvConnectorWorker)
     missing = [f"{kind.__name__}.{name}" for kind in classes for name in sorted(kind.__abstractmethods__)]
-    if missing:
-        lacking = ", ".join(missing)
+    if lacking := ", ".join(missing):
         yield _engine.failed(f"TensorRT-LLM cannot make our connector, which lacks {lacking}; use a known version")
 
 

@@ -34,12 +34,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from semblend_trt.background import Background
+from semblend_trt.background import Background, OnceAMinute
 from semblend_trt.donors.catalog import DonorText
 from semblend_trt.donors.offload import DiskLink, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import DonorUnavailableError, SemBlendError
 from semblend_trt.files import open_file, open_folder, refuse_others
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections import deque

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from semblend_trt.background import OnceAMinute
 from semblend_trt.discovery.span_index import SpanIndex, equal_tokens
 from semblend_trt.donors.catalog import Capacities, DonorCatalog, DonorText, Tier
 from semblend_trt.donors.offload import (
@@ -20,7 +21,6 @@ from semblend_trt.donors.offload import (
 )
 from semblend_trt.donors.store import arena_blocks
 from semblend_trt.errors import CapacityError
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections import deque

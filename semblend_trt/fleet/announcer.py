@@ -11,13 +11,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.publisher import EventCounters, EventPublisher, Held
 from semblend_trt.fleet.sketch import sketch_key
 from semblend_trt.fleet.wire import Emitter
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from semblend_trt.background import OnceAMinute
 from semblend_trt.config import EventFormat
 from semblend_trt.discovery.fingerprint import as_token_array
 from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
@@ -32,8 +33,7 @@ from semblend_trt.fleet.wire import (
     donor_digest,
     token_digest,
 )
-from semblend_trt.metrics_folder import count_here_where_unwritable
-from semblend_trt.once_a_minute import OnceAMinute
+from semblend_trt.metrics import count_here_where_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

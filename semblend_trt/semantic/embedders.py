@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-_Characters = npt.NDArray[np.uint32]
 _Hashes = npt.NDArray[np.uint64]
-_Counts = npt.NDArray[np.int64]
 _Vector = npt.NDArray[np.float32]
-
 
 WINDOW_TOKENS = 256
 SPECIAL_TOKENS = 2
@@ -36,7 +33,6 @@ BATCH_WINDOWS = 16
 # A hash's lowest bits hold the word's length, at most this.
 _LENGTH_MASK = 15
 _FULL_LENGTH = 8
-
 _ENTRIES = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # FNV-1a, 64 bits (draft-eastlake-fnv).
@@ -46,15 +42,21 @@ _FIRST_UNSPACED = np.uint32(0x2E80)
 _ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-class Embedder(Protocol):
+class Embedder:
     """Turns texts into vectors whose inner product is their similarity."""
 
-    @property
-    def dim(self) -> int: ...
+    dim: int
 
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def embed(self, texts: Sequence[str]) -> _Vector:
         """Vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
-        ...
+        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
+        for text, vector in zip(texts, vectors, strict=True):
+            self._write(text, vector)
+        return vectors
+
+    def _write(self, text: str, vector: _Vector) -> None:
+        """Writes the text's vector over zeros."""
+        raise NotImplementedError
 
 
 def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedder:
@@ -97,7 +99,7 @@ def _named(value: np.uint64, length: int) -> np.uint64:
 
 
 @entry
-def _word_hashes(characters: _Characters) -> _Hashes:
+def _word_hashes(characters: npt.NDArray[np.uint32]) -> _Hashes:
     """The hash of every word in order, uint64 [words]; `characters` are code points in lower case."""
     hashes = np.empty(len(characters), dtype=np.uint64)
     found, length, value = 0, 0, _FNV_OFFSET
@@ -122,7 +124,7 @@ def _word_hashes(characters: _Characters) -> _Hashes:
 
 
 @entry
-def _project(hashes: _Hashes, counts: _Counts, vector: _Vector) -> None:
+def _project(hashes: _Hashes, counts: npt.NDArray[np.int64], vector: _Vector) -> None:
     """Writes the projected word weights into `vector` (zeros before), with unit length."""
     dim = np.uint64(len(vector))
     sums = np.zeros(len(vector), dtype=np.float64)
@@ -156,8 +158,8 @@ def _sketch(hashes: _Hashes, vector: _Vector) -> None:
         vector[function] = size if least & np.uint64(1) else -size
 
 
-def _words_of(text: str) -> tuple[_Hashes, _Counts]:
-    """The different words of `text`: their hashes, ascending, and how often each occurs, int64 [words].
+def _words_of(text: str) -> tuple[_Hashes, npt.NDArray[np.int64]]:
+    """The different words of `text`: their hashes, ascending, and the number of times that each occurs, int64 [words].
 
     A word is a run of letters and digits, in lower case. Scripts that put no space between words (U+2E80 and above)
     give every pair of neighbouring characters instead.
@@ -167,26 +169,22 @@ def _words_of(text: str) -> tuple[_Hashes, _Counts]:
     return hashes, counts
 
 
-class StaticEmbedder:
+class StaticEmbedder(Embedder):
     """Compares words, neither their order nor their meaning. Deterministic and thread safe.
 
     A word adds (1 + ln count) * min(length, 8) / 8, with a sign, to 8 of the 384 entries; its hash chooses signs and
     entries. This is a sparse random projection (Achlioptas 2003; Li, Hastie and Church 2006): inner products differ
-    from those of the word weights by about 1 / sqrt(384). Length stands in for rarity, since short words are frequent
-    in most languages.
+    from those of the word weights by about 1 / sqrt(384). Length is used for rarity, since short words are frequent in
+    most languages.
     """
 
     dim = 384
 
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Vectors float32 [len(texts), 384] of unit length; a text without a word gets zeros."""
-        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
-        for text, vector in zip(texts, vectors, strict=True):
-            _project(*_words_of(text), vector)
-        return vectors
+    def _write(self, text: str, vector: _Vector) -> None:
+        _project(*_words_of(text), vector)
 
 
-class JaccardEmbedder:
+class JaccardEmbedder(Embedder):
     """One-bit minwise hashing (Broder 1997; Li and König 2010) with 1,024 hash functions. Deterministic, thread safe.
 
     Entry i is +-1/32; its sign is a bit of the i-th hash function's least value over the words. Two sets share that
@@ -196,35 +194,26 @@ class JaccardEmbedder:
 
     dim = 1024
 
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Vectors float32 [len(texts), 1024] of unit length; a text without a word gets zeros."""
-        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
-        for text, vector in zip(texts, vectors, strict=True):
-            _sketch(_words_of(text)[0], vector)
-        return vectors
+    def _write(self, text: str, vector: _Vector) -> None:
+        _sketch(_words_of(text)[0], vector)
 
 
 # -- a sentence model -------------------------------------------------------------------------------------------------
-class SentenceEmbedder:
+class SentenceEmbedder(Embedder):
     """Gives a text the mean of its windows' vectors, with unit length."""
 
     def __init__(self, cutter: Tokenizer) -> None:
         self._cutter = cutter
         self.dim = int(self.embed_windows(["a"]).shape[1])
 
-    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
-        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
-        for text, vector in zip(texts, vectors, strict=True):
-            windows = windows_of(text, self._cutter)
-            for start in range(0, len(windows), BATCH_WINDOWS):
-                vector += self.embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
-            norm = float(np.linalg.norm(vector))
-            if norm > 0.0:
-                vector /= norm
-        return vectors
+    def _write(self, text: str, vector: _Vector) -> None:
+        windows = windows_of(text, self._cutter)
+        for start in range(0, len(windows), BATCH_WINDOWS):
+            vector += self.embed_windows(windows[start : start + BATCH_WINDOWS]).sum(axis=0)
+        if norm := float(np.linalg.norm(vector)):
+            vector /= norm
 
-    def embed_windows(self, windows: list[str]) -> npt.NDArray[np.float32]:
+    def embed_windows(self, windows: list[str]) -> _Vector:
         """Unit vectors float32 [windows, dim] of at most BATCH_WINDOWS windows."""
         raise NotImplementedError
 
@@ -247,7 +236,7 @@ class MiniLmEmbedder(SentenceEmbedder):
             raise ConfigurationError(f"embedder minilm: {files.folder} is no sentence model: {error}") from error
         super().__init__(tokenizer_file(files.folder))
 
-    def embed_windows(self, windows: list[str]) -> npt.NDArray[np.float32]:
+    def embed_windows(self, windows: list[str]) -> _Vector:
         vectors = self._model.encode(
             windows, batch_size=BATCH_WINDOWS, show_progress_bar=False, normalize_embeddings=True
         )
@@ -288,11 +277,10 @@ class OnnxEmbedder(SentenceEmbedder):
         self._tokenizer.enable_padding()
         super().__init__(tokenizer_file(files.folder))
 
-    def embed_windows(self, windows: list[str]) -> npt.NDArray[np.float32]:
+    def embed_windows(self, windows: list[str]) -> _Vector:
         encodings = self._tokenizer.encode_batch(windows)
         columns = [each.ids for each in encodings], [each.attention_mask for each in encodings]
-        given = {name: np.array(column, dtype=np.int64) for name, column in zip(GRAPH_INPUTS, columns, strict=True)}
-        (vectors,) = self._session.run(None, given)
+        (vectors,) = self._session.run(None, dict(zip(GRAPH_INPUTS, np.array(columns, dtype=np.int64), strict=True)))
         return np.asarray(vectors, dtype=np.float32)
 
 

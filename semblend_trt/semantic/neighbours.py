@@ -9,7 +9,9 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from semblend_trt.background import Background
 from semblend_trt.donors.offload import DonorObserver
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
 
     from semblend_trt.audit import AuditEvents
@@ -38,6 +39,61 @@ QUEUE_LENGTH = 256
 NEAREST = 5
 # The scheduler takes near donors at every iteration. While it runs none, only the newest are kept.
 _MOST_NEAR = 64
+
+
+class SemanticIndex:
+    """Unit vectors by entry id, in namespaces; a search sees its own namespace only. Not thread safe.
+
+    A search compares all vectors of the namespace, which faiss keeps in half precision.
+    """
+
+    def __init__(self) -> None:
+        """Raises ConfigurationError without faiss, which an engine without an embedder does not need."""
+        try:
+            import faiss
+        except ImportError:
+            raise ConfigurationError("their index needs faiss; pip install 'semblend-trt[semantic]'") from None
+        faiss.omp_set_num_threads(1)  # of this thread alone; the other cores are the engine's
+        self._faiss = faiss
+        self._indexes: dict[str, Any] = {}
+        # faiss names vectors by numbers.
+        self._numbers: dict[str, tuple[str, int]] = {}
+        self._entry_ids: dict[int, str] = {}
+        self._next = 0
+
+    def add(self, namespace_key: str, entry_id: str, vector: npt.NDArray[np.float32]) -> None:
+        """Enters a vector float32 [dim] of unit length; an earlier one of the id is replaced."""
+        if entry_id in self._numbers:
+            self.remove(entry_id)
+        if namespace_key not in self._indexes:
+            kind, measure = self._faiss.ScalarQuantizer.QT_fp16, self._faiss.METRIC_INNER_PRODUCT
+            half = self._faiss.IndexScalarQuantizer(len(vector), kind, measure)
+            self._indexes[namespace_key] = self._faiss.IndexIDMap(half)
+        self._indexes[namespace_key].add_with_ids(vector[None], np.array([self._next], dtype=np.int64))
+        self._entry_ids[self._next], self._numbers[entry_id] = entry_id, (namespace_key, self._next)
+        self._next += 1
+
+    def remove(self, entry_id: str) -> bool:
+        """Removes an entry; False when there is none."""
+        if entry_id not in self._numbers:
+            return False
+        namespace_key, number = self._numbers.pop(entry_id)
+        del self._entry_ids[number]
+        index = self._indexes[namespace_key]
+        index.remove_ids(np.array([number], dtype=np.int64))
+        if not index.ntotal:
+            del self._indexes[namespace_key]
+        return True
+
+    def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[tuple[str, float]]:
+        """At most `count` entries of the namespace with their inner products, the nearest to `vector` first."""
+        index = self._indexes.get(namespace_key)
+        if index is None:
+            return []
+        products, numbers = index.search(vector[None], min(count, index.ntotal))
+        return [
+            (self._entry_ids[each], product) for each, product in zip(numbers[0], products[0].tolist(), strict=True)
+        ]
 
 
 class Neighbours(DonorObserver):
@@ -78,12 +134,10 @@ class Neighbours(DonorObserver):
         self._key_of_donor[donor_id] = namespace.key
 
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        """Has a donor's text embedded and entered."""
         if (namespace_key := self._key_of_donor.pop(donor_id, None)) is not None:
             self.found(donor_id, namespace_key, tokens, tier)
 
     def found(self, donor_id: str, namespace_key: str, tokens: npt.NDArray[np.int32], tier: str) -> None:  # noqa: ARG002
-        """Has a donor's text embedded and entered."""
         self._submit(namespace_key, donor_id, tokens)
 
     def look_up(self, request_id: int, namespace_key: str, tokens: npt.NDArray[np.int32]) -> None:
@@ -144,17 +198,9 @@ class Neighbours(DonorObserver):
         open_decoder: Callable[[], Callable[[npt.NDArray[np.int32]], str]],
     ) -> None:
         try:
-            # Imported here, so that an engine without an embedder needs no faiss.
-            try:
-                import faiss
-            except ImportError:
-                raise ConfigurationError("their index needs faiss; pip install 'semblend-trt[semantic]'") from None
-            from semblend_trt.semantic.index import SemanticIndex
-
-            faiss.omp_set_num_threads(1)  # of this thread alone; the other cores are the engine's
+            self._index = SemanticIndex()
             self._decode, self._embedder = open_decoder(), open_embedder()
             self._embedder.embed(["compiles what has to be compiled"])
-            self._index = SemanticIndex(self._embedder.dim)
         except Exception as error:
             self._refuse(error)
 
@@ -180,7 +226,12 @@ class Neighbours(DonorObserver):
         try:
             (vector,) = self._embedder.embed([self._decode(tokens)])
             if isinstance(owner, str):
-                self._enter(namespace_key, owner, vector)
+                with self._lock:
+                    is_live = owner in self._live
+                if is_live and vector.any():
+                    self._index.add(namespace_key, owner, vector)
+                    if self._announcer is not None:
+                        self._announcer.embedded(owner, vector)
                 self._metrics.neighbours_counted("donor_embedded")
             else:
                 self._search(namespace_key, owner, vector)
@@ -190,14 +241,6 @@ class Neighbours(DonorObserver):
                 self._has_failed = True
                 logger.exception("a text cannot be embedded; later failures are only counted")
             self._metrics.neighbours_counted("failed")
-
-    def _enter(self, namespace_key: str, donor_id: str, vector: npt.NDArray[np.float32]) -> None:
-        with self._lock:
-            is_live = donor_id in self._live
-        if is_live and vector.any():
-            self._index.add(namespace_key, [donor_id], vector[None])
-            if self._announcer is not None:
-                self._announcer.embedded(donor_id, vector)
 
     def _search(self, namespace_key: str, request_id: int, vector: npt.NDArray[np.float32]) -> None:
         hits = self._index.find(namespace_key, vector, NEAREST) if vector.any() else []
@@ -241,5 +284,4 @@ def neighbours_for(
 
         return decode
 
-    least = settings.min_similarity
-    return Neighbours(open_embedder, open_decoder, audit, metrics, announcer, min_similarity=least)
+    return Neighbours(open_embedder, open_decoder, audit, metrics, announcer, min_similarity=settings.min_similarity)

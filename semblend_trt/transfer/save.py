@@ -15,10 +15,10 @@ import torch
 
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
+from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import CapacityError
-from semblend_trt.once_a_minute import OnceAMinute
 from semblend_trt.ranks import Ranks
 from semblend_trt.streams import Event, current_stream, finish, on, record, side_stream, wait
 from semblend_trt.transfer.load import block_vector

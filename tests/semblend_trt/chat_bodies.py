@@ -1,9 +1,5 @@
 """Chats as clients send them, and templates of eight kinds as models bring them, written for the tests."""
 
-from __future__ import annotations
-
-from typing import Any
-
 
 def _call(number, name, arguments, **more):
     return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
@@ -37,7 +33,7 @@ def _asked(content=None, **fields):
     return _chat(USER, {"role": "assistant", "content": content, **fields}, RESULT, THANKS, **TOOLS)
 
 
-READ: dict[str, dict[str, Any]] = {
+READ = {
     "a question": _chat(USER),
     "a system": _chat(SYSTEM, USER),
     "turns": _chat(SYSTEM, USER, ANSWER, THANKS),
@@ -109,11 +105,8 @@ READ: dict[str, dict[str, Any]] = {
 }
 
 # What is refused, and by which name.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an image": (
-        _chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}),
-        "messages",
-    ),
+REFUSED = {
+    "an image": (_chat({**USER, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}), "messages"),
     "a part of another kind": (_chat({"role": "user", "content": [{"type": "tool_use", "name": "a"}]}), "messages"),
     "a part that thinks": (_chat({"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}), "messages"),
     "a part and a text": (_chat({"role": "user", "content": [_text("How"), "warm?"]}), "messages"),
@@ -125,10 +118,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no role": (_chat({"content": "How?"}), "messages"),
     "no messages": (_chat(), "messages"),
     "a text as messages": ({"messages": "How?"}, "messages"),
-    "an object as arguments": (
-        _asked("", tool_calls=[{**ROME, "function": {"name": "a", "arguments": {}}}]),
-        "messages",
-    ),
+    "an object as arguments": (_asked("", tool_calls=[_call(1, "a", {})]), "messages"),
     "a call of another type": (_asked("", tool_calls=[{"id": "a", "type": "custom", "custom": {}}]), "messages"),
     "a call without an id": (_asked("", tool_calls=[{"type": "function", "function": ROME["function"]}]), "messages"),
     "a developer's tools": (_chat({"role": "developer", "content": "a", "tools": [WEATHER]}, USER), "messages"),

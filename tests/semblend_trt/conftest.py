@@ -1,7 +1,5 @@
 """A real nats-server for tests, on a free port, with JetStream, to be killed and started again; and a reader."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import socket
@@ -10,7 +8,6 @@ import sysconfig
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ class NatsServer:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"nats://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[str] | None = None
+        self._process = None
 
     def start(self):
         """Returns when the server takes connections."""
@@ -59,7 +56,7 @@ class WatchedDirectory(Directory):
     """A directory for which no time passes, with the number of problems by name."""
 
     def __init__(self):
-        self.problems: Counter[str] = Counter()
+        self.problems = Counter()
         super().__init__(clock=lambda: 0.0, on_problem=lambda reason, _: self.problems.update([reason]))
 
     def is_synced(self, worker):
@@ -80,11 +77,10 @@ class Reader:
 
     def __init__(self, url, subject="semantic-kv-events", **arguments):
         self.directory = WatchedDirectory()
-        self.payloads: list[bytes] = []
+        self.payloads = []
         self._url, self._subject, self._arguments = url, subject, arguments
         self._news = threading.Condition()
         self._loop = asyncio.new_event_loop()
-        self._client: Any = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._do(self._connect())
@@ -133,14 +129,8 @@ class Reader:
 
         async def ignored(_): ...
 
-        self._client = await nats.connect(
-            self._url,
-            reconnect_time_wait=0.05,
-            max_reconnect_attempts=-1,
-            reconnected_cb=back,
-            error_cb=ignored,
-            **self._arguments,
-        )
+        again = {"reconnect_time_wait": 0.05, "max_reconnect_attempts": -1, "reconnected_cb": back}
+        self._client = await nats.connect(self._url, error_cb=ignored, **again, **self._arguments)
         await self._client.subscribe(self._subject, cb=take)
         await flush(self._client)
 
@@ -159,7 +149,7 @@ def _program():
 @pytest.fixture
 def make_nats_server(tmp_path):
     """Makes started servers with the command-line arguments that are given; all end with the test."""
-    servers: list[NatsServer] = []
+    servers = []
 
     def make(*arguments):
         server = NatsServer(tmp_path / f"nats-{len(servers)}", *arguments)
@@ -181,7 +171,7 @@ def nats_server(make_nats_server):
 @pytest.fixture
 def make_reader():
     """Makes readers of a server's events; all end with the test."""
-    readers: list[Reader] = []
+    readers = []
 
     def make(*arguments, **keywords):
         reader = Reader(*arguments, **keywords)

@@ -1,22 +1,17 @@
 """Ranks that are threads of one process: they exchange real values, and every one of them runs the same work."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from semblend_trt.ranks import EngineRanks
-
-T = TypeVar("T")
 
 PATIENCE = 20.0  # seconds; a rank that makes a call too few or too many ends its test as a broken barrier
 
 
 def on_ranks(size, work):
     """What `work` returns on each of `size` ranks."""
-    given: list[bytes] = [b""] * size
+    given = [b""] * size
     barrier = threading.Barrier(size, timeout=PATIENCE)
 
     def gather_of(rank):

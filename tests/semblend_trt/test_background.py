@@ -1,10 +1,14 @@
-"""Calls run in order on one thread, also behind one that raises."""
+"""Calls run in order on one thread, also after one that raises; a warning that repeats is said once a minute."""
 
+import errno
+import logging
 import threading
 
 import pytest
 
-from semblend_trt.background import Background
+from semblend_trt.background import MAX_KINDS, Background, OnceAMinute
+
+logger = logging.getLogger("test_background")
 
 
 @pytest.fixture
@@ -31,19 +35,9 @@ def test_a_call_that_fails_is_told_and_ends_nothing(thread, caplog):
     assert "a call in the background failed" in caplog.text
 
 
-def test_submitting_waits_for_nothing(thread):
-    gate, ran = threading.Event(), []
-    thread.submit(gate.wait)
-    thread.submit(lambda: ran.append(1))
-    assert ran == []
-    gate.set()
-    thread.drain()
-    assert ran == [1]
-
-
 def test_close_gives_a_call_up_that_never_ends():
     thread, gate = Background("semblend-test"), threading.Event()
-    thread.submit(gate.wait)
+    thread.submit(gate.wait)  # and waits for nothing
     assert thread.close(0) is False
     gate.set()
     assert thread.close(60)
@@ -53,3 +47,58 @@ def test_the_process_may_end_while_a_call_runs():
     thread = Background("semblend-test")
     assert thread._thread.daemon
     assert thread.close(60)
+
+
+@pytest.fixture
+def said(caplog):
+    """said(): the messages that the filter let through; a log call's `now` sets the filter's clock."""
+    seconds = [0.0]
+
+    class Clocked(OnceAMinute):
+        def filter(self, record):
+            seconds[0] = getattr(record, "now", seconds[0])
+            return super().filter(record)
+
+    quiet = Clocked(lambda: seconds[0])
+    caplog.handler.addFilter(quiet)
+    caplog.set_level(logging.INFO)
+    yield lambda: [record.getMessage() for record in caplog.records]
+    caplog.handler.removeFilter(quiet)  # all tests have one handler
+
+
+def test_one_kind_is_said_once_a_minute_with_its_count(said):
+    for now in (0, 1, 59, 61, 62, 200):
+        logger.error("no descriptors: %s", "EMFILE", extra={"now": now})
+    assert said() == [
+        "no descriptors: EMFILE",
+        "no descriptors: EMFILE (and 2 more like it since it was last said)",
+        "no descriptors: EMFILE (and 1 more like it since it was last said)",
+    ]
+
+
+def test_other_kinds_are_said(said):
+    for name in ("a", "b", "a"):
+        logger.warning("stream %s was cut", name)
+    for error in (ValueError("x"), KeyError("x"), ValueError("y")):
+        logger.error("it failed", exc_info=error)
+    for _ in range(2):
+        logger.info("as asked")
+    assert said() == ["stream a was cut", "stream b was cut", "it failed", "it failed", "as asked", "as asked"]
+
+
+def test_kinds_are_forgotten_when_there_are_too_many():
+    quiet = OnceAMinute(lambda: 0.0)
+    for number in range(2 * MAX_KINDS):
+        record = logging.LogRecord("n", logging.ERROR, "p", 1, "%d", (number,), None)
+        assert quiet.filter(record)
+    assert len(quiet._kinds) == MAX_KINDS
+
+
+def test_a_donors_name_makes_no_new_kind(caplog):
+    quiet = OnceAMinute(lambda: 0.0, by_values=False)
+    logger.addFilter(quiet)
+    full, broken = OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken")
+    for name, error in (("a", full), ("b", full), ("c", broken), ("d", ValueError()), ("e", broken)):
+        logger.warning("%s is not written: %s", name, error)
+    logger.removeFilter(quiet)
+    assert [record.args[0] for record in caplog.records if record.args] == ["a", "c", "d"]

@@ -1,13 +1,9 @@
 """Every setting: where it is read from, which name wins, and how a wrong value is told."""
 
-from __future__ import annotations
-
-import logging
 import os
 import re
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
@@ -23,13 +19,13 @@ from semblend_trt.config import (
     load_settings,
     masked,
     settings_in_use,
-    settings_table,
+    variables_of,
 )
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.policy import ReusePolicy
 
 # name: (text, value) that differs from the default
-SAMPLES: dict[str, tuple[str, Any]] = {
+SAMPLES = {
     "enabled": ("0", False),
     "policy": ("position_fix", ReusePolicy.POSITION_FIX),
     "profile_path": ("/tmp/reuse-profile.json", Path("/tmp/reuse-profile.json")),
@@ -80,7 +76,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "heartbeat_seconds": ("2.5", 2.5),
     "resync_seconds": ("60", 60.0),
 }
-VARIABLES = [(row.name, variable) for row in settings_table() for variable in row.variables]
+VARIABLES = [(name, variable) for name in Settings.model_fields for variable in variables_of(name)]
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +86,9 @@ def _clean_environment(monkeypatch):
     monkeypatch.setattr(config, "_warned", set())
 
 
-def test_every_setting_has_a_sample_a_description_and_bounds():
-    assert {row.name for row in settings_table()} == set(SAMPLES) == set(Settings.model_fields)
-    for row in settings_table():
-        assert row.description.endswith(".")
-        assert row.allowed
-        assert row.variables[:2] == (f"TRTLLM_{row.variables[1]}", row.variables[1])
-        assert row.variables[1].startswith("SEMBLEND_")
+def test_every_setting_has_a_sample_and_a_description():
+    assert set(SAMPLES) == set(Settings.model_fields)
+    assert [name for name, field in Settings.model_fields.items() if not (field.description or "").endswith(".")] == []
 
 
 @pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])
@@ -107,22 +99,15 @@ def test_every_variable_is_read(name, variable, monkeypatch):
     assert getattr(load_settings(), name) == value
 
 
-def test_trtllm_name_wins_then_the_current_then_the_old(monkeypatch):
-    monkeypatch.setenv("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "100")
-    assert load_settings().min_span_tokens == 100
-    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "101")
-    assert load_settings().min_span_tokens == 101
-    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", "102")
-    assert load_settings().min_span_tokens == 102
+def test_trtllm_name_wins_then_the_current_then_the_old_and_an_empty_one_is_unset(monkeypatch):
+    names = ("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "SEMBLEND_MIN_SPAN", "TRTLLM_SEMBLEND_MIN_SPAN")
+    for number, name in enumerate(names, 100):
+        monkeypatch.setenv(name, str(number))
+        assert load_settings().min_span_tokens == number
     assert load_settings(min_span_tokens=103).min_span_tokens == 103
-
-
-def test_empty_variable_is_unset(monkeypatch):
-    monkeypatch.setenv("TRTLLM_SEMBLEND_MIN_SPAN", " ")
-    monkeypatch.setenv("SEMBLEND_MIN_SPAN", "77")
+    monkeypatch.setenv(names[2], " ")
     monkeypatch.setenv("SEMBLEND_ADAPTER_ID", "")
-    assert load_settings().min_span_tokens == 77
-    assert load_settings().adapter_id is None
+    assert (load_settings().min_span_tokens, load_settings().adapter_id) == (101, None)
 
 
 def test_field_names_alone_are_no_variables(monkeypatch):
@@ -136,21 +121,19 @@ def test_field_names_alone_are_no_variables(monkeypatch):
     ("variable", "value", "told"),
     [
         ("SEMBLEND_MIN_SPAN", "0", r"SEMBLEND_MIN_SPAN is '0'; allowed is 1\.\.1048576"),
-        ("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "many", "SEMBLEND_TRTLLM_MIN_MATCH_LENGTH is 'many'"),
+        ("SEMBLEND_TRTLLM_MIN_MATCH_LENGTH", "many", "MIN_MATCH_LENGTH is 'many', no whole number; allowed is 1"),
         (
             "TRTLLM_SEMBLEND_MIN_REUSE_RATIO",
             "1.5",
             r"TRTLLM_SEMBLEND_MIN_REUSE_RATIO is '1.5'; allowed is 0\.0\.\.1\.0",
         ),
+        ("SEMBLEND_MIN_REUSE_RATIO", "half", "SEMBLEND_MIN_REUSE_RATIO is 'half', no number; allowed is 0"),
         ("SEMBLEND_MIN_REUSE_RATIO", "nan", "SEMBLEND_MIN_REUSE_RATIO is 'nan'"),
         ("SEMBLEND_ENABLED", "perhaps", "SEMBLEND_ENABLED is 'perhaps'; allowed is 0 or 1"),
         ("SEMBLEND_HOST_BYTES", "-1", "SEMBLEND_HOST_BYTES is '-1'"),
         ("SEMBLEND_MAX_DONORS", "1e3", "SEMBLEND_MAX_DONORS is '1e3'"),
-        ("SEMBLEND_RECOMPUTE_BOUNDARY_LAYER", "-1", "SEMBLEND_RECOMPUTE_BOUNDARY_LAYER is '-1'"),
+        ("SEMBLEND_EVICTION", "fifo", "SEMBLEND_EVICTION: policy 'fifo' evicts no donors; use one of lru, lfu"),
         ("SEMBLEND_DONOR_TENANT", "x" * 257, r"SEMBLEND_DONOR_TENANT is 'x{80}'; allowed is a text of 1\.\.256"),
-        ("SEMBLEND_EPIC_TOKENS", "0", r"SEMBLEND_EPIC_TOKENS is '0'; allowed is 1\.\.1048576"),
-        ("SEMBLEND_CACHEBLEND_SHARE", "1.1", r"SEMBLEND_CACHEBLEND_SHARE is '1.1'; allowed is 0\.0\.\.1\.0"),
-        ("SEMBLEND_METRICS", "prometheus", "SEMBLEND_METRICS is 'prometheus'; allowed is 0 or 1"),
         ("SEMBLEND_EVENT_FORMAT", "xml", "SEMBLEND_EVENT_FORMAT is 'xml'; allowed is json, msgpack"),
         ("SEMBLEND_NATS_SUBJECT", "a b", "SEMBLEND_NATS_SUBJECT: 'a b' is no subject of letters"),
         ("SEMBLEND_NATS_STREAM", "a.b", "SEMBLEND_NATS_STREAM: 'a.b' is no stream of letters"),
@@ -203,33 +186,18 @@ def test_settings_cannot_be_changed():
 
 
 @pytest.mark.known_defect(34)
-def test_unknown_variable_warns_once_with_the_nearest_name(monkeypatch, caplog):
-    monkeypatch.setenv("SEMBLEND_MIN_SPANS", "secret-value")
-    monkeypatch.setenv("TRTLLM_SEMBLEND_ZZZ", "1")
+def test_unknown_variable_warns_once_with_the_nearest_name_and_a_retired_one_says_why(monkeypatch, caplog):
+    for name in ("SEMBLEND_MIN_SPANS", "TRTLLM_SEMBLEND_ZZZ", "SEMBLEND_DONOR_DTYPE", "TRTLLM_SEMBLEND_FUZZY_CHUNKS"):
+        monkeypatch.setenv(name, "secret-value")
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "1024")
-    with caplog.at_level(logging.WARNING):
-        load_settings()
-        load_settings()
-    assert [record.getMessage() for record in caplog.records] == [
-        "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
-        "TRTLLM_SEMBLEND_ZZZ is not read by this version",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("setting", "why"),
-    [
-        ("DONOR_DTYPE", "donors are kept in the dtype of the cache"),
-        ("FUZZY_CHUNKS", "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"),
-    ],
-)
-def test_a_retired_setting_is_ignored_with_one_warning_that_says_why(setting, why, monkeypatch, caplog):
-    for prefix in PREFIXES:
-        monkeypatch.setenv(f"{prefix}{setting}", "model")
     for _ in range(2):
         load_settings()
+    runs = "exact runs at any position are found without it; SEMBLEND_MIN_SPAN sets the shortest"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{name} is ignored: {why}" for name in (f"SEMBLEND_{setting}", f"TRTLLM_SEMBLEND_{setting}")
+        "SEMBLEND_DONOR_DTYPE is ignored: donors are kept in the dtype of the cache",
+        "SEMBLEND_MIN_SPANS is not read by this version; did you mean SEMBLEND_MIN_SPAN?",
+        f"TRTLLM_SEMBLEND_FUZZY_CHUNKS is ignored: {runs}",
+        "TRTLLM_SEMBLEND_ZZZ is not read by this version",
     ]
 
 
@@ -249,9 +217,8 @@ def test_every_setting_is_there_with_its_default():
     rows = in_use()
     assert list(rows) == list(Settings.model_fields)
     assert {(row.source, row.ignored) for row in rows.values()} == {(None, ())}
-    shown = [(name, rows[name].variable, rows[name].value, rows[name].text) for name in ("policy", "enabled")]
-    assert shown == [("policy", "SEMBLEND_POLICY", "verified", "verified"), ("enabled", "SEMBLEND_ENABLED", True, "1")]
-    assert (rows["disk_path"].value, rows["disk_path"].text) == (None, "unset")
+    shown = {name: (rows[name].value, rows[name].text) for name in ("policy", "enabled", "disk_path")}
+    assert shown == {"policy": ("verified", "verified"), "enabled": (True, "1"), "disk_path": (None, "unset")}
 
 
 def test_the_variable_that_decides_is_the_source(monkeypatch, tmp_path):
@@ -276,23 +243,19 @@ def test_no_secret_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "address", ["nats://127.0.0.1:4222", "tls://nats-0.example:4222, nats://[::1]:4222", "wss://broker/"]
-)
-def test_an_address_without_a_user_is_no_secret(address):
-    assert masked(address) == address
-
-
-@pytest.mark.parametrize(
-    "secret",
+    ("text", "is_shown"),
     [
-        "token",
-        "nats://alice@broker",
-        "nats://alice:12,34@broker",
-        "nats://alice:12#4@broker",
-        "alice:secret",
-        "nats://alice:secret",
-        "nats://broker, alice:12@other",
+        ("nats://127.0.0.1:4222", True),
+        ("tls://nats-0.example:4222, nats://[::1]:4222", True),
+        ("wss://broker/", True),
+        ("token", False),
+        ("nats://alice@broker", False),
+        ("nats://alice:12,34@broker", False),
+        ("nats://alice:12#4@broker", False),
+        ("alice:secret", False),
+        ("nats://alice:secret", False),
+        ("nats://broker, alice:12@other", False),
     ],
 )
-def test_what_may_hold_a_password_is_masked(secret):
-    assert masked(secret) == MASK
+def test_an_address_without_a_user_is_no_secret_and_what_may_hold_a_password_is_masked(text, is_shown):
+    assert masked(text) == (text if is_shown else MASK)

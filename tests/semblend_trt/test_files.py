@@ -1,13 +1,12 @@
 """Files that users name are replaced as a whole; what is no file is never replaced."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_a_pipe_is_written_to(tmp_path):
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     check_writable(link)
-    read: list[bytes] = []
+    read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
     write_bytes(link, b"content")
@@ -68,24 +67,20 @@ def test_a_device_is_written_to(tmp_path):
         os.close(theirs)
 
 
-def places_that_cannot_be_written(folder):
-    (folder / "file").touch()
-    (folder / "loop").symlink_to(folder / "loop")
-    with socket.socket(socket.AF_UNIX) as ours:
-        ours.bind(str(folder / "socket"))
-    return {
-        "is a folder": folder,
-        "Not a directory": folder / "file" / "report.json",
-        "Too many levels": folder / "loop",
-        "Permission denied": folder / "socket",
-        "File name too long": folder / "new" / "folder" / ("n" * 256),
-        "No space left": folder.__class__("/dev/full"),
-    }
-
-
 def test_what_cannot_be_written_is_refused_and_nothing_made(tmp_path):
     check_writable(tmp_path / "new" / "folder" / ("n" * 255))
-    places = places_that_cannot_be_written(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.bind(str(tmp_path / "socket"))
+    places = {
+        "is a folder": tmp_path,
+        "Not a directory": tmp_path / "file" / "report.json",
+        "Too many levels": tmp_path / "loop",
+        "Permission denied": tmp_path / "socket",
+        "File name too long": tmp_path / "new" / "folder" / ("n" * 256),
+        "No space left": Path("/dev/full"),
+    }
     found = sorted(tmp_path.iterdir())
     for reason, path in places.items():
         with pytest.raises(ConfigurationError, match=reason):

@@ -2,10 +2,14 @@
 
 import builtins
 import gc
-import logging
+import json
+import os
+import subprocess
+import sys
 from collections import Counter as Counts
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
@@ -13,12 +17,50 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 from semblend_trt.audit import DROP_REASONS, AuditLog
 from semblend_trt.donors.donor_index import HeldDonors
 from semblend_trt.metrics import TOKEN_KINDS, metrics_for
-from semblend_trt.outcome import Outcome, ReuseReport
-from semblend_trt.reasons import FAULTS, OTHER_REASON
+from semblend_trt.outcome import FAULTS, OTHER_REASON, Outcome, ReuseReport
 
 USED, DECLINED = Outcome.BACKEND_MATERIALIZED_REUSE.value, Outcome.BACKEND_DECLINED_REUSE.value
 CHECKED = ReuseReport(USED, None, 700, 140, 800, 800, 100, 0.04, sampled_tokens=90)
 UNKNOWN = ReuseReport(USED, None, 64, 736, 800, None, None, None, sampled_tokens=None)
+
+# Counts once, prints what is counted and how often was warned; `spoil` makes the folder what it is to be.
+COUNTS = """
+import json, logging, os, resource, shutil, sys
+from pathlib import Path
+
+folder, fault = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]), sys.argv[1]
+warnings = []
+logging.getLogger("semblend_trt").addHandler(type("H", (logging.Handler,), {"emit": lambda _, r: warnings.append(r)})())
+if fault == "torn":
+    for kind in ("counter", "histogram"):
+        (folder / f"{kind}_{os.getpid()}.db").write_bytes(b"torn" * 20)
+if fault == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+from semblend_trt.fleet.publisher import EventCounters
+from semblend_trt.fleet.router.counters import RouterCounters
+from semblend_trt.fleet.router.serving import metrics_page
+from semblend_trt.metrics import metrics_for
+from semblend_trt.outcome import Outcome, ReuseReport
+
+metrics, events, router = metrics_for(True), EventCounters(), RouterCounters()
+if fault == "gone":
+    shutil.rmtree(folder)
+for reason in ("low_reuse", "deviation"):
+    metrics_for(True).request_ended(ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason, reused_tokens=4))
+    events.count("sent", "donor_registered")
+    router.refused("no_replica")
+if fault == "gone" and os.fork() == 0:
+    # With a number of its own, the child would need files of its own.
+    metrics.request_ended(ReuseReport(Outcome.COLD_FALLBACK.value, "low_reuse"))
+    events.count("sent", "donor_registered")
+    os._exit(0)
+if fault == "gone":
+    assert os.wait()[1] == 0
+page = metrics_page().body.decode() + metrics_page(router.registry).body.decode()
+counted = {line.split()[0]: float(line.split()[1]) for line in page.splitlines() if line.startswith("semblend")}
+print(json.dumps([counted, len(warnings)]))
+"""
 
 
 class Index:
@@ -55,38 +97,33 @@ def test_every_outcome_kind_and_fault_is_there_from_the_start(registry):
     assert value(registry, "donor_bytes", tier="host") == value(registry, "donor_bytes", tier="device") == 0
 
 
-def test_a_checked_request(registry):
-    metrics_for(True, registry).request_ended(replace(CHECKED, exact_prefix_tokens=64))
+@pytest.mark.parametrize(
+    ("report", "counts", "deviations"),
+    [
+        (replace(CHECKED, exact_prefix_tokens=64), (800, 90, 800, 700, 100, 64), 1),
+        # A check that no rank reports.
+        (UNKNOWN, (800, 0, 0, 64, 0, 0), 0),
+    ],
+)
+def test_tokens_of_a_request(registry, report, counts, deviations):
+    metrics_for(True, registry).request_ended(report)
     assert value(registry, "requests_total", outcome=USED) == 1
-    assert tokens(registry) == {
-        "offered": 800,
-        "sampled": 90,
-        "checked": 800,
-        "reused": 700,
-        "recomputed": 100,
-        "exact_prefix": 64,
-    }
-    assert value(registry, "kept_deviation_count") == 1
-    assert value(registry, "kept_deviation_sum") == 0.04
-
-
-def test_a_check_that_no_rank_reports_counts_what_is_known(registry):
-    metrics_for(True, registry).request_ended(UNKNOWN)
-    assert tokens(registry) == dict.fromkeys(TOKEN_KINDS, 0) | {"offered": 800, "reused": 64}
-    assert value(registry, "kept_deviation_count") == 0
+    assert tokens(registry) == dict(zip(TOKEN_KINDS, counts, strict=True))
+    assert value(registry, "kept_deviation_count") == deviations
+    assert value(registry, "kept_deviation_sum") == 0.04 * deviations
 
 
 def test_refusals_and_lookups(registry):
     metrics = metrics_for(True, registry)
-    for reason in ("low_reuse", "low_reuse", "deviation"):
+    for reason in ("low_reuse", "low_reuse", "deviation", "a", "b", "\ud800"):
         metrics.request_ended(ReuseReport(DECLINED, reason))
     metrics.looked_up(0.002)
-    assert value(registry, "requests_total", outcome=DECLINED) == 3
-    assert value(registry, "refusals_total", reason="low_reuse") == 2
-    assert value(registry, "refusals_total", reason="deviation") == 1
-    assert value(registry, "lookup_seconds_count") == 1
-    assert value(registry, "lookup_seconds_bucket", le="0.0025") == 1
-    assert value(registry, "lookup_seconds_bucket", le="0.001") == 0
+    assert value(registry, "requests_total", outcome=DECLINED) == 6
+    counted = {reason: value(registry, "refusals_total", reason=reason) for reason in ("low_reuse", "deviation")}
+    assert counted == {"low_reuse": 2, "deviation": 1}
+    assert value(registry, "refusals_total", reason=OTHER_REASON) == 3
+    buckets = [value(registry, "lookup_seconds_bucket", le=bound) for bound in ("0.001", "0.0025", "+Inf")]
+    assert buckets == [0, 1, 1]
 
 
 def test_engines_of_one_process_share_the_series_and_add_up(registry):
@@ -116,19 +153,16 @@ def test_an_engine_that_is_gone_holds_no_donors(registry):
 
 
 def test_faults_add_up_and_never_fall(registry):
-    engines = [metrics_for(True, registry) for _ in range(2)]
-    counted = [Counts({"metadata": 2}), Counts({"metadata": 2})]
+    engines, counted = [metrics_for(True, registry) for _ in range(2)], [Counts({"metadata": 2}) for _ in range(2)]
     for metrics, faults in zip(engines, counted, strict=True):
         metrics.watch_faults(faults)
     counted[1]["request_data"] += 1
-    assert value(registry, "faults_total", fault="metadata") == 4
-    assert value(registry, "faults_total", fault="request_data") == 1
+    assert [value(registry, "faults_total", fault=name) for name in ("metadata", "request_data")] == [4, 1]
     engines[1].close()
     engines[1].close()
     counted[1].clear()
     counted[0]["metadata"] += 1
-    assert value(registry, "faults_total", fault="metadata") == 5
-    assert value(registry, "faults_total", fault="request_data") == 1
+    assert [value(registry, "faults_total", fault=name) for name in ("metadata", "request_data")] == [5, 1]
 
 
 def test_lost_audit_events_are_shown_by_reason(registry, tmp_path):
@@ -154,12 +188,7 @@ def test_they_are_in_the_registry_that_a_server_shows():
         assert f"semblend_{name}" in page
 
 
-def test_switched_off_nothing_is_registered(registry):
-    use_all(metrics_for(False, registry))
-    assert list(registry.collect()) == []
-
-
-def test_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
+def test_switched_off_or_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
     imported = builtins.__import__
 
     def without(name, *arguments):
@@ -167,6 +196,7 @@ def test_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
             raise ImportError(name)
         return imported(name, *arguments)
 
+    use_all(metrics_for(False, registry))
     monkeypatch.setattr(builtins, "__import__", without)
     use_all(metrics_for(True, registry))
     monkeypatch.undo()
@@ -175,27 +205,17 @@ def test_without_prometheus_client_nothing_is_counted(registry, monkeypatch):
 
 def test_taken_names_cost_the_metrics_and_no_more(registry, caplog):
     Counter("semblend_requests", "Another package's.", registry=registry)
-    with caplog.at_level(logging.WARNING):
-        use_all(metrics_for(True, registry))
+    use_all(metrics_for(True, registry))
     assert "no metrics are kept" in caplog.text
 
 
 @pytest.mark.parametrize("report", [None, ReuseReport(USED, None, -1, 0, -5)])
 def test_a_wrong_report_raises_nothing_and_is_told_once(registry, report, caplog):
     metrics = metrics_for(True, registry)
-    with caplog.at_level(logging.ERROR):
-        metrics.request_ended(report)
-        metrics.request_ended(report)
-        metrics.looked_up("soon")  # type: ignore[arg-type]
+    metrics.request_ended(report)
+    metrics.request_ended(report)
+    metrics.looked_up("soon")
     assert len(caplog.records) == 1
-
-
-def test_unknown_reasons_are_counted_together(registry):
-    metrics = metrics_for(True, registry)
-    for reason in ("a", "b", "deviation", "\ud800"):
-        metrics.request_ended(ReuseReport(DECLINED, reason))
-    assert value(registry, "refusals_total", reason=OTHER_REASON) == 3
-    assert value(registry, "refusals_total", reason="deviation") == 1
 
 
 def test_racing_engines_lose_no_count(registry):
@@ -209,6 +229,28 @@ def test_racing_engines_lose_no_count(registry):
         list(pool.map(serve, range(200)))
     assert value(registry, "requests_total", outcome=USED) == 200
     assert tokens(registry)["exact_prefix"] == 200
+
+
+@pytest.mark.parametrize("fault", ["sound", "missing", "file", "unwritable", "torn", "full", "gone"])
+def test_the_process_starts_and_counts(tmp_path, fault):
+    """A bad PROMETHEUS_MULTIPROC_DIR ends no process and no start."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "file").touch()
+    places = {"missing": tmp_path / "missing", "file": tmp_path / "file", "unwritable": Path("/proc/self")}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(places.get(fault, folder))}
+    found = subprocess.run(
+        [sys.executable, "-c", COUNTS, fault], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    counted, warnings = json.loads(found.stdout.splitlines()[-1])
+    assert counted['semblend_requests_total{outcome="backend_declined_reuse"}'] == 2
+    assert counted['semblend_refusals_total{reason="deviation"}'] == 1
+    assert counted['semblend_tokens_total{kind="reused"}'] == 8
+    assert counted['semblend_router_refusals_total{reason="no_replica"}'] == 2
+    assert warnings == (fault not in ("sound", "gone"))
+    # Other processes read every file there is.
+    assert all(path.stat().st_size for path in folder.glob("*.db"))
 
 
 def use_all(metrics):

@@ -1,4 +1,4 @@
-"""Every request ends in exactly one outcome, in bounded memory."""
+"""Every request ends in exactly one outcome, in bounded memory; one table names every reason, with what to do."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -6,8 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.outcome import MAX_REPORTS, Outcome, OutcomeLedger, ReuseReport
-from semblend_trt.reasons import OTHER_REASON
+from semblend_trt.outcome import (
+    FAULTS,
+    MAX_REPORTS,
+    OTHER_REASON,
+    REASONS,
+    TEXTS,
+    Outcome,
+    OutcomeLedger,
+    ReuseReport,
+    Scope,
+    advice,
+    counted_as,
+    filled,
+)
 from tests.pages import Page, code_in
 
 USED = ReuseReport(Outcome.BACKEND_MATERIALIZED_REUSE.value, None, reused_tokens=96)
@@ -18,29 +30,23 @@ def declined(reason):
     return ReuseReport(Outcome.BACKEND_DECLINED_REUSE.value, reason)
 
 
-def test_the_six_outcomes():
-    assert {outcome.value for outcome in Outcome} == {
-        "exact_prefix_route",
-        "semantic_discovery_only",
-        "semantic_placement",
-        "backend_materialized_reuse",
-        "backend_declined_reuse",
-        "cold_fallback",
-    }
-
-
 def test_what_is_recorded_is_counted_and_remembered():
     ledger = OutcomeLedger()
     for request_id, report in enumerate((USED, declined("low_reuse"), ReuseReport(COLD.outcome, "low_reuse"))):
         ledger.record(request_id, report)
     counts = ledger.counts()
-    assert set(counts) == set(Outcome)
-    assert counts[Outcome.BACKEND_MATERIALIZED_REUSE] == counts[Outcome.BACKEND_DECLINED_REUSE] == 1
-    assert sum(counts.values()) == 3
+    assert {outcome.value: count for outcome, count in counts.items()} == {
+        "exact_prefix_route": 0,
+        "semantic_discovery_only": 0,
+        "semantic_placement": 0,
+        "backend_materialized_reuse": 1,
+        "backend_declined_reuse": 1,
+        "cold_fallback": 1,
+    }
     assert ledger.reasons() == {"low_reuse": 2}
     assert ledger.of(0) is USED
     assert ledger.of(4) is None
-    assert json.loads(json.dumps(counts))["cold_fallback"] == 1
+    assert json.loads(json.dumps(counts)) == counts
 
 
 @pytest.mark.parametrize("second", Outcome)
@@ -109,3 +115,31 @@ def test_racing_threads_record_each_request_once():
         won = list(pool.map(record, [request_id for request_id in range(300) for _ in range(4)]))
     assert sum(won) == 300
     assert ledger.counts()[Outcome.COLD_FALLBACK] == ledger.reasons()["low_reuse"] == 300
+
+
+def test_each_reason_is_a_label_with_whole_sentences():
+    for scope, name, text in ((each, *item) for each, texts in TEXTS.items() for item in texts.items()):
+        assert name.isidentifier()
+        assert name == name.lower() == counted_as(name)
+        assert text[0].isupper() or text.startswith("vLLM")
+        assert text.endswith(".")
+        assert not set(text) & set("|\n")
+        assert text == advice(name, scope)
+    assert not REASONS & FAULTS
+
+
+def test_advice_comes_from_the_first_scope_that_has_the_reason():
+    assert "--attention-backend" in advice("attention_backend", Scope.VLLM)
+    assert "attn_backend" in advice("attention_backend", Scope.ATTACHMENT, Scope.DECODER)
+    assert advice("no_donor_match", Scope.ENGINE) == advice("no_donor_match")
+    assert advice("unnamed") == ""
+    assert counted_as("unnamed") == OTHER_REASON
+
+
+def test_a_page_gets_the_table_of_each_scope_that_it_names():
+    made = filled("before\n<!-- reasons: plan -->old<!-- end -->\nafter\n")
+    assert made.startswith("before\n")
+    assert made.endswith("after\n")
+    assert "old" not in made
+    assert [name for name in TEXTS[Scope.PLAN] if f"`{name}` |" not in made] == []
+    assert filled(made) == made

@@ -1,10 +1,7 @@
 """Ranks agree on values, on a start and on loads."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ import torch
 from semblend_trt.connector import worker_setup
 from semblend_trt.connector.worker_setup import agree_on_start, join_ranks
 from semblend_trt.errors import ConfigurationError, DonorUnavailableError
-from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.ranks import EngineRanks, Ranks, agree_on_loads, joined_ranks, ranks_of
 from semblend_trt.runtime import Runtime
 from tests.semblend_trt.rank_threads import on_ranks
@@ -44,16 +40,14 @@ def test_several_ranks_get_the_same():
 
 
 def test_a_process_that_has_joined_no_group_is_one_rank_or_unknown():
-    found = joined_ranks(1)
-    assert found is not None
-    assert found.size == 1
+    assert joined_ranks(1).size == 1
     assert joined_ranks(2) is None
 
 
 @pytest.fixture
 def engine(monkeypatch):
     """`tensorrt_llm/_utils.py` (1.2 @3277953), on rank 1 of 2."""
-    module: Any = ModuleType("tensorrt_llm._utils")
+    module = ModuleType("tensorrt_llm._utils")
     module.mpi_rank, module.mpi_world_size = lambda: 1, lambda: 2
     module.mpi_allgather = lambda value: ["of rank 0", value]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
@@ -63,7 +57,6 @@ def engine(monkeypatch):
 
 def test_the_ranks_of_an_engine_are_its_own(engine):
     found = ranks_of(2)
-    assert found is not None
     assert (found.rank, found.size, found.gather("own")) == (1, 2, ["of rank 0", "own"])
     assert ranks_of(4) is None
     del engine.mpi_allgather
@@ -117,7 +110,7 @@ def test_ranks_of_two_versions_refuse(monkeypatch):
 
 
 def test_a_plan_is_used_where_every_rank_has_placed_it():
-    plans: list[Any] = ["first", "second", "third"]
+    plans = ["first", "second", "third"]
     own = ValueError("own reason")
 
     def load(ranks):
@@ -134,5 +127,4 @@ def test_without_plans_nothing_is_said():
     def fail(_):
         raise AssertionError("the other ranks do not listen")
 
-    none: list[SemanticKvPlan] = []
-    assert agree_on_loads(EngineRanks(0, 2, fail), none, {}, 1) == ({}, 1)
+    assert agree_on_loads(EngineRanks(0, 2, fail), [], {}, 1) == ({}, 1)

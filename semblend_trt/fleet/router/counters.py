@@ -9,8 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from semblend_trt.fleet.router.serving import DROPPED
 from semblend_trt.fleet.routing_policy import worker_name
-from semblend_trt.metrics import COLD_RUN_RESULTS
-from semblend_trt.metrics_folder import count_here_where_unwritable
+from semblend_trt.metrics import COLD_RUN_RESULTS, count_here_where_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from semblend_trt.background import OnceAMinute
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.once_a_minute import OnceAMinute
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -14,7 +14,7 @@ from vllm.config import CacheConfig, replace, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 from engine_wrapper.vllm.engine_spec import from_vllm_config, settings_of, settings_off, vllm_version
-from semblend_trt.config import Settings, load_settings, settings_table
+from semblend_trt.config import Settings, load_settings, variables_of
 from semblend_trt.connector.attention_layout import LLAMA4
 from semblend_trt.connector.eligibility import engine_refusal
 from semblend_trt.connector.engine_namespace import namespace_for
@@ -206,7 +206,7 @@ def test_a_key_is_a_setting_whatever_type_its_value_has(extra, field, value):
 
 
 def test_every_setting_can_be_given_by_its_variable_in_lower_case():
-    given = {row.variables[1].lower(): "x" for row in settings_table()}
+    given = {variables_of(name)[1].lower(): "x" for name in Settings.model_fields}
     assert set(settings_of(given)) == set(Settings.model_fields)
 
 

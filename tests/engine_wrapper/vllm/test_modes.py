@@ -3,7 +3,7 @@
 import pytest
 from torch.cuda import is_available
 
-from semblend_trt.reasons import Scope, advice
+from semblend_trt.outcome import Scope, advice
 from tests.engine_wrapper.vllm.conftest import (
     DONOR,
     MOVED,

@@ -30,11 +30,11 @@ from benchmarks.evidence.models import published
 from engine_wrapper.vllm import refusals
 from engine_wrapper.vllm.refusals import LATENT_BACKENDS, engine_refusal_of, request_refusal, sample_refusal
 from semblend_trt.doctor.model import KnownModel
-from semblend_trt.reasons import TABLE, Scope
+from semblend_trt.outcome import TEXTS, Scope
 from tests.engine_wrapper.vllm.conftest import needs_torchvision
 from tests.engine_wrapper.vllm.engine_configs import engine_config, made_for
 
-REASONS = {reason.name for reason in TABLE if reason.scope is Scope.VLLM}
+REASONS = set(TEXTS[Scope.VLLM])
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
 

@@ -10,9 +10,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
 from engine_wrapper.vllm.stats import ReuseMetrics, ReuseStats, tell_used
-from semblend_trt.outcome import Outcome, ReuseReport
+from semblend_trt.outcome import OTHER_REASON, Outcome, ReuseReport
 from semblend_trt.plan import PlanSpan
-from semblend_trt.reasons import OTHER_REASON
 from tests.engine_wrapper.vllm.conftest import random_tokens
 from tests.engine_wrapper.vllm.engine_configs import engine_config
 from tests.semblend_trt.plans import plan_of

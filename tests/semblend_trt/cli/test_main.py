@@ -53,9 +53,8 @@ def test_what_a_subcommand_raises_becomes_a_status(error, status, told, monkeypa
 
 def test_a_reader_that_has_enough_is_no_error():
     code = "import sys; from semblend_trt.cli.main import main; sys.exit(main(['events', '--help']))"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from semblend_trt.cli import router as command
 from semblend_trt.cli.main import main
+from semblend_trt.cli.router import settings_of
 from semblend_trt.fleet.router.config import load_config
 
 TABLES = '[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
@@ -25,10 +25,6 @@ def write(tmp_path, tiny_qwen2_path, monkeypatch):
         return str(path)
 
     return make
-
-
-def nats_of(path):
-    return command._nats(command._settings(load_config(path)))
 
 
 def test_a_configuration_that_holds_is_told(write, capsys):
@@ -57,22 +53,17 @@ def test_a_model_without_tokenizer_is_named(write, capsys, tmp_path):
     assert f"tokenizer {tmp_path} cannot be read" in capsys.readouterr().err
 
 
-def test_events_are_read_where_the_file_says_else_where_the_settings_say(write, monkeypatch):
-    assert nats_of(write()) is None
-    monkeypatch.setenv("SEMBLEND_NATS_URL", "nats://settings:1")
-    monkeypatch.setenv("SEMBLEND_NATS_STREAM", "donors")
-    by_settings = nats_of(write())
-    by_file = nats_of(write('nats_url = "nats://file:1"\nnats_subject = "theirs"'))
-    assert by_settings is not None
-    assert by_file is not None
-    assert (by_settings.servers, by_settings.subject) == (("nats://settings:1",), "semantic-kv-events")
-    assert (by_file.servers, by_file.subject, by_file.stream) == (("nats://file:1",), "theirs", None)
+def test_what_the_file_does_not_say_the_settings_say(write, monkeypatch):
+    def found(lines=""):
+        settings, nats = settings_of(load_config(write(lines)))
+        return settings.audit_sample, nats and (nats.servers, nats.subject, nats.stream)
 
-
-def test_the_sample_is_the_files_else_the_settings(write, monkeypatch):
-    monkeypatch.setenv("SEMBLEND_AUDIT_SAMPLE", "0.5")
-    shares = [command._settings(load_config(write(line))).audit_sample for line in ("", "audit_sample = 0.25")]
-    assert shares == [0.5, 0.25]
+    assert found() == (0.0, None)
+    for name, value in (("NATS_URL", "nats://settings:1"), ("NATS_STREAM", "donors"), ("AUDIT_SAMPLE", "0.5")):
+        monkeypatch.setenv(f"SEMBLEND_{name}", value)
+    assert found() == (0.5, (("nats://settings:1",), "semantic-kv-events", None))
+    by_file = found('nats_url = "nats://file:1"\nnats_subject = "theirs"\naudit_sample = 0.25')
+    assert by_file == (0.25, (("nats://file:1",), "theirs", None))
 
 
 def test_it_serves_until_it_is_told_to_end(write, capsys, monkeypatch):

@@ -68,6 +68,19 @@ def serving(llm):
     worker.close()
 
 
+@contextmanager
+def answering(answer):
+    """The address of a server that answers everything with `answer`, a handler or raw JSON."""
+
+    async def always(_):
+        return web.Response(body=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer if callable(answer) else always)
+    with listening_app(app) as address:
+        yield address
+
+
 @pytest.fixture
 def url(llm):
     with serving(llm) as address:
@@ -133,15 +146,9 @@ def test_under_a_profile_documents_behind_the_beginning_of_prompts_are_reused_at
 
 
 def test_a_router_sends_documents_on_under_the_callers_salt(llm, url, tiny_qwen2_path, pages, capsys):
-    config = RouterConfig.model_validate(
-        {
-            "model": str(tiny_qwen2_path),
-            "name": "tiny",
-            "replicas": [{"url": url, "worker_id": 1}],
-            "keys": [{"sha256": hashlib.sha256(b"key").hexdigest(), "tenants": ["acme"]}],
-            "secret_env": "SECRET",
-        }
-    )
+    keys = [{"sha256": hashlib.sha256(b"key").hexdigest(), "tenants": ["acme"]}]
+    places = {"model": str(tiny_qwen2_path), "name": "tiny", "replicas": [{"url": url, "worker_id": 1}]}
+    config = RouterConfig.model_validate({**places, "keys": keys, "secret_env": "SECRET"})
     router = Router(config, {"SECRET": "a secret of the router"}, llm.tokenizer, None)
     with listening_app(router.app()) as address:
         assert warm(address, *pages, "--priority", 1) == 2
@@ -168,16 +175,17 @@ def test_a_second_run_goes_on_and_sends_what_has_changed(url, pages, monkeypatch
         "1 document sent (300 tokens), 0 sent before, 0 failed\n",
         "semblend-trt: interrupted\n",
     )
-    assert warm(url, *pages) == 0
-    assert capsys.readouterr().out.startswith("2 documents sent (600 tokens), 1 sent before")
-    assert warm(url, *pages) == 0
-    assert capsys.readouterr().out.startswith("0 documents sent (0 tokens), 3 sent before")
-    pages[0].write_text(PAGE[:400])
-    assert warm(url, *pages) == 0
-    assert capsys.readouterr().out.startswith("1 document sent (400 tokens), 2 sent before")
-    for other in (["--salt", "a"], ["--state", pages[0].with_name("other.json")]):
-        assert warm(url, *pages, *other) == 0
-        assert capsys.readouterr().out.startswith("3 documents sent")
+    changed, other = pages[0].read_text() + PAGE[300:400], pages[0].with_name("other.json")
+    for words, content, sent in (
+        ([], PAGES[0], "2 documents sent (600 tokens), 1 sent before"),
+        ([], PAGES[0], "0 documents sent (0 tokens), 3 sent before"),
+        ([], changed, "1 document sent (400 tokens), 2 sent before"),
+        (["--salt", "a"], changed, "3 documents sent"),
+        (["--state", other], changed, "3 documents sent"),
+    ):
+        pages[0].write_text(content)
+        assert warm(url, *pages, *words) == 0
+        assert capsys.readouterr().out.startswith(sent)
     assert len(json.loads(pages[0].with_name(STATE_NAME).read_text())["warmed"]) == 7
 
 
@@ -190,16 +198,16 @@ def test_what_cannot_be_read_or_held_is_named_and_the_rest_goes_on(url, tmp_path
     assert warm(url, lines, binary, missing) == 0
     out, err = capsys.readouterr()
     assert out == "1 document sent (100 tokens), 1 sent before, 7 failed\n"
-    told = {line.removeprefix(f"{tmp_path}/").partition(": ")[::2] for line in err.splitlines()}
-    assert {place for place, _ in told} == {*(f"all.jsonl:{number}" for number in (2, 4, 5, 6, 8)), "binary", "missing"}
-    sentences = dict(told)
-    assert sentences["all.jsonl:2"] == 'the line is not JSON; give {"text": "..."}'
-    assert sentences["all.jsonl:4"] == 'the line has no text; give {"text": "..."}'
-    assert sentences["all.jsonl:5"] == "the document is empty; give it text, or leave it out"
-    assert "600 tokens with 1 new ones exceeds max_seq_len 512" in sentences["all.jsonl:6"]
-    assert "lone surrogate" in sentences["all.jsonl:8"]
-    assert sentences["binary"] == "byte 0xff at 3 is not UTF-8; write the document in UTF-8"
-    assert sentences["missing"] == "it cannot be read (No such file or directory); name another file"
+    told = dict(line.removeprefix(f"{tmp_path}/").partition(": ")[::2] for line in err.splitlines())
+    assert "600 tokens with 1 new ones exceeds max_seq_len 512" in told.pop("all.jsonl:6")
+    assert "lone surrogate" in told.pop("all.jsonl:8")
+    assert told == {
+        "all.jsonl:2": 'the line is not JSON; give {"text": "..."}',
+        "all.jsonl:4": 'the line has no text; give {"text": "..."}',
+        "all.jsonl:5": "the document is empty; give it text, or leave it out",
+        "binary": "byte 0xff at 3 is not UTF-8; write the document in UTF-8",
+        "missing": "it cannot be read (No such file or directory); name another file",
+    }
     assert warm(url, binary, missing) == 2
     assert capsys.readouterr().out.startswith("0 documents sent (0 tokens), 0 sent before, 2 failed")
 
@@ -240,9 +248,7 @@ def test_a_busy_server_is_asked_again_with_the_same_fields(pages, monkeypatch, c
             return web.json_response({}, status=429, headers={"Retry-After": "0"})
         return web.json_response({"usage": {"prompt_tokens": 9}})
 
-    app = web.Application()
-    app.router.add_post("/at/v1/completions", complete)
-    with listening_app(app) as address:
+    with answering(complete) as address:
         words = ["--model", "m", "--salt", "s", "--priority", 3]
         assert warm(f"{address}/at/v1", pages[0], *words) == 0
     assert capsys.readouterr().out.startswith("1 document sent (9 tokens)")
@@ -261,51 +267,29 @@ def test_an_interrupt_waits_for_no_request_that_is_under_way(pages):
         await asyncio.to_thread(ended.wait)
         return web.json_response({})
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", complete)
-    with listening_app(app) as address:
+    with answering(complete) as address:
         assert warm(address, *pages, "--model", "m", "--concurrency", 2) == 130
         assert not ended.is_set()
         ended.set()
 
 
-@contextmanager
-def answering(body, status=200, headers=()):
-    """The address of a server that answers everything with `body`, raw JSON."""
-
-    async def answer(_):
-        return web.Response(body=body, status=status, headers=dict(headers), content_type="application/json")
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    with listening_app(app) as address:
-        yield address
+COUNTS = ["{}", "null", '"9"', "[9]", "9", "true", "NaN", "1e999"]
+COUNTS += [f'{{"prompt_tokens": {each}}}' for each in ("null", '"9"', "[]", "true", "9.5", "NaN", "Infinity", "-1")]
+COUNTS += [f'{{"prompt_tokens": {each}}}' for each in ("-Infinity", "1e999", "9" * 30, "9" * 5000, "[" * 5000)]
+MODELS = [b"", b"\xff", b"null", b"[]", b"7", b"{}", b'{"data": {}}', b'{"data": []}', b'{"data": [7]}', b"[" * 5000]
+MODELS += [b'{"data": [{"id": %s}]}' % each for each in (b"null", b'""', b"7", b"[]", b'{"a": NaN}')]
+MODELS += [b'{"error": %s}' % each for each in (b"7", b'"no"', b'{"message": {}}', b'{"message": [[]]}')]
+NO_COUNT = "cannot be used (status 200); the next run goes on from here\n"
+ANSWERS = [(f'{{"usage": {each}}}'.encode(), ["--model", "m"], NO_COUNT) for each in COUNTS]
+ANSWERS += [(each, [], "names no model (status 200); give it with --model\n") for each in MODELS]
 
 
-COUNTS = ["{}", "null", '"9"', "[]", "[9]", "9", "true", "NaN", "1e999"]
-COUNTS += [f'{{"prompt_tokens": {each}}}' for each in ("null", '"9"', "[]", "{}", "true", "9.5", "NaN", "Infinity")]
-COUNTS += [f'{{"prompt_tokens": {each}}}' for each in ("-1", "-Infinity", "1e999", "9" * 30, "9" * 5000, "[" * 5000)]
-
-
-@pytest.mark.parametrize("usage", COUNTS, ids=[each[:30] for each in COUNTS])
-def test_a_usage_that_counts_no_tokens_is_one_sentence(usage, pages, capsys):
-    with answering(f'{{"usage": {usage}}}'.encode()) as address:
-        assert warm(address, pages[0], "--model", "m") == 2
-    err = capsys.readouterr().err
-    assert err == f"semblend-trt: {address} cannot be used (status 200); the next run goes on from here\n"
-
-
-ANSWERS = [b"", b"\xff", b"null", b"[]", b"7", b"{}", b'{"data": {}}', b'{"data": []}', b'{"data": [7]}', b"[" * 5000]
-ANSWERS += [b'{"data": [{"id": %s}]}' % each for each in (b"null", b'""', b"7", b"[]", b'{"a": NaN}')]
-ANSWERS += [b'{"error": %s}' % each for each in (b"7", b'"no"', b'{"message": {}}', b'{"message": [[]]}')]
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=[str(each[:30]) for each in ANSWERS])
-def test_a_server_that_names_no_model_is_one_sentence(answer, pages, capsys):
+@pytest.mark.parametrize(("answer", "words", "told"), ANSWERS, ids=[str(answer[:40]) for answer, *_ in ANSWERS])
+def test_an_answer_without_tokens_or_model_is_one_sentence(answer, words, told, pages, capsys):
     with answering(answer) as address:
-        assert warm(address, pages[0]) == 2
+        assert warm(address, pages[0], *words) == 2
     err = capsys.readouterr().err
-    assert err == f"semblend-trt: {address} names no model (status 200); give it with --model\n"
+    assert err == f"semblend-trt: {address} {told}"
 
 
 @pytest.mark.parametrize(
@@ -319,13 +303,6 @@ def test_how_long_a_busy_server_is_left_alone(header, seconds):
     assert pause(header, 3.0) == seconds
 
 
-def test_a_busy_servers_long_number_is_a_number(pages, monkeypatch, capsys):
-    monkeypatch.setattr("semblend_trt.cli.warm.MAX_PAUSE", 0.0)
-    with answering(b"{}", 503, {"Retry-After": "9" * 5000}) as address:
-        assert warm(address, pages[0], "--model", "m") == 2
-    assert "cannot be used (status 503)" in capsys.readouterr().err
-
-
 def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("semblend_trt.files.MAX_LINE_BYTES", 1 << 12)
     pipe, lines, latin = tmp_path / "pipe", tmp_path / "lines.jsonl", tmp_path / "latin"
@@ -336,14 +313,8 @@ def test_what_is_no_file_is_named_and_not_waited_for(url, pages, tmp_path, monke
     out, err = capsys.readouterr()
     assert out.startswith("1 document sent (50 tokens), 0 sent before, 5 failed")
     named = dict(line.split(": ", 1) for line in err.splitlines())
-    assert (
-        named[str(pipe)]
-        == "it cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name another file"
-    )
-    assert (
-        named["/dev/zero"]
-        == "it cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name another file"
-    )
+    no_file = "it cannot be read (it is not a regular file; a pipe can be given as /dev/stdin); name another file"
+    assert named[str(pipe)] == named["/dev/zero"] == no_file
     assert named[f"{lines}:1"] == "the line is longer than 0 MiB; give a shorter one"
     assert named[f"{lines}:3"] == 'the line is not JSON; give {"text": "..."}'
     for words, told in (

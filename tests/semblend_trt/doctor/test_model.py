@@ -17,6 +17,8 @@ from tests.conftest import save_tiny_model
 from tests.semblend_trt.engine_specs import engine
 from tests.semblend_trt.test_reuse_profile import evidence
 
+FP8 = torch.float8_e4m3fn
+
 
 def config_folder(folder, source, **changes):
     """A folder with the configuration of `source`, changed, and nothing else."""
@@ -42,20 +44,14 @@ def told(known, **settings):
                 "policy verified: a stock engine reuses identical text",
             ],
         ),
-        (
-            "gpt_oss",
-            ["2 of 3 layers see a window of 32 tokens; checks lie in layer 2 or above"],
-        ),
+        ("gpt_oss", ["2 of 3 layers see a window of 32 tokens; checks lie in layer 2 or above"]),
         (
             "llama4_text",
-            [
-                "2 of 3 layers see a chunk of 64 tokens; checks lie in layer",
-                "in TensorRT-LLM it is refused: llama4_text has layers with chunks",
-            ],
+            ["2 of 3 layers see a chunk of 64 tokens; checks lie in layer", "llama4_text has layers with chunks"],
         ),
         (
             "deepseek-ai/DeepSeek-V3",
-            ["one latent row of 576 channels", "on 64 of 576 channels", f"{61 * 576 * 2} bytes of KV a token"],
+            ["row of 576 channels", "on 64 of 576 channels", f"{61 * 576 * 2} bytes of KV a token"],
         ),
     ],
 )
@@ -69,28 +65,15 @@ def test_geometry_rotation_and_size(tmp_path, source, texts):
     assert [text for text in texts if not any(text in each for each in found)] == []
 
 
-def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path):
-    known = known_model(str(tiny_qwen2_path), "bfloat16")
-    assert isinstance(known, KnownModel)
-    assert known.dtype is torch.bfloat16
-    assert "in bfloat16" in told(known)[2].text
-
-
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_an_engine_that_tells_its_scales_may_keep_kv_in_fp8(tiny_qwen2_path, kv_dtype):
-    own = replace(engine(tiny_qwen2_path), kv_dtype="float8_e4m3fn", tells_kv_scales=True)
-    known = known_model(str(tiny_qwen2_path), kv_dtype, own)
-    assert isinstance(known, KnownModel)
-    assert known.dtype is torch.float8_e4m3fn
-
-
 @pytest.mark.parametrize(
-    ("kv_dtype", "reason"), [("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout")]
+    ("kv_dtype", "scaled", "dtype"), [("bfloat16", False, torch.bfloat16), ("auto", True, FP8), ("fp8", True, FP8)]
 )
-def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path, kv_dtype, reason):
-    refused = known_model(str(tiny_qwen2_path), kv_dtype)
-    assert isinstance(refused, Finding)
-    assert (refused.status, refused.reason) == (Status.REFUSED, reason)
+def test_the_kv_dtype_may_differ_from_the_models(tiny_qwen2_path, kv_dtype, scaled, dtype):
+    """An engine that names its scales may keep KV in fp8."""
+    own = replace(engine(tiny_qwen2_path), kv_dtype="float8_e4m3fn", tells_kv_scales=True) if scaled else None
+    known = known_model(str(tiny_qwen2_path), kv_dtype, own)
+    assert known.dtype is dtype
+    assert f"in {str(dtype).removeprefix('torch.')}" in told(known)[2].text
 
 
 @pytest.mark.parametrize(
@@ -104,19 +87,22 @@ def test_a_kv_dtype_that_no_pool_may_have(tiny_qwen2_path, kv_dtype, reason):
         ({"model_type": "mamba"}, "unknown_model_type"),
         ({"kv_lora_rank": 512}, "mla"),
         ({"model_type": "deepseek_v3", "architectures": None, "index_topk": 64}, "attention_layout"),
+        *(("fp8", "kv_scales"), ("int8", "pool_layout"), ("nvfp4", "pool_layout"), (None, "configuration")),
     ],
 )
 def test_refusals_have_the_connectors_names(tmp_path, tiny_qwen2_path, changes, reason):
-    refused = known_model(config_folder(tmp_path, tiny_qwen2_path, **changes), "auto")
+    """Of a configuration, of a dtype of the cache, and of a model that is not there."""
+    place, kv_dtype = str(tiny_qwen2_path), "auto"
+    if isinstance(changes, dict):
+        place = config_folder(tmp_path, tiny_qwen2_path, **changes)
+    elif changes is None:
+        place = str(tmp_path / "nowhere")
+    else:
+        kv_dtype = changes
+    refused = known_model(place, kv_dtype)
     assert isinstance(refused, Finding)
     assert (refused.status, refused.reason) == (Status.REFUSED, reason)
-
-
-def test_a_model_that_is_not_there(tmp_path):
-    refused = known_model(str(tmp_path / "nowhere"), "auto")
-    assert isinstance(refused, Finding)
-    assert (refused.status, refused.reason) == (Status.REFUSED, "configuration")
-    assert "nowhere" in refused.text
+    assert changes is not None or "nowhere" in refused.text
 
 
 def test_a_folder_without_weights_is_told(tmp_path, tiny_qwen2_path):

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry
 
 from semblend_trt.audit import AuditEvents
@@ -21,8 +24,7 @@ from semblend_trt.connector.engine_namespace import tokenizer_folder
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.metrics import TEXT_EVENTS, metrics_for
 from semblend_trt.semantic.embedders import embedder_for
-from semblend_trt.semantic.index import SemanticIndex
-from semblend_trt.semantic.neighbours import Neighbours, neighbours_for
+from semblend_trt.semantic.neighbours import Neighbours, SemanticIndex, neighbours_for
 from tests.semblend_trt import samples
 from tests.semblend_trt.engine_specs import engine
 
@@ -216,8 +218,7 @@ def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, 
 
 def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, caplog, neighbours_of):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    made = neighbours_of()
-    made.drain()
+    neighbours_of().drain()
     expected = "no semantic neighbours are reported: their index needs faiss; pip install 'semblend-trt[semantic]'"
     assert caplog.messages == [expected]
 
@@ -271,47 +272,45 @@ def test_the_thread_ends_with_the_last_reference(records):
 class Scheduled(Records):
     """Neighbours as the scheduler has them, with the tokenizer of the shipped model."""
 
-    def __init__(self, path, model=MODEL, **overrides):
+    def __init__(self, path, model=MODEL):
         super().__init__(path)
-        self.neighbours = neighbours_for(
-            load_settings(**{"embedder": "static"} | overrides),
-            partial(tokenizer_folder, engine(model)),
-            self.audit,
-            self.metrics,
-            self.announcer,
-        )
+        reported_to, folder = (self.audit, self.metrics, self.announcer), partial(tokenizer_folder, engine(model))
+        self.neighbours = neighbours_for(load_settings(embedder="static"), folder, *reported_to)
 
-    def hold(self, donor_id, tokens, key="space"):
-        self.neighbours.intended(donor_id, SimpleNamespace(key=key), None)
+    def hold(self, donor_id, tokens):
+        self.neighbours.intended(donor_id, SimpleNamespace(key="space"), None)
         self.neighbours.held(donor_id, tokens, "host")
 
-    def nearest(self, request_id, tokens, key="space"):
-        self.neighbours.look_up(request_id, key, tokens)
+    def nearest(self, request_id, tokens):
+        self.neighbours.look_up(request_id, "space", tokens)
         self.neighbours.drain()
         return [each.donor_id for each in self.neighbours.nearest(request_id)]
 
 
-def test_donors_near_a_request_are_given_to_the_scheduler_once(tmp_path):
+@pytest.fixture
+def scheduled(tmp_path):
     made = Scheduled(tmp_path / "audit")
-    made.hold("one", text(1))
-    made.nearest(5, text(7))
-    assert made.neighbours.near_donors() == []
-    made.nearest(6, text(1))
-    assert [made.neighbours.near_donors() for _ in range(2)] == [["one"], []]
-    made.neighbours.gone("one")
-    assert made.neighbours.nearest(6) == ()
+    yield made
     made.neighbours.close()
 
 
-def test_a_donor_whose_namespace_no_request_named_is_not_entered(tmp_path):
-    made = Scheduled(tmp_path / "audit")
-    made.neighbours.held("one", text(1), "host")
-    made.hold("two", text(2))
-    made.neighbours.intended("three", SimpleNamespace(key="space"), None)
-    made.neighbours.gone("three")
-    made.neighbours.held("three", text(3), "host")
-    assert [made.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
-    made.neighbours.close()
+def test_donors_near_a_request_are_given_to_the_scheduler_once(scheduled):
+    scheduled.hold("one", text(1))
+    scheduled.nearest(5, text(7))
+    assert scheduled.neighbours.near_donors() == []
+    scheduled.nearest(6, text(1))
+    assert [scheduled.neighbours.near_donors() for _ in range(2)] == [["one"], []]
+    scheduled.neighbours.gone("one")
+    assert scheduled.neighbours.nearest(6) == ()
+
+
+def test_a_donor_whose_namespace_no_request_named_is_not_entered(scheduled):
+    scheduled.neighbours.held("one", text(1), "host")
+    scheduled.hold("two", text(2))
+    scheduled.neighbours.intended("three", SimpleNamespace(key="space"), None)
+    scheduled.neighbours.gone("three")
+    scheduled.neighbours.held("three", text(3), "host")
+    assert [scheduled.nearest(number, text(number)) for number in (1, 2, 3)] == [[], ["two"], []]
 
 
 @pytest.mark.parametrize("model", ["no-such-org/no-such-model", "empty"])
@@ -322,3 +321,44 @@ def test_a_model_without_a_tokenizer_is_served_without_neighbours(tmp_path, mode
     assert made.nearest(1, text(1)) == []
     assert made.neighbours.refusal is not None
     made.neighbours.close()
+
+
+# -- the index against a plain search ---------------------------------------------------------------------------------
+
+DIM = 32
+
+
+def unit(seed):
+    vector = np.random.default_rng(seed).standard_normal(DIM).astype(np.float32)
+    return vector / np.linalg.norm(vector)
+
+
+class AgainstPlainSearch(RuleBasedStateMachine):
+    """Adds, replaces and removes in any order; a search is exact but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.index = SemanticIndex()
+        self.held = {}
+
+    @rule(key=st.sampled_from("ab"), name=st.integers(0, 30), seed=st.integers(0, 10_000))
+    def add(self, key, name, seed):
+        self.held[str(name)] = (key, unit(seed))
+        self.index.add(key, str(name), unit(seed))
+
+    @rule(name=st.integers(0, 30))
+    def remove(self, name):
+        assert self.index.remove(str(name)) == (self.held.pop(str(name), None) is not None)
+
+    @rule(key=st.sampled_from("abc"), seed=st.integers(0, 10_000), count=st.integers(1, 8))
+    def find(self, key, seed, count):
+        query = unit(seed)
+        expected = sorted((float(vector @ query) for owner, vector in self.held.values() if owner == key), reverse=True)
+        found = self.index.find(key, query, count)
+        assert len(found) == min(count, len(expected))
+        np.testing.assert_allclose([similarity for _, similarity in found], expected[:count], atol=1e-3)
+        assert all(self.held[entry_id][0] == key for entry_id, _ in found)
+
+
+AgainstPlainSearch.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TestAgainstPlainSearch = AgainstPlainSearch.TestCase

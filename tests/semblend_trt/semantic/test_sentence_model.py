@@ -8,9 +8,8 @@ import torch
 
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.semantic import export_embedder
 from semblend_trt.semantic.embedders import OnnxEmbedder, embedder_for
-from semblend_trt.semantic.sentence_model import GRAPH_FILE, graph_of, sentence_model
+from semblend_trt.semantic.sentence_model import GRAPH_FILE, export, graph_of, sentence_model
 
 MISSING = [name for name in ("sentence_transformers", "onnxruntime", "onnxscript") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -25,13 +24,15 @@ LONG = " ".join(f"On day {day} the crew of hangar {day * 7 % 13} mended {day * 3
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A folder written by the command, from the weights on this machine."""
+    """A folder of the model on this machine, with its graph."""
     try:
-        sentence_model(None, "onnx", "onnx")
+        model = sentence_model(None, "onnx", "onnx")
     except ConfigurationError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("embedder")
-    assert export_embedder.main([str(folder)]) == 0
+    for each in model.folder.iterdir():
+        (folder / each.name).symlink_to(each)
+    export(model, folder / GRAPH_FILE)
     return folder
 
 
@@ -68,12 +69,12 @@ def test_without_a_graph_in_the_folder_one_is_made_once(exported, monkeypatch, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = []
 
-    def export(model, path):
+    def copied(model, path):
         made.append(path)
         path.parent.mkdir(parents=True)
         path.write_bytes((exported / GRAPH_FILE).read_bytes())
 
-    monkeypatch.setattr("semblend_trt.semantic.sentence_model.export", export)
+    monkeypatch.setattr("semblend_trt.semantic.sentence_model.export", copied)
     model = sentence_model(None, "onnx", "onnx")
     assert graph_of(model) == graph_of(model) == tmp_path / "semblend_trt" / f"{model.digest}.onnx"
     assert len(made) == 1
@@ -92,28 +93,3 @@ def test_a_damaged_graph_is_named(exported, tmp_path):
 def test_without_cuda_onnx_gpu_names_its_extra():
     with pytest.raises(ConfigurationError, match=r"pip install 'semblend-trt\[onnx-gpu\]'"):
         OnnxEmbedder(on_gpu=True)
-
-
-def test_the_command_says_what_is_missing(tmp_path, capsys):
-    (source := tmp_path / "\x1b[2J").mkdir()
-    assert export_embedder.main([str(tmp_path / "out"), "--model", str(source)]) == 2
-    told = capsys.readouterr().err
-    assert "model.safetensors" in told
-    assert told.startswith(export_embedder.PROGRAM)
-    assert told.count("\n") == 1
-    assert "\\x1b[2J" in told
-    with pytest.raises(SystemExit) as ended:
-        export_embedder.main(["folder", "--model", ""])
-    assert ended.value.code == 2
-
-
-def test_the_command_prints_its_folder_escaped_and_ends_with_130(exported, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_embedder, "export", lambda model, path: path.parent.mkdir())
-    assert export_embedder.main([str(tmp_path / "out\x1b[2J"), "--model", str(exported)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/out\\x1b[2J\n"
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(export_embedder, "export", interrupted)
-    assert export_embedder.main([str(tmp_path / "out"), "--model", str(exported)]) == 130
