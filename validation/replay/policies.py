@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Rank, Ranking, policy_of
-from semblend_trt.fleet.block_kind import BlockKind
+from semblend_trt.fleet.telemetry import BlockKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -14,8 +14,7 @@ from pydantic_core import from_json
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import bounded_lines, open_input, too_long
-from semblend_trt.fleet.block_kind import BlockKind
-from semblend_trt.fleet.telemetry import MAX_BLOCKS, Milliseconds, Tokens, TraceBlock, TraceLine
+from semblend_trt.fleet.telemetry import MAX_BLOCKS, BlockKind, Milliseconds, Tokens, TraceBlock, TraceLine
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import threading
 
+import numpy as np
 import pytest
 
 from semblend_trt.config import EventFormat
@@ -224,3 +225,9 @@ def make_worker():
     yield make
     for worker in workers:
         worker.publisher.close()
+
+
+def overlap(sketch, prompt):
+    """The estimated share of the prompt that one donor holds, by its meaning."""
+    asked = prompt.entries[prompt.levels >= sketch.level]
+    return np.isin(asked, sketch.entries).sum() / max(int(prompt.eligible[sketch.level]), 1)

@@ -25,10 +25,10 @@ from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.observer import DonorObserver
 from semblend_trt.donors.offload import SavedDonor
 from semblend_trt.fleet import announcer
-from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
+from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
 from semblend_trt.fleet.connection import is_meant
 from semblend_trt.fleet.events import decode
-from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
+from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.fleet.wire import Emitter
 from semblend_trt.metrics import metrics_for
 from semblend_trt.model_tokenizer import tokenizer_file
@@ -37,6 +37,7 @@ from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for
+from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
@@ -303,16 +304,10 @@ def test_worker_id(setting, host, expected):
 
 
 def test_one_generation_a_process_that_rises():
-    first = generation()
-    assert generation() == first
+    first = generation_of(os.getpid())
+    assert generation_of(os.getpid()) == first
     assert first < 1 << 53
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, str(generation()).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert int(os.read(reading, 100)) > first
+    assert generation_of(os.getpid() + 1) > first  # a forked child's
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Verdict
-from semblend_trt.fleet.known_namespaces import KnownNamespaces
+from semblend_trt.fleet import directory as module
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, KnownNamespaces, Verdict
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventWriter
+from semblend_trt.namespace import content_value
 from tests.semblend_trt.fleet.conftest import Teller
-from tests.semblend_trt.samples import BASE_NAMESPACE, text
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
 WORKER, OTHER = (3, 0), (4, 1)
 NOW_S = 1_000_000.0
@@ -202,17 +204,6 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
     assert is_synced(directory)
 
 
-def test_a_lost_last_event_shows_with_the_next_heartbeat(directory):
-    teller = Teller(WORKER)
-    reset, *_ = teller.messages()
-    teller.add("a", text(1, 100))
-    (lost,) = teller.messages()
-    (heartbeat,) = teller.messages(heartbeat=True)
-    feed(directory, [reset, changed(heartbeat, event_id=json.loads(lost)["event_id"])])
-    assert directory.counts["wrong_state"] == 1
-    assert directory.resyncs_due() == (WORKER,)
-
-
 def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock):
     teller, document = Teller(WORKER), text(1, 1000)
     teller.add("a", document)
@@ -293,10 +284,10 @@ def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(dire
     ("max_donors", "max_namespaces", "salt", "gone"), [(4, 9, None, 1), (99, 1, "another tenant", 4)]
 )
 def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
-    clock, max_donors, max_namespaces, salt, gone
+    clock, monkeypatch, max_donors, max_namespaces, salt, gone
 ):
+    monkeypatch.setattr(module, "MAX_NAMESPACES", max_namespaces)
     directory = Directory(max_donors=max_donors, clock=clock)
-    directory._namespaces = KnownNamespaces(max_namespaces)
     crowd, teller = Teller(OTHER), Teller(WORKER)
     for name in range(4):
         crowd.add(f"forged-{name}", text(name, 200), salt)
@@ -541,3 +532,53 @@ def test_who_waits_for_the_lock_is_next():
             order.append("asked again")
         thread.join()
         assert order == ["waited", "asked again"]
+
+
+# -- namespaces
+
+
+@pytest.fixture
+def known():
+    return KnownNamespaces()
+
+
+def test_ranks_of_one_donor_are_one_namespace(known):
+    values = NAMESPACE.to_dict()
+    values["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 0}
+    other = NAMESPACE.to_dict()
+    other["tensor_parallel"] |= {"tp_size": 2, "tp_rank": 1}
+    first, second = known.enter(values), known.enter(other)
+    assert first is second
+    assert first.donors == 2
+    known.leave(first)
+    assert known.met_by(None) == [first]
+    known.leave(second)
+    assert known.met_by(None) == []
+    assert known.enter(NAMESPACE.to_dict()) is not first
+
+
+def test_a_request_meets_its_own_salt_only_and_most_donors_first(known):
+    acme = known.enter(BASE_NAMESPACE.for_request("acme", None).to_dict())
+    none = known.enter(BASE_NAMESPACE.for_request(None, None).to_dict())
+    other = known.enter(dataclasses.replace(BASE_NAMESPACE, model="other").for_request(None, None).to_dict())
+    known.enter(dataclasses.replace(BASE_NAMESPACE, model="other").for_request(None, None).to_dict())
+    assert known.met_by("acme") == [acme]
+    assert known.met_by("Acme") == []
+    assert known.met_by(None) == [other, none]
+
+
+def test_one_model_under_two_names_is_one_namespace(known):
+    revisions = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
+    first, second = (
+        known.enter(dataclasses.replace(BASE_NAMESPACE, model=name, **revisions).to_dict()) for name in ("one", "two")
+    )
+    assert first is second
+
+
+def test_a_namespace_with_another_tenants_key_is_refused(known):
+    for salt, foreign in (("acme", "other"), (None, "acme"), ("acme", None)):
+        values = BASE_NAMESPACE.for_request(salt, None).to_dict()
+        values["extra"]["tenant_key"] = BASE_NAMESPACE.for_request(foreign, None).extra["tenant_key"]
+        with pytest.raises(NamespaceError, match="tenant key"):
+            known.enter(values)
+    known.enter(BASE_NAMESPACE.for_request("", None).to_dict())

@@ -259,7 +259,7 @@ def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make
     server = make_nats_server("--tls", "--tlsverify", *both)
     files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": key}
     options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events", **files)
-    reader = make_reader(server.url, tls=options.tls_context())
+    reader = make_reader(server.url, tls=options.client_arguments()["tls"])
     worker, stranger = make_worker(server, **files), make_worker(server, tls_ca=certificate, generation=8)
     worker.add("a")
     assert converges(reader, worker)

@@ -12,11 +12,10 @@ from semblend_trt.fleet.sketch import (
     MAX_SKETCH_BYTES,
     Sketch,
     keyed,
-    overlap,
     sketch_key,
     sketch_of,
-    sketches_of,
 )
+from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.samples import prompt_fingerprints
 from tests.semblend_trt.samples import text as random_tokens
 
@@ -91,15 +90,6 @@ def test_short_and_empty_texts(length):
     assert (sketch.level, len(sketch.entries), sketch.anchors) == (0, 0, 0)
     assert overlap(sketch, prompt_fingerprints(long, KEY)) == 0.0
     assert overlap(sketch_of(long, KEY), prompt_fingerprints(short, KEY)) == 0.0
-
-
-@given(st.lists(st.tuples(st.integers(0, 3000), st.binary(min_size=16, max_size=16)), min_size=1, max_size=6))
-@settings(max_examples=30)
-def test_texts_that_are_sketched_together_are_sketched_as_alone(texts):
-    tokens = [random_tokens(seed, length) for seed, (length, _) in enumerate(texts)]
-    keys = [key for _, key in texts]
-    together = sketches_of(np.concatenate(tokens), np.cumsum([len(each) for each in tokens]), keys, 64)
-    assert together == [sketch_of(each, key, 64).to_bytes() for each, key in zip(tokens, keys, strict=True)]
 
 
 @pytest.mark.parametrize("entries", [0, -1, MAX_ENTRIES + 1])

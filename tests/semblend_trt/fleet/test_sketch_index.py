@@ -142,7 +142,7 @@ def test_the_room_of_what_is_gone_is_used_again():
 def test_entries_that_all_have_other_holders_are_found_however_many_there_are():
     index, rng = SketchIndex(), np.random.default_rng(5)
     prompt = prompt_fingerprints(_TEXTS.reshape(-1), KEY)
-    held = rng.random((100, len(prompt))) < 0.5
+    held = rng.random((100, len(prompt.entries))) < 0.5
     postings = [index.add(worker, Sketch(0, 1000, prompt.entries[each])) for worker, each in enumerate(held)]
     assert index.search(100, prompt) == pytest.approx(held.mean(axis=1))
     for posting in postings[::2]:
@@ -160,7 +160,7 @@ def test_one_chance_meeting_says_nothing():
     index = SketchIndex()
     index.add(0, Sketch(0, 1, prompt.entries[:1]))
     index.add(1, Sketch(0, 2, prompt.entries[:2]))
-    assert index.search(2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt))]
+    assert index.search(2, prompt).tolist() == [0.0, pytest.approx(2 / len(prompt.entries))]
 
 
 def test_entries_that_a_sketchs_level_cannot_have_count_nothing():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend_trt.fleet.block_kind import BlockKind
+from semblend_trt.fleet.telemetry import BlockKind
 from validation.replay.policies import (
     DEFAULT_WEIGHTS,
     FIRST_SECONDS,
