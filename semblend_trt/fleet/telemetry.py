@@ -30,11 +30,10 @@ from semblend_trt.outcome import RECEIPT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from semblend_trt.fleet.router.config import TelemetryConfig
+    from semblend_trt.fleet.router.config import Caller, TelemetryConfig
     from semblend_trt.fleet.router.counters import RouterCounters
     from semblend_trt.fleet.router.prompts import PromptReader
     from semblend_trt.fleet.router.replicas import Observed
-    from semblend_trt.fleet.router.tenants import Caller
 
 logger = logging.getLogger(__name__)
 

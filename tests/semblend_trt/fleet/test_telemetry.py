@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet import telemetry
-from semblend_trt.fleet.router.config import TelemetryConfig
+from semblend_trt.fleet.router.config import Caller, TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
-from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.telemetry import (
     BlockKind,
     BlockMaker,

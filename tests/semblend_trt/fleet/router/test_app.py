@@ -12,9 +12,9 @@ import pytest
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.app import Placer
+from semblend_trt.fleet.router.config import Caller
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import ReadingThreads
-from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.routing_policy import Replica, SpanOverlap
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import Emitter, EventWriter
@@ -383,12 +383,12 @@ def place(tokenizer, directory):
         seconds=60.0,
     ):
         counters, caller = RouterCounters(), Caller("tenant", salt)
-        placer = Placer(ReadingThreads(reader), known, SpanOverlap(), counters, read_seconds=seconds)
+        placer = Placer(ReadingThreads(reader), known, SpanOverlap(), counters, seconds)
         try:
             prompt = asyncio.run(placer.read(body, 4000, caller))
             return prompt, placer.choose(prompt, caller, REPLICAS).worker, counters
         finally:
-            placer.close()
+            placer.prompts.close()
 
     return run
 

@@ -17,13 +17,10 @@ from semblend_trt.fleet.router.cold_runs import (
     MAX_WAITING,
     VERIFY_HEADER,
     ColdRuns,
-    asks_to_verify,
     cold_body,
     compared,
-    is_repeatable,
     said_in,
 )
-from semblend_trt.fleet.router.serving import RequestRefusedError
 from semblend_trt.metrics import COLD_RUN_RESULTS
 from tests.semblend_trt.fleet.router.conftest import router
 
@@ -49,25 +46,17 @@ def test_every_choice_is_compared_as_text_where_tokens_are_not_told():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "seed", "expected"),
+    ("fields", "expected"),
     [
-        (0, None, None, True),
-        (None, None, None, False),
-        (1.0, None, 0, True),
-        (0.7, 1, None, True),
-        (0.7, 2, None, False),
+        ({"temperature": 0}, True),
+        ({}, False),
+        ({"temperature": 1.0, "seed": 0}, True),
+        ({"temperature": 0.7, "top_k": 1}, True),
+        ({"temperature": 0.7, "top_k": 2}, False),
     ],
 )
-def test_what_is_sampled_without_a_seed_cannot_be_repeated(temperature, top_k, seed, expected):
-    assert is_repeatable(temperature, top_k, seed) == expected
-
-
-def test_the_header_has_one_value():
-    assert not asks_to_verify({})
-    assert asks_to_verify({VERIFY_HEADER: " Cold "})
-    with pytest.raises(RequestRefusedError, match="cold") as refusal:
-        asks_to_verify({VERIFY_HEADER: "yes"})
-    assert (refusal.value.status, refusal.value.reason) == (400, "bad_verify")
+def test_what_is_sampled_without_a_seed_cannot_be_repeated(fields, expected):
+    assert (cold_body({"prompt": "a", **fields}) is not None) == expected
 
 
 async def _ends():
@@ -166,12 +155,11 @@ def test_a_cold_run_has_a_salt_of_its_own_and_is_not_streamed():
         **{name: body[name] for name in ("prompt", "temperature", "stop")},
         "kv_transfer_params": {"x": 1, "semblend.cold": True},
     }
-    assert cold_body({"prompt": "a"}) is None
 
 
 # -- through the router
 
-VERIFY = {VERIFY_HEADER: "cold"}
+VERIFY = {VERIFY_HEADER: " Cold "}
 KEYS = [
     {"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenants": ["acme"], "verify": name == "checking"}
     for name in ("checking", "plain")
@@ -238,7 +226,7 @@ async def test_what_the_replica_has_compared_and_what_is_streamed_is_sent_on(par
 
 @pytest.mark.parametrize(
     ("headers", "status", "reason"),
-    [(PLAIN | VERIFY, 403, "verify_forbidden"), (CHECKING | {VERIFY_HEADER: "1"}, 400, "bad_verify")],
+    [(PLAIN | VERIFY, 403, "verify_forbidden"), (CHECKING | {VERIFY_HEADER: "yes"}, 400, "bad_verify")],
 )
 @router(keys=KEYS)
 async def test_a_key_needs_the_right(parts, headers, status, reason):
