@@ -10,8 +10,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from prometheus_client import CollectorRegistry
-from prometheus_client import Counter as Series
+from prometheus_client import CollectorRegistry, Counter
 
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet import connection
@@ -41,23 +40,13 @@ def converges(reader, worker):
 def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream):
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, form=form, stream=stream)
-    for step in (
-        lambda: worker.add("a"),
-        lambda: worker.move("a"),
-        lambda: worker.add("b"),
-        lambda: worker.remove("a"),
-    ):
-        step()
+    for step, donor_id in ((worker.add, "a"), (worker.move, "a"), (worker.add, "b"), (worker.remove, "a")):
+        step(donor_id)
         assert worker.publisher.flush(30)
     assert converges(reader, worker)
     kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
-    assert kinds == [
-        "provider_generation_reset",
-        "donor_registered",
-        "donor_relocated",
-        "donor_registered",
-        "donor_evicted",
-    ]
+    told = ["donor_registered", "donor_relocated", "donor_registered", "donor_evicted"]
+    assert kinds == ["provider_generation_reset", *told]
     events = [decode(payload) for payload in reader.payloads]
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))
     assert {event.generation for event in events} == {7}
@@ -85,6 +74,15 @@ def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, 
     assert worker.counters.resyncs["connected"] == worker.counters.connections["made"]
 
 
+def add_at_once(worker, count):
+    """Adds donors while the publisher's thread is busy, so that they are published in one batch."""
+    held = threading.Event()
+    worker.publisher._loop.call_soon_threadsafe(held.wait)
+    for number in range(count):
+        worker.add(f"donor-{number}")
+    held.set()
+
+
 def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make_worker):
     worker = make_worker(nats_server, resync_seconds=0.2)
     worker.add("a")
@@ -97,12 +95,8 @@ def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_wor
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, max_changes=8)
     assert worker.publisher.flush(30)
-    held = threading.Event()
-    worker.publisher._loop.call_soon_threadsafe(held.wait)  # the thread is busy while changes come
-    for number in range(40):
-        worker.add(f"donor-{number}")
+    add_at_once(worker, 40)
     worker.remove("donor-3")
-    held.set()
     assert converges(reader, worker)
     assert worker.counters.dropped["overflow"] >= 33
     assert worker.counters.resyncs["overflow"] == 1
@@ -129,25 +123,20 @@ def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make
     assert converges(reader, second)
 
 
-def stored(server):
+async def stored(server):
     """All messages of the stream, in its order."""
-    import nats
-
-    async def read():
-        client = await nats.connect(server.url)
-        jetstream = client.jetstream()
-        count = (await jetstream.stream_info("DONORS")).state.messages
-        subscription = await jetstream.subscribe("semantic-kv-events", ordered_consumer=True)
-        messages = [await subscription.next_msg(timeout=30) for _ in range(count)]
-        await client.close()
-        return messages
-
-    return asyncio.run(read())
+    client = await connection.connect_client(ConnectionOptions((server.url,), "semantic-kv-events"))
+    jetstream = client.jetstream()
+    count = (await jetstream.stream_info("DONORS")).state.messages
+    subscription = await jetstream.subscribe("semantic-kv-events", ordered_consumer=True)
+    messages = [await subscription.next_msg(timeout=30) for _ in range(count)]
+    await client.close()
+    return messages
 
 
 def read_back(server, count):
     """A directory that has read the whole stream, which has `count` messages and each event once."""
-    messages, directory = stored(server), WatchedDirectory()
+    messages, directory = asyncio.run(stored(server)), WatchedDirectory()
     for message in messages:
         directory.observe(message.data)
     assert len(messages) == count
@@ -164,15 +153,6 @@ def worker_of_a_stream(relay, make_worker):
     worker = make_worker(relay, stream="DONORS", heartbeat_seconds=3600.0)
     assert worker.publisher.flush(30)
     return worker
-
-
-def add_at_once(worker, count):
-    """Adds donors that are published in one batch."""
-    held = threading.Event()
-    worker.publisher._loop.call_soon_threadsafe(held.wait)
-    for number in range(count):
-        worker.add(f"donor-{number}")
-    held.set()
 
 
 def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream):
@@ -248,15 +228,13 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker):
 
 
 def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make_worker, tmp_path):
-    openssl = shutil.which("openssl")
-    if openssl is None:
+    if shutil.which("openssl") is None:
         pytest.skip("skipped: openssl is not installed")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    new = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
-    subprocess.run([*new, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    both = ["--tlscert", str(certificate), "--tlskey", str(key), "--tlscacert", str(certificate)]
-    server = make_nats_server("--tls", "--tlsverify", *both)
+    new = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*new.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    both = f"--tls --tlsverify --tlscert {certificate} --tlskey {key} --tlscacert {certificate}"
+    server = make_nats_server(*both.split())
     files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": key}
     options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events", **files)
     reader = make_reader(server.url, tls=options.client_arguments()["tls"])
@@ -417,7 +395,7 @@ def test_counts_are_shown_in_prometheus():
 
 def test_names_that_are_taken_cost_the_series_only():
     registry = CollectorRegistry()
-    Series("semblend_events", "Another library's.", registry=registry)
+    Counter("semblend_events", "Another library's.", registry=registry)
     counters = EventCounters(registry=registry)
     counters.count("sent", "donor_registered", 5)
     assert counters.sent["donor_registered"] == 5

@@ -67,18 +67,9 @@ def test_identical_text_is_wholly_seen_and_other_text_not_at_all():
     assert asked.tokens == 24_000
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        sketch_key("namespace", None),
-        sketch_key("namespace", ""),
-        sketch_key("namespace", "other"),
-        sketch_key("namespace", "salt "),
-        sketch_key("other", "salt"),
-    ],
-)
-def test_other_tenants_and_namespaces_see_nothing(other):
-    tokens = random_tokens(1, 8000)
+@pytest.mark.parametrize("salt", [None, "", "other", "salt ", "salt"])
+def test_other_tenants_and_namespaces_see_nothing(salt):
+    tokens, other = random_tokens(1, 8000), sketch_key("other" if salt == "salt" else "namespace", salt)
     assert other != KEY
     assert overlap(sketch_of(tokens, KEY), prompt_fingerprints(tokens, other)) == 0.0
 
