@@ -10,6 +10,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections import Counter, deque
@@ -138,7 +139,6 @@ class Outbox:
     def __init__(self, writer: EventWriter, counters: EventCounters) -> None:
         self._writer, self._counters = writer, counters
         self._announced: dict[str, _Announced] = {}
-        self._digest = 0
         self._waiting: deque[str] = deque()
         self._reset_due = True
         self.donors: dict[str, Held] = {}
@@ -152,7 +152,7 @@ class Outbox:
         """Sketches up to `limit` changed donors, which frees their tokens; returns how many changes there were."""
         changed = [self.changes.popleft() for _ in range(min(limit, len(self.changes)))]
         self._waiting.extend(changed)
-        self._sketch(self.donors.get(donor_id) for donor_id in changed)
+        self.sketch(self.donors.get(donor_id) for donor_id in changed)
         return len(changed)
 
     def forget_changes(self) -> int:
@@ -170,7 +170,7 @@ class Outbox:
         taken: list[Notice] = []
         if self._reset_due and limit > 0:
             self._reset_due = False
-            self._announced, self._digest = {}, 0
+            self._announced = {}
             # list() is one step: the serving path cannot change the dict meanwhile.
             self._waiting = deque(list(self.donors))
             taken.append(self._notice("provider_generation_reset", self._writer.reset()))
@@ -182,16 +182,13 @@ class Outbox:
 
     def heartbeat(self, interval_seconds: float) -> Notice:
         """A sign of life with the number and digest of the announced donors."""
-        payload = self._writer.heartbeat(interval_seconds, len(self._announced), self._digest)
+        digest = functools.reduce(operator.xor, (known.digest for known in self._announced.values()), 0)
+        payload = self._writer.heartbeat(interval_seconds, len(self._announced), digest)
         return self._notice("provider_heartbeat", payload)
 
     def purge(self) -> Notice:
         """The last message: no donor is held any more."""
         return self._notice("donors_purged", self._writer.purged())
-
-    def sketch_all(self) -> None:
-        """Sketches all held donors, after changes were lost."""
-        self._sketch(list(self.donors.values()))
 
     def _notice(self, kind: str, payload: bytes) -> Notice:
         return Notice(kind, self._writer.last_id, payload)
@@ -200,9 +197,8 @@ class Outbox:
         """The message that brings readers up to date on a donor; None when they are."""
         held, known = self.donors.get(donor_id), self._announced.get(donor_id)
         if held is None or held.is_unfit:
-            if known is None:
+            if self._announced.pop(donor_id, None) is None:
                 return None
-            self._forget(donor_id)
             return self._notice("donor_evicted", self._writer.evicted(donor_id))
         # Tier and embedding may change at any time; the message and the note have to agree.
         tier = held.tier
@@ -212,12 +208,12 @@ class Outbox:
             return self._registered(donor_id, now)
         if known.tier == tier:
             return None
-        self._note(donor_id, now)
+        self._announced[donor_id] = now
         return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
 
     def _registered(self, donor_id: str, now: _Announced) -> Notice | None:
         held = now.held
-        self._sketch([held])
+        self.sketch([held])
         if held.is_unfit or held.namespace is None:
             return None
         donor = donor_id, held.namespace, now.tier, held.count, held.digest, held.sketch, now.embedding
@@ -228,20 +224,10 @@ class Outbox:
             held.is_unfit = True
             self._counters.count("dropped", "oversize")
             return None
-        self._note(donor_id, now)
+        self._announced[donor_id] = now
         return self._notice("donor_registered", payload)
 
-    def _note(self, donor_id: str, known: _Announced) -> None:
-        self._forget(donor_id)
-        self._announced[donor_id] = known
-        self._digest ^= known.digest
-
-    def _forget(self, donor_id: str) -> None:
-        known = self._announced.pop(donor_id, None)
-        if known is not None:
-            self._digest ^= known.digest
-
-    def _sketch(self, donors: Iterable[Held | None]) -> None:
+    def sketch(self, donors: Iterable[Held | None]) -> None:
         """Sketches those donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more."""
         group: list[Held] = []
         size = 0
@@ -263,7 +249,7 @@ class Outbox:
         except Exception:
             if len(donors) > 1:
                 for held in donors:
-                    self._sketch([held])
+                    self.sketch([held])
                 return
             logger.exception("a donor of %d tokens cannot be sketched and is not announced", donors[0].count)
             donors[0].is_unfit, donors[0].tokens = True, None
@@ -384,7 +370,7 @@ class EventPublisher:
         if self._overflowed:
             lost, self._overflowed = self._overflowed, 0
             self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
-            self._outbox.sketch_all()
+            self._outbox.sketch(list(self.donors.values()))
             self._resync("overflow")
         absorbed = self._outbox.absorb(BATCH)
         connection = self._connection

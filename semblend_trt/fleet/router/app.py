@@ -316,7 +316,15 @@ class Router:
                         self._replicas.found_dead(choice.worker)
                     self.counters.failed_attempts.labels(error.reason).inc()
                     continue
-            self._count(choice.worker, choice.reused_tokens, prompt, observed)
+            self.counters.requests.labels(worker_name(choice.worker), str(observed.status)).inc()
+            self.counters.tokens.labels("prompt").inc(prompt.tokens)
+            self.counters.tokens.labels("held").inc(choice.reused_tokens)
+            if observed.first_byte_seconds is not None:
+                self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
+            if observed.broken is not None:
+                self.counters.broken_streams.inc()
+            if observed.broken == "unreachable":
+                self._replicas.found_dead(choice.worker)
             return response, choice.worker
         raise RequestRefusedError(503, "no_replica", f"the request was not served: {problem}; try again later")
 
@@ -358,17 +366,6 @@ class Router:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("an answer has a form that is not known, and cannot be compared with a cold run")
             return response
-
-    def _count(self, worker: Worker, held: int, prompt: ReadPrompt, observed: Observed) -> None:
-        self.counters.requests.labels(worker_name(worker), str(observed.status)).inc()
-        self.counters.tokens.labels("prompt").inc(prompt.tokens)
-        self.counters.tokens.labels("held").inc(held)
-        if observed.first_byte_seconds is not None:
-            self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
-        if observed.broken is not None:
-            self.counters.broken_streams.inc()
-            if observed.broken == "unreachable":
-                self._replicas.found_dead(worker)
 
     # -- about the router -----------------------------------------------------------------------------------------
 
