@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
 MAX_NAMESPACES = 16384
+# Seconds between two requests for a worker's resync, at least.
+RESYNC_SECONDS = 10.0
 # Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
 _MAX_MET = 8
 # The seconds between two heartbeats until a worker states them, and the bounds of what it may state.
@@ -210,25 +212,20 @@ _MEANING = {
 class Directory:
     """Takes messages with `observe` and answers with `holders`. Thread safe; only `holders` raises.
 
-    `clock` (seconds, monotonic) times expiry and requests for a resync; `wall_clock` (seconds since 1970) bounds
-    generations. Where `accepted` is given, only these workers are followed. `counts` counts messages by verdict and
-    problem; `on_problem` gets the name of each problem and a sentence.
+    `clock` (seconds, monotonic) times expiry and requests for a resync. Where `accepted` is given, only these workers
+    are followed. `counts` counts messages by verdict and problem; `on_problem` gets the name of each problem and a
+    sentence.
     """
 
     def __init__(
         self,
         *,
         accepted: Collection[Worker] | None = None,
-        max_workers: int = MAX_WORKERS,
-        max_donors: int = MAX_DONORS,
-        resync_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         on_problem: Callable[[str, str], None] = lambda _reason, _sentence: None,
     ) -> None:
         self._accepted = None if accepted is None else frozenset(accepted)
-        self._max_workers, self._max_donors, self._resync_seconds = max_workers, max_donors, resync_seconds
-        self._clock, self._wall_clock, self._on_problem = clock, wall_clock, on_problem
+        self._clock, self._on_problem = clock, on_problem
         self._lock = FairLock()
         self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
@@ -296,7 +293,7 @@ class Directory:
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
 
     def resyncs_due(self) -> tuple[Worker, ...]:
-        """The workers to ask for a resync now; each is returned once per `resync_seconds` at most, or once per
+        """The workers to ask for a resync now; each is returned once per RESYNC_SECONDS at most, or once per
         heartbeat interval where that is shorter."""
         with self._lock:
             now = self._clock()
@@ -304,7 +301,7 @@ class Directory:
             due = []
             for worker, followed in self._workers.items():
                 is_needed = followed.wants_resync or not followed.is_synced
-                if is_needed and now - followed.asked_at >= min(self._resync_seconds, followed.interval):
+                if is_needed and now - followed.asked_at >= min(RESYNC_SECONDS, followed.interval):
                     followed.asked_at, followed.wants_resync = now, False
                     due.append(worker)
             return tuple(due)
@@ -343,16 +340,16 @@ class Directory:
             self._problem("unknown_worker", "is of a worker that is not followed", event)
             return Verdict.REFUSED
         if followed is None:
-            if len(self._workers) < self._max_workers:
+            if len(self._workers) < MAX_WORKERS:
                 return Verdict.RESET if is_reset else Verdict.GAP
-            self._problem("too_many_workers", f"{self._max_workers} workers are followed, which is the most", event)
+            self._problem("too_many_workers", f"{MAX_WORKERS} workers are followed, which is the most", event)
             return Verdict.REFUSED
         # An event of unknown kind may name no generation.
         generation = followed.generation if event.generation is None else event.generation
         if generation < followed.generation:
             return Verdict.STALE
         if generation > followed.generation:
-            if generation > self._wall_clock() * 1e6 + MOST_AHEAD_US:
+            if generation > time.time() * 1e6 + MOST_AHEAD_US:
                 self._problem("future_generation", f"generation {generation} begins more than a day from now", event)
                 return Verdict.REFUSED
             if is_reset:
@@ -408,8 +405,8 @@ class Directory:
 
     def _register(self, event: Event, followed: FollowedWorker, data: DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
-        if self._donors >= self._max_donors:
-            self._problem("too_many_donors", f"{self._max_donors} donors are known, which is the most", event)
+        if self._donors >= MAX_DONORS:
+            self._problem("too_many_donors", f"{MAX_DONORS} donors are known, which is the most", event)
             followed.is_partial = True
             return
         tier = data.location.tier
@@ -426,7 +423,7 @@ class Directory:
         except ValueError as error:
             self._problem("no_sketch", str(error), event)
         else:
-            if self._entries + len(sketch.entries) > DEFAULT_ENTRIES * self._max_donors:
+            if self._entries + len(sketch.entries) > DEFAULT_ENTRIES * MAX_DONORS:
                 self._problem("index_full", "the index has no room for its sketch", event)
             else:
                 donor.posting = donor.namespace.index.add(followed.number, sketch)
@@ -452,7 +449,7 @@ class Directory:
         if not followed.is_synced:
             return
         followed.compared += 1
-        lacking, room = heartbeat.donor_count - len(followed.donors), self._max_donors - self._donors
+        lacking, room = heartbeat.donor_count - len(followed.donors), MAX_DONORS - self._donors
         is_comparable = not followed.is_partial or lacking <= room
         is_known = (lacking, heartbeat.state_digest) == (0, followed.digest)
         is_placed = not followed.is_unplaced or self._namespaces.is_full

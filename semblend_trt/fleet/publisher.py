@@ -295,10 +295,9 @@ class EventPublisher:
         embeddings: bool = False,
         heartbeat_seconds: float = 10.0,
         resync_seconds: float = 300.0,
-        max_changes: int = MAX_CHANGES,
     ) -> None:
         self.counters, self.embeddings = counters, embeddings
-        self._options, self._emitter, self._max_changes = options, emitter, max_changes
+        self._options, self._emitter = options, emitter
         self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)
         self.donors, self._changes = self._outbox.donors, self._outbox.changes
@@ -316,7 +315,7 @@ class EventPublisher:
 
     def changed(self, donor_id: str) -> None:
         """Notes that a donor was added to `donors`, changed or removed."""
-        if len(self._changes) < self._max_changes:
+        if len(self._changes) < MAX_CHANGES:
             self._changes.append(donor_id)
         else:
             self._overflowed += 1

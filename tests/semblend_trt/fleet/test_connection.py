@@ -130,7 +130,7 @@ class LossyDirectory(Directory):
     """A directory that tests can wait for. It loses the share `loss` of its messages."""
 
     def __init__(self):
-        super().__init__(resync_seconds=0.3)
+        super().__init__()
         self.changed, self.loss, self._rng = asyncio.Event(), 0.0, np.random.default_rng(0)
         self._held_back: bytes | None = None
 

@@ -32,9 +32,16 @@ def clock():
     return SimpleNamespace(now=100.0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _now():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
+        yield
+
+
 @pytest.fixture
 def directory(clock):
-    return Directory(clock=lambda: clock.now, wall_clock=lambda: NOW_S)
+    return Directory(clock=lambda: clock.now)
 
 
 def feed(directory, payloads):
@@ -274,10 +281,10 @@ def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(dire
     ("max_donors", "max_namespaces", "salt", "gone"), [(4, 9, None, 1), (99, 1, "another tenant", 4)]
 )
 def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
-    clock, monkeypatch, max_donors, max_namespaces, salt, gone
+    directory, monkeypatch, max_donors, max_namespaces, salt, gone
 ):
     monkeypatch.setattr(module, "MAX_NAMESPACES", max_namespaces)
-    directory = Directory(max_donors=max_donors, clock=lambda: clock.now)
+    monkeypatch.setattr(module, "MAX_DONORS", max_donors)
     crowd = holding(*((f"forged-{name}", text(name, 200), salt) for name in range(4)), worker=OTHER)
     teller = holding(("a", text(9, 1000)))
     feed(directory, crowd.messages(heartbeat=True) + teller.messages(heartbeat=True))
@@ -365,8 +372,9 @@ def test_only_accepted_workers_are_followed():
     assert directory.counts["unknown_worker"] == 2
 
 
-def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(clock):
-    directory = Directory(max_workers=2, max_donors=5, clock=lambda: clock.now)
+def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(directory, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WORKERS", 2)
+    monkeypatch.setattr(module, "MAX_DONORS", 5)
     donors = [(f"donor-{name}", text(name, 200)) for name in range(4)]
     tellers = [holding(*donors, worker=(number, 0)) for number in range(3)]
     for teller in tellers:
@@ -419,8 +427,8 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     assert is_synced(directory)
 
 
-def test_what_a_worker_held_leaves_the_index_with_the_next_events():
-    directory = Directory(max_donors=40)
+def test_what_a_worker_held_leaves_the_index_with_the_next_events(directory, monkeypatch):
+    monkeypatch.setattr(module, "MAX_DONORS", 40)
     teller = holding(*((f"donor-{number}", text(number, 2000)) for number in range(30)))
     for _ in range(20):
         teller.resync()
@@ -432,8 +440,9 @@ def test_what_a_worker_held_leaves_the_index_with_the_next_events():
     assert directory._entries == sum(len(each.posting.entries) for each in directory._workers[WORKER].donors.values())
 
 
-def test_sketches_beyond_the_index_are_left_out():
-    directory, teller = Directory(max_donors=2), holding(("a", text(1, 2000)), ("b", text(2, 2000)))
+def test_sketches_beyond_the_index_are_left_out(directory, monkeypatch):
+    monkeypatch.setattr(module, "MAX_DONORS", 2)
+    teller = holding(("a", text(1, 2000)), ("b", text(2, 2000)))
     reset, first, second = teller.messages()
     large = sketch_of(text(1, 6000), bytes(16), 500).to_bytes()
     feed(directory, [reset, with_sketch(first, large), second])
@@ -454,7 +463,7 @@ def histories(draw):
 @given(histories())
 @settings(max_examples=60)
 def test_after_a_resync_the_directory_equals_the_truth(history):
-    directory = Directory(clock=lambda: 0.0, wall_clock=lambda: NOW_S)
+    directory = Directory(clock=lambda: 0.0)
     tellers = [Teller((number, 0)) for number in range(3)]
     late: list[bytes] = []
     for number, deed, donor, fate in history:

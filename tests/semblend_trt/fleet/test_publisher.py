@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry, Counter
 
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet import connection
+from semblend_trt.fleet import connection, publisher
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters
@@ -92,9 +92,10 @@ def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make
     assert worker.counters.resyncs["interval"] >= 1
 
 
-def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker):
+def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker, monkeypatch):
+    monkeypatch.setattr(publisher, "MAX_CHANGES", 8)
     reader = make_reader(nats_server.url)
-    worker = make_worker(nats_server, max_changes=8)
+    worker = make_worker(nats_server)
     assert worker.publisher.flush(30)
     add_at_once(worker, 40)
     worker.remove("donor-3")
