@@ -39,10 +39,10 @@ from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, receip
 from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.router.cold_runs import Said
+    from semblend_trt.fleet.router.cold_runs import RunCold, Said
     from semblend_trt.fleet.router.config import Caller, RouterConfig
     from semblend_trt.fleet.routing_policy import Choice, Holder, Replica, RoutingPolicy, Worker
 
@@ -341,7 +341,7 @@ class Router:
         check: ColdCheck,
         response: web.StreamResponse,
         observed: Observed,
-        run_cold: Callable[[], Awaitable[Said]] | None,
+        run_cold: RunCold | None,
     ) -> web.StreamResponse:
         """The answer with the result of its cold run in the receipt; one of the sample is compared later."""
         receipt = receipt_in(observed.tail)

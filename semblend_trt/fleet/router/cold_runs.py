@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     # What one run said: the tokens, or the text where no tokens are told, of each choice.
     Said = Sequence[Sequence[int] | str]
+    RunCold = Callable[[], Awaitable[Said]]
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class ColdRuns:
         """Whether the next request is one of the sample."""
         return random.random() < self._share
 
-    async def verdict(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> dict[str, Any]:
+    async def verdict(self, first: Said, run_cold: RunCold | None) -> dict[str, Any]:
         """The receipt's `verified`; without `run_cold` two runs need not agree. Raises nothing but a cancellation."""
         told: dict[str, Any]
         try:
@@ -121,7 +122,7 @@ class ColdRuns:
         self._count(told["result"])
         return told
 
-    def later(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> None:
+    def later(self, first: Said, run_cold: RunCold | None) -> None:
         """Compares an answer of the sample when its turn comes. Never waits."""
         if len(self._sample) >= MAX_WAITING:
             self._count("skipped")
@@ -136,7 +137,7 @@ class ColdRuns:
             task.cancel()
         await asyncio.gather(*self._sample, return_exceptions=True)
 
-    async def _in_turn(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> None:
+    async def _in_turn(self, first: Said, run_cold: RunCold | None) -> None:
         async with self._turn:
             told = await self.verdict(first, run_cold)
         if told["result"] == "differs":

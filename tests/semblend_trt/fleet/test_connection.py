@@ -95,17 +95,15 @@ def test_a_credentials_file_opens_the_server(server, account, make_reader, make_
 
 @pytest.mark.parametrize("kind", ["none", "another account's", "no file", "garbage", "pipe"])
 def test_without_its_credentials_nothing_is_sent(server, make_worker, tmp_path, kind, caplog):
-    creds = None
+    creds = None if kind == "none" else tmp_path / "user.creds"
     if kind == "another account's":
         import nkeys
 
         creds = credentials(Signer(nkeys.PREFIX_BYTE_ACCOUNT), tmp_path)
-    elif kind != "none":
-        creds = tmp_path / "user.creds"
-        if kind == "garbage":
-            creds.write_bytes(b"\xff not credentials")
-        elif kind == "pipe":  # which has no writer
-            os.mkfifo(creds)
+    elif kind == "garbage":
+        creds.write_bytes(b"\xff not credentials")
+    elif kind == "pipe":  # which has no writer
+        os.mkfifo(creds)
     worker = make_worker(server, creds=creds)
     worker.add("a")
     assert not worker.publisher.flush(0.5)
