@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.publisher import EventCounters
+from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
 from semblend_trt.fleet.router.replicas import ReplicaSet
 from semblend_trt.metrics import Series
@@ -30,7 +31,7 @@ def metrics():
     registry, router = CollectorRegistry(), RouterCounters().registry
     Series(registry)
     EventCounters(registry=registry)
-    router.register(FleetGauges(ReplicaSet([], None, health_seconds=1, answer_seconds=1), Directory()))
+    router.register(FleetGauges(ReplicaSet(RouterConfig.model_construct(replicas=[]), None), Directory()))
     return [metric for source in (registry, router) for metric in source.collect()]
 
 

@@ -32,7 +32,6 @@ from semblend_trt.connector.requests import (
 )
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import OffloadCommands
-from semblend_trt.fleet.announcer import announcer_for
 from semblend_trt.metrics import metrics_for
 from semblend_trt.outcome import Outcome, OutcomeLedger, ReuseReport
 from semblend_trt.reuse_profile import ProfileMatcher
@@ -66,7 +65,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics = metrics_for(self._settings.metrics)
         self._metrics.watch_faults(self._runtime.faults)
         self._metrics.watch_audit(self._audit.dropped)
-        announcer = announcer_for(self._settings)
+        announcer = None
+        if self._settings.nats_url is not None:
+            # Imported here, so that an engine without a fleet runs none of this code.
+            from semblend_trt.fleet.announcer import announcer_for
+
+            announcer = announcer_for(self._settings)
         self._neighbours: Neighbours | None = None
         if self._settings.embedder is not EmbedderKind.OFF and self._settings.enabled and self._refusal is None:
             # Imported here, so that an engine without an embedder runs none of this code.

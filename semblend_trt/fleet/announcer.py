@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from semblend_trt.background import OnceAMinute
 from semblend_trt.donors.offload import DonorObserver
@@ -41,30 +41,24 @@ def worker_id_of(setting: int | None, host_name: str | None = None) -> int:
     """The worker id: the setting, else the number after the last hyphen of the host's name, else 0."""
     if setting is not None:
         return setting
-    label = (socket.gethostname() if host_name is None else host_name).split(".")[0]
-    found = re.search(r"-([0-9]{1,16})$", label)
+    host_name = socket.gethostname() if host_name is None else host_name
+    found = re.search(r"-([0-9]{1,16})$", host_name.split(".")[0])
     return min(int(found[1]), _LARGEST_ID) if found else 0
 
 
-def generation() -> int:
-    """This process's generation: microseconds since 1970 at the first call. A restarted process has a higher one."""
-    return _generation_of(os.getpid())
-
-
 @functools.lru_cache(maxsize=1)
-def _generation_of(process: int) -> int:  # noqa: ARG001 - a forked child has a generation of its own
+def generation_of(process: int) -> int:  # noqa: ARG001 - a forked child has a generation of its own
+    """A process's generation: microseconds since 1970 at the first call. A restarted process has a higher one."""
     return time.time_ns() // 1000
 
 
-def _guarded(
-    method: Callable[Concatenate[DonorAnnouncer, _P], None],
-) -> Callable[Concatenate[DonorAnnouncer, _P], None]:
+def _guarded(method: Callable[_P, None]) -> Callable[_P, None]:
     """Logs what the method raises: events must never fail serving."""
 
     @functools.wraps(method)
-    def call(self: DonorAnnouncer, /, *args: _P.args, **keywords: _P.kwargs) -> None:
+    def call(*args: _P.args, **keywords: _P.kwargs) -> None:
         try:
-            method(self, *args, **keywords)
+            method(*args, **keywords)
         except Exception:
             logger.exception("a change of a donor is not announced")
 
@@ -74,16 +68,14 @@ def _guarded(
 class DonorAnnouncer(DonorObserver):
     """Announces one engine's donors through a publisher, which other engines of the process may share.
 
-    A donor that an earlier process saved is announced after a request names its namespace.
-
+    A donor that an earlier process saved is announced after a request names its namespace. `close` calls `leave` once.
     All methods but `close` and `embedded` belong to the scheduler's thread.
     """
 
     def __init__(self, publisher: EventPublisher, leave: Callable[[], None]) -> None:
-        """`close` calls `leave` once."""
         self._publisher, self._leave = publisher, leave
         self._intended: dict[str, tuple[CacheNamespace, bytes]] = {}
-        # Donors of earlier processes by namespace key, until a request names that namespace.
+        # Donors of earlier processes, by namespace key and id.
         self._found: dict[str, dict[str, Held]] = {}
         self._own: set[str] = set()
         self._is_closed = False
@@ -92,11 +84,8 @@ class DonorAnnouncer(DonorObserver):
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
         salted_key = b"" if salt is None else sketch_key(namespace.key, salt)
         self._intended[donor_id] = namespace, salted_key
-        for _ in range(_FOUND_AT_ONCE):
-            found = self._found.get(namespace.key)
-            if not found:
-                self._found.pop(namespace.key, None)
-                return
+        found = self._found.get(namespace.key, {})
+        for _ in range(min(_FOUND_AT_ONCE, len(found))):
             name, held = found.popitem()
             held.namespace, held.salted_key = namespace, salted_key
             self._announce(name, held)
@@ -161,6 +150,7 @@ class DonorAnnouncer(DonorObserver):
 
 
 _lock = threading.Lock()
+# By its settings, each publisher and the number of its engines.
 _publishers: dict[tuple[Any, ...], tuple[EventPublisher, int]] = {}
 
 
@@ -173,7 +163,7 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
         options = ConnectionOptions.of(settings)
         if options is None or not settings.enabled:
             return None
-        emitter = Emitter(worker_id_of(settings.worker_id), 0, generation())
+        emitter = Emitter(worker_id_of(settings.worker_id), 0, generation_of(os.getpid()))
         chosen: dict[str, Any] = {
             "form": settings.event_format,
             "embeddings": settings.event_embeddings,
@@ -182,9 +172,9 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
         }
         key = (options, emitter, *chosen.values())
         with _lock:
-            if key not in _publishers:
-                _publishers[key] = EventPublisher(options, emitter, EventCounters(settings.metrics), **chosen), 0
-            publisher, users = _publishers[key]
+            publisher, users = _publishers.get(key, (None, 0))
+            if publisher is None:
+                publisher = EventPublisher(options, emitter, EventCounters(settings.metrics), **chosen)
             _publishers[key] = publisher, users + 1
         return DonorAnnouncer(publisher, lambda: _leave(key))
     except ConfigurationError as error:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Directory
     from semblend_trt.fleet.wire import Emitter, Notice
 
-
 logger = logging.getLogger(__name__)
 
 RESYNC_SUFFIX = ".resync"
@@ -72,7 +71,7 @@ class ConnectionOptions:
             return None
         servers = (each.strip() for each in settings.nats_url.get_secret_value().split(","))
         return cls(
-            servers=tuple(each for each in servers if each),
+            servers=tuple(filter(None, servers)),
             subject=settings.nats_subject,
             stream=settings.nats_stream,
             tls_ca=settings.nats_tls_ca,
@@ -83,26 +82,13 @@ class ConnectionOptions:
             per_worker=settings.nats_subject_per_worker,
         )
 
-    def subject_of(self, worker_id: int) -> str:
-        """The subject of a worker's events."""
-        return f"{self.subject}.{worker_id}" if self.per_worker else self.subject
-
     @property
     def subjects(self) -> str:
         """The subject of all workers' events; with `per_worker` it includes requests for a resync."""
         return f"{self.subject}.*" if self.per_worker else self.subject
 
-    def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context; None without TLS settings. Raises OSError."""
-        if self.tls_ca is None and self.tls_cert is None:
-            return None
-        context = ssl.create_default_context(cafile=None if self.tls_ca is None else str(self.tls_ca))
-        if self.tls_cert is not None:
-            context.load_cert_chain(str(self.tls_cert), None if self.tls_key is None else str(self.tls_key))
-        return context
-
     def client_arguments(self) -> dict[str, Any]:
-        """Arguments of `nats.connect` for a single attempt."""
+        """Arguments of `nats.connect` for a single attempt. Raises OSError for TLS files that cannot be read."""
         arguments: dict[str, Any] = {
             "servers": list(self.servers),
             "allow_reconnect": False,
@@ -112,9 +98,12 @@ class ConnectionOptions:
             "ping_interval": 10,
             "max_outstanding_pings": 2,
         }
-        for name, value in (("tls", self.tls_context()), ("token", self.token)):
-            if value is not None:
-                arguments[name] = value
+        if self.tls_ca is not None or self.tls_cert is not None:
+            arguments["tls"] = context = ssl.create_default_context(cafile=self.tls_ca)
+            if self.tls_cert is not None:
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+        if self.token is not None:
+            arguments["token"] = self.token
         if self.creds is not None:
             arguments["user_credentials"] = str(self.creds)
         return arguments
@@ -146,8 +135,10 @@ async def connect_client(options: ConnectionOptions, **arguments: Any) -> Any:
 
 async def flush(client: Any) -> None:
     """Waits until the server has taken all that the client was asked to send. Raises what the client raises, after
-    ANSWER_SECONDS for each of two answers: nats-py 2.16 writes a flush's ping in front of what still waits to be
-    written, so that only the answer to a second one comes behind it."""
+    ANSWER_SECONDS for each of two answers.
+
+    nats-py 2.16 sends a flush's ping before what still waits to be written, so only a second answer comes after it.
+    """
     for _ in range(2):
         await client.flush(timeout=ANSWER_SECONDS)
 
@@ -164,28 +155,37 @@ async def listen(client: Any, options: ConnectionOptions, take: Callable[[bytes,
     await client.subscribe(options.subjects, cb=read)
 
 
+async def pause(failures: int) -> None:
+    """Waits before another attempt; at random, so that not all workers come back to a server at once."""
+    seconds = min(FIRST_RETRY_SECONDS * 2 ** min(failures, 16), LAST_RETRY_SECONDS)
+    await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
+
+
 class Connection:
-    """Sends one emitter's messages. Made with `open`; all methods belong to its event loop."""
+    """Sends one emitter's messages. Made with `open`; all methods belong to its event loop.
+
+    `is_asked`: a reader has asked for a resync.
+    """
 
     def __init__(self, options: ConnectionOptions, emitter: Emitter) -> None:
-        self._options, self._emitter = options, emitter
-        self._subject = options.subject_of(emitter.worker_id)
+        self._emitter, self._stream = emitter, options.stream
+        self._subject = f"{options.subject}.{emitter.worker_id}" if options.per_worker else options.subject
         self._client: Any = None
         self._jetstream: Any = None
         self._acks: list[asyncio.Future[Any]] = []
-        self.is_lost = False
+        self.is_lost = self.is_asked = False
 
     @classmethod
-    async def open(cls, options: ConnectionOptions, emitter: Emitter, asked: Callable[[], None]) -> Connection:
-        """Connects, and calls `asked` for each request for a resync. One attempt; raises what the client raises."""
+    async def open(cls, options: ConnectionOptions, emitter: Emitter) -> Connection:
+        """Connects. One attempt; raises what the client raises."""
         connection = cls(options, emitter)
         name = f"semblend-trt worker {emitter.worker_id}.{emitter.dp_rank}"
-        connection._client = await connect_client(options, closed_cb=connection._closed, name=name)
+        connection._client = client = await connect_client(options, closed_cb=connection._closed, name=name)
         try:
-            await connection._client.subscribe(options.subject + RESYNC_SUFFIX, cb=connection._requests(asked))
+            await client.subscribe(options.subject + RESYNC_SUFFIX, cb=connection._asked)
             if options.stream is not None:
-                connection._jetstream = connection._client.jetstream(timeout=ANSWER_SECONDS)
-                await connection._provide_stream(options.stream)
+                connection._jetstream = client.jetstream(timeout=ANSWER_SECONDS)
+                await _provide_stream(connection._jetstream, options.stream, options.subjects)
         except BaseException:
             await connection.close()
             raise
@@ -219,45 +219,27 @@ class Connection:
     async def _store(self, notices: Sequence[Notice]) -> list[Notice]:
         """Publishes to the stream; returns the messages without acknowledgement. The stream stores each id once."""
         acks = self._acks = []
+        sender = f"{self._emitter.worker_id}.{self._emitter.dp_rank}.{self._emitter.generation}"
         for notice in notices:
-            emitter = self._emitter
-            message_id = f"{emitter.worker_id}.{emitter.dp_rank}.{emitter.generation}.{notice.event_id}"
             acks.append(
                 await self._jetstream.publish_async(
                     self._subject,
                     notice.payload,
                     wait_stall=ANSWER_SECONDS,
-                    stream=self._options.stream,
-                    headers={"Nats-Msg-Id": message_id},
+                    stream=self._stream,
+                    headers={"Nats-Msg-Id": f"{sender}.{notice.event_id}"},
                 )
             )
         if acks and not self.is_lost:
             await asyncio.wait(acks, timeout=ANSWER_SECONDS)
-        return [notice for notice, ack in zip(notices, acks, strict=True) if not _is_acknowledged(ack)]
+        return [
+            notice
+            for notice, ack in zip(notices, acks, strict=True)
+            if not ack.done() or ack.cancelled() or ack.exception() is not None
+        ]
 
-    async def _provide_stream(self, name: str) -> None:
-        from nats.js.api import RetentionPolicy, StreamConfig
-        from nats.js.errors import NotFoundError
-
-        try:
-            await self._jetstream.stream_info(name)
-        except NotFoundError:
-            config = StreamConfig(
-                name=name,
-                subjects=[self._options.subjects],
-                retention=RetentionPolicy.LIMITS,
-                max_age=STREAM_SECONDS,
-                max_bytes=STREAM_BYTES,
-                duplicate_window=DUPLICATE_SECONDS,
-            )
-            await self._jetstream.add_stream(config)
-
-    def _requests(self, asked: Callable[[], None]) -> Callable[[Any], Any]:
-        async def read(message: Any) -> None:
-            if is_meant(message.data, self._emitter):
-                asked()
-
-        return read
+    async def _asked(self, message: Any) -> None:
+        self.is_asked = self.is_asked or is_meant(message.data, self._emitter)
 
     async def _closed(self) -> None:
         self.is_lost = True
@@ -266,22 +248,32 @@ class Connection:
             ack.cancel()
 
 
+async def _provide_stream(jetstream: Any, name: str, subjects: str) -> None:
+    from nats.js.api import RetentionPolicy, StreamConfig
+    from nats.js.errors import NotFoundError
+
+    try:
+        await jetstream.stream_info(name)
+    except NotFoundError:
+        config = StreamConfig(
+            name=name,
+            subjects=[subjects],
+            retention=RetentionPolicy.LIMITS,
+            max_age=STREAM_SECONDS,
+            max_bytes=STREAM_BYTES,
+            duplicate_window=DUPLICATE_SECONDS,
+        )
+        await jetstream.add_stream(config)
+
+
 def is_meant(request: bytes, emitter: Emitter) -> bool:
     """Whether a request for a resync is for this emitter: it is empty, or JSON that names its worker (and rank)."""
-    if not request:
-        return True
     try:
-        wanted = json.loads(request) if len(request) <= MAX_REQUEST_BYTES else None
+        wanted = json.loads(request or b"{}") if len(request) <= MAX_REQUEST_BYTES else None
     except (ValueError, RecursionError):
         return False
-    if not isinstance(wanted, dict):
-        return False
-    rank = wanted.get("dp_rank", emitter.dp_rank)
-    return bool(wanted.get("worker_id", emitter.worker_id) == emitter.worker_id and rank == emitter.dp_rank)
-
-
-def _is_acknowledged(ack: asyncio.Future[Any]) -> bool:
-    return ack.done() and not ack.cancelled() and ack.exception() is None
+    own = {"worker_id": emitter.worker_id, "dp_rank": emitter.dp_rank}
+    return isinstance(wanted, dict) and all(wanted.get(name, value) == value for name, value in own.items())
 
 
 class DirectoryReader:
@@ -297,37 +289,34 @@ class DirectoryReader:
 
     async def start(self) -> None:
         """Starts to read; returns before there is a connection."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="semblend-directory")
+        self._task = asyncio.create_task(self._run(), name="semblend-directory")
 
     async def stop(self) -> None:
         """Stops reading; the directory keeps its workers until they expire."""
-        task, self._task = self._task, None
         # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives as the awaited task ends.
-        while task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=END_SECONDS)
+        while self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=END_SECONDS)
 
     async def _run(self) -> None:
-        retry_seconds = FIRST_RETRY_SECONDS
+        failures = 0
         while True:
             try:
                 await self._follow()
-                retry_seconds = FIRST_RETRY_SECONDS
-                await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))
+                failures = 0
             except ConfigurationError as error:
                 logger.error("no donor events are read: %s", error)
                 return
             except Exception as error:
-                if retry_seconds == FIRST_RETRY_SECONDS:
+                if not failures:
                     # The error's text may hold the server's address with a user and a password.
                     logger.warning("NATS is out of reach, donor events are not read: %s", type(error).__name__)
-                await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))
-                retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
+                failures += 1
+            await pause(failures)
 
     async def _follow(self) -> None:
         """Reads over one connection until it is lost. Raises when it cannot be made."""
-        lost = asyncio.Event()
+        lost, resync = asyncio.Event(), self._options.subject + RESYNC_SUFFIX
 
         async def closed() -> None:
             lost.set()
@@ -336,13 +325,12 @@ class DirectoryReader:
         try:
             await listen(client, self._options, self._read)
             # Events before this subscription are unknown, so all workers are asked for a resync.
-            await client.publish(self._options.subject + RESYNC_SUFFIX, b"")
+            await client.publish(resync, b"")
             await flush(client)
             self.connections += 1
             while not lost.is_set():
                 for worker_id, dp_rank in self._directory.resyncs_due():
-                    request = json.dumps({"worker_id": worker_id, "dp_rank": dp_rank})
-                    await client.publish(self._options.subject + RESYNC_SUFFIX, request.encode())
+                    await client.publish(resync, json.dumps({"worker_id": worker_id, "dp_rank": dp_rank}).encode())
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(lost.wait(), TICK_SECONDS)
         finally:

@@ -8,12 +8,13 @@ misleads a reader for those heartbeats at most.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,14 +30,14 @@ from semblend_trt.fleet.events import (
     UnknownEvent,
     decode,
 )
-from semblend_trt.fleet.known_namespaces import KnownNamespace, KnownNamespaces
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import DEFAULT_ENTRIES, Sketch, fingerprints_of, sketch_key
-from semblend_trt.fleet.sketch_index import Posting, warm_up
+from semblend_trt.fleet.sketch_index import Posting, SketchIndex, warm_up
 from semblend_trt.fleet.wire import EventError, donor_digest
+from semblend_trt.namespace import NO_SALT, SALT_PREFIX, TENANT_PREFIX, CacheNamespace, salt_digest, tenant_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     import numpy.typing as npt
 
@@ -44,9 +45,13 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.routing_policy import Worker
     from semblend_trt.fleet.sketch import PromptFingerprints
 
-
 MAX_WORKERS = 1024
 MAX_DONORS = 131_072
+MAX_NAMESPACES = 16384
+# Seconds between two requests for a worker's resync, at least.
+RESYNC_SECONDS = 10.0
+# Namespaces searched for a request. One tenant and model has several only where adapters or engines differ.
+_MAX_MET = 8
 # The seconds between two heartbeats until a worker states them, and the bounds of what it may state.
 FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 20.0, 0.1, 60.0
 # Heartbeats missed, or not accepted, after which a worker is forgotten.
@@ -57,6 +62,72 @@ MOST_AHEAD_US = 86_400_000_000
 _LOOK_SECONDS = 0.05
 # Donors of cleared workers that are removed from the index with each event.
 _REMOVED_AT_ONCE = 8
+
+
+@dataclass(slots=True, eq=False)
+class KnownNamespace:
+    """A namespace: its key, its salt's digest, the number and sketches of its donors."""
+
+    key: str
+    salt: str
+    donors: int = 0
+    index: SketchIndex = field(default_factory=SketchIndex)
+
+
+class KnownNamespaces:
+    """The namespaces of the known donors. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, KnownNamespace] = {}
+        self._by_salt: dict[str, dict[str, KnownNamespace]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._by_key) >= MAX_NAMESPACES
+
+    def enter(self, values: Mapping[str, Any]) -> KnownNamespace:
+        """Adds a donor to the namespace with these `values`.
+
+        Raises NamespaceError for bad values, for a tenant key that does not match the salt, and for too many
+        namespaces.
+        """
+        key, salt = _key_and_salt(msgspec.msgpack.encode(values))
+        known = self._by_key.get(key)
+        if known is None:
+            if self.is_full:
+                raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
+            known = self._by_key[key] = KnownNamespace(key, salt)
+            self._by_salt.setdefault(salt, {})[key] = known
+        known.donors += 1
+        return known
+
+    def leave(self, known: KnownNamespace) -> None:
+        """Removes a donor; a namespace without donors is forgotten."""
+        known.donors -= 1
+        if not known.donors:
+            del self._by_key[known.key]
+            del self._by_salt[known.salt][known.key]
+            if not self._by_salt[known.salt]:
+                del self._by_salt[known.salt]
+
+    def met_by(self, salt: str | None) -> list[KnownNamespace]:
+        """The namespaces that a request with this raw salt may reuse from, at most _MAX_MET, most donors first.
+
+        Raises NamespaceError for a salt that no request may have.
+        """
+        met = self._by_salt.get(NO_SALT if salt is None else salt_digest(salt), {}).values()
+        return sorted(met, key=lambda each: -each.donors)[:_MAX_MET]
+
+
+@functools.lru_cache(maxsize=1024)
+def _key_and_salt(spelling: bytes) -> tuple[str, str]:
+    """Key and salt of a namespace in MessagePack. Donors that state it in the same words and order share one entry."""
+    namespace = CacheNamespace.from_dict(msgspec.msgpack.decode(spelling))
+    salt, unsalted = str(namespace.extra.get("cache_salt", NO_SALT)), tenant_key(None)
+    expected = unsalted if salt in (NO_SALT, salt_digest("")) else TENANT_PREFIX + salt.removeprefix(SALT_PREFIX)
+    if namespace.extra.get("tenant_key", expected) != expected:
+        raise NamespaceError("the namespace's tenant key is not that of its salt; use CacheNamespace.for_request()")
+    return namespace.key, salt
 
 
 # No cycle goes through a donor, and the garbage collector would look at a hundred thousand of them.
@@ -101,8 +172,8 @@ class FollowedWorker:
 class FairLock:
     """A lock for a `with` statement, which a thread that waits gets before one that asks again at once.
 
-    `threading.Lock` goes to who is running. A thread that takes it in a loop runs, and who waits wakes too late, many
-    times in a row. Here who waits holds the turn meanwhile, so that no other thread can ask.
+    `threading.Lock` goes to a thread that runs, so a thread that takes it in a loop would keep waiting ones out. Here
+    the thread that waits holds the turn meanwhile, so that no other thread can ask.
     """
 
     def __init__(self) -> None:
@@ -117,7 +188,7 @@ class FairLock:
 
 
 class Verdict(str, Enum):
-    """How an event relates to the events before it."""
+    """How an event relates to the events before it. `is_to_apply`: it is new, and to be applied."""
 
     RESET = "reset"  # forget the worker's donors; all of them are registered again
     NEXT = "next"  # the next event, and none was missed since the reset: apply it
@@ -128,7 +199,6 @@ class Verdict(str, Enum):
     REFUSED = "refused"  # of a worker that is not followed, or not plausible: ignore it
 
     def __init__(self, value: str) -> None:
-        # Whether the event is new.
         self.is_to_apply = value in ("reset", "next", "unsynced", "gap")
 
 
@@ -142,25 +212,20 @@ _MEANING = {
 class Directory:
     """Takes messages with `observe` and answers with `holders`. Thread safe; only `holders` raises.
 
-    `clock` (seconds, monotonic) times expiry and requests for a resync; `wall_clock` (seconds since 1970) bounds
-    generations. Where `accepted` is given, only these workers are followed. `counts` counts messages by verdict and
-    problem; `on_problem` gets the name of each problem and a sentence.
+    `clock` (seconds, monotonic) times expiry and requests for a resync. Where `accepted` is given, only these workers
+    are followed. `counts` counts messages by verdict and problem; `on_problem` gets the name of each problem and a
+    sentence.
     """
 
     def __init__(
         self,
         *,
         accepted: Collection[Worker] | None = None,
-        max_workers: int = MAX_WORKERS,
-        max_donors: int = MAX_DONORS,
-        resync_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         on_problem: Callable[[str, str], None] = lambda _reason, _sentence: None,
     ) -> None:
         self._accepted = None if accepted is None else frozenset(accepted)
-        self._max_workers, self._max_donors, self._resync_seconds = max_workers, max_donors, resync_seconds
-        self._clock, self._wall_clock, self._on_problem = clock, wall_clock, on_problem
+        self._clock, self._on_problem = clock, on_problem
         self._lock = FairLock()
         self._workers: dict[Worker, FollowedWorker] = {}
         self._by_number: list[Worker | None] = []
@@ -228,7 +293,7 @@ class Directory:
             return {} if followed is None else {name: donor.tier for name, donor in followed.donors.items()}
 
     def resyncs_due(self) -> tuple[Worker, ...]:
-        """The workers to ask for a resync now; each is returned once per `resync_seconds` at most, or once per
+        """The workers to ask for a resync now; each is returned once per RESYNC_SECONDS at most, or once per
         heartbeat interval where that is shorter."""
         with self._lock:
             now = self._clock()
@@ -236,15 +301,16 @@ class Directory:
             due = []
             for worker, followed in self._workers.items():
                 is_needed = followed.wants_resync or not followed.is_synced
-                if is_needed and now - followed.asked_at >= min(self._resync_seconds, followed.interval):
+                if is_needed and now - followed.asked_at >= min(RESYNC_SECONDS, followed.interval):
                     followed.asked_at, followed.wants_resync = now, False
                     due.append(worker)
             return tuple(due)
 
+    # Apart, so that a benchmark can time each.
+
     def _fingerprints(
         self, token_ids: npt.ArrayLike, salt: str | None
     ) -> list[tuple[KnownNamespace, PromptFingerprints]]:
-        """The prompt's fingerprints in each namespace that it may reuse from."""
         with self._lock:
             self._expire(self._clock())
             met = self._namespaces.met_by(salt)
@@ -258,9 +324,7 @@ class Directory:
             for namespace, prompt in prompts:
                 np.maximum(shares, namespace.index.search(len(shares), prompt), out=shares)
         tokens = np.rint(shares * prompts[0][1].tokens).astype(int).tolist()
-        held = [
-            Holder(worker, count) for worker, count in zip(workers, tokens, strict=True) if count and worker is not None
-        ]
+        held = [Holder(who, count) for who, count in zip(workers, tokens, strict=True) if count and who is not None]
         return tuple(sorted(held, key=lambda holder: (-holder.tokens, holder.worker)))
 
     # -- all below with the lock held ------------------------------------------------------------------------------
@@ -276,26 +340,24 @@ class Directory:
             self._problem("unknown_worker", "is of a worker that is not followed", event)
             return Verdict.REFUSED
         if followed is None:
-            if len(self._workers) < self._max_workers:
+            if len(self._workers) < MAX_WORKERS:
                 return Verdict.RESET if is_reset else Verdict.GAP
-            self._problem("too_many_workers", f"{self._max_workers} workers are followed, which is the most", event)
+            self._problem("too_many_workers", f"{MAX_WORKERS} workers are followed, which is the most", event)
             return Verdict.REFUSED
         # An event of unknown kind may name no generation.
-        generation = event.generation
-        if generation is None:
-            generation = followed.generation
+        generation = followed.generation if event.generation is None else event.generation
         if generation < followed.generation:
             return Verdict.STALE
         if generation > followed.generation:
-            if generation > self._wall_clock() * 1e6 + MOST_AHEAD_US:
+            if generation > time.time() * 1e6 + MOST_AHEAD_US:
                 self._problem("future_generation", f"generation {generation} begins more than a day from now", event)
                 return Verdict.REFUSED
-            if not is_reset:
-                # A restarted worker whose reset was missed sends another one when asked.
-                followed.wants_resync = True
-                self._problem("unproven_generation", f"generation {generation} began with no reset", event)
-                return Verdict.REFUSED
-            return Verdict.RESET
+            if is_reset:
+                return Verdict.RESET
+            # A restarted worker whose reset was missed sends another one when asked.
+            followed.wants_resync = True
+            self._problem("unproven_generation", f"generation {generation} began with no reset", event)
+            return Verdict.REFUSED
         if event.event_id <= followed.last_id:
             return Verdict.DUPLICATE
         if is_reset:
@@ -319,25 +381,23 @@ class Directory:
         return True
 
     def _take(self, event: Event, worker: Worker, verdict: Verdict, now: float) -> None:
-        data, generation = event.data, event.generation
+        data = event.data
         followed = self._workers.get(worker)
         if followed is None:
             followed = self._workers[worker] = FollowedWorker(self._number_for(worker))
-        if generation is not None:
-            followed.generation = generation
+        if event.generation is not None:
+            followed.generation = event.generation
         followed.last_id, followed.is_synced = event.event_id, verdict in (Verdict.RESET, Verdict.NEXT)
         followed.seen_at, followed.unheeded = now, 0
         followed.events["unknown" if isinstance(event, UnknownEvent) else event.data.kind] += 1
         if isinstance(data, DonorRegistered):
             self._register(event, followed, data)
-        elif isinstance(data, DonorEvicted):
-            self._evict(event, followed, data)
+        elif isinstance(data, (DonorEvicted, DonorRelocated)):
+            self._change(event, followed, data)
         elif isinstance(data, (ProviderGenerationReset, DonorsPurged)):
             self._clear(worker, followed)
             if verdict is Verdict.RESET:
                 followed.is_partial = followed.is_unplaced = False
-        elif isinstance(data, DonorRelocated):
-            self._relocate(event, followed, data)
         elif isinstance(data, ProviderHeartbeat):
             self._compare(event, followed, data)
         else:
@@ -345,8 +405,8 @@ class Directory:
 
     def _register(self, event: Event, followed: FollowedWorker, data: DonorRegistered) -> None:
         self._drop(followed, data.donor_id)
-        if self._donors >= self._max_donors:
-            self._problem("too_many_donors", f"{self._max_donors} donors are known, which is the most", event)
+        if self._donors >= MAX_DONORS:
+            self._problem("too_many_donors", f"{MAX_DONORS} donors are known, which is the most", event)
             followed.is_partial = True
             return
         tier = data.location.tier
@@ -363,41 +423,33 @@ class Directory:
         except ValueError as error:
             self._problem("no_sketch", str(error), event)
         else:
-            if self._entries + len(sketch.entries) > DEFAULT_ENTRIES * self._max_donors:
+            if self._entries + len(sketch.entries) > DEFAULT_ENTRIES * MAX_DONORS:
                 self._problem("index_full", "the index has no room for its sketch", event)
             else:
                 donor.posting = donor.namespace.index.add(followed.number, sketch)
                 self._entries += len(donor.posting.entries)
 
-    def _evict(self, event: Event, followed: FollowedWorker, data: DonorEvicted) -> None:
+    def _change(self, event: Event, followed: FollowedWorker, data: DonorEvicted | DonorRelocated) -> None:
         donor = followed.donors.get(data.donor_id)
         if donor is None:
-            self._unknown_donor(event, followed)
-        elif data.segments is None:
-            self._drop(followed, data.donor_id)
-        else:  # which part is left cannot be told from the sketch
-            self._take_back(donor)
-
-    def _relocate(self, event: Event, followed: FollowedWorker, data: DonorRelocated) -> None:
-        donor = followed.donors.get(data.donor_id)
-        if donor is None:
-            self._unknown_donor(event, followed)
-        else:
+            if followed.is_synced and not followed.is_partial:
+                self._problem("unknown_donor", "names a donor that was never registered", event)
+        elif isinstance(data, DonorRelocated):
             followed.digest ^= donor.digest
             donor.tier = data.new_location.tier
             donor.digest = donor_digest(data.donor_id, donor.tier)
             followed.digest ^= donor.digest
-
-    def _unknown_donor(self, event: Event, followed: FollowedWorker) -> None:
-        if followed.is_synced and not followed.is_partial:
-            self._problem("unknown_donor", "names a donor that was never registered", event)
+        elif data.segments is None:
+            self._drop(followed, data.donor_id)
+        else:  # which part is left cannot be read from the sketch
+            self._take_back(donor)
 
     def _compare(self, event: Event, followed: FollowedWorker, heartbeat: ProviderHeartbeat) -> None:
         followed.interval = min(max(heartbeat.interval_seconds, SHORTEST_INTERVAL), LONGEST_INTERVAL)
         if not followed.is_synced:
             return
         followed.compared += 1
-        lacking, room = heartbeat.donor_count - len(followed.donors), self._max_donors - self._donors
+        lacking, room = heartbeat.donor_count - len(followed.donors), MAX_DONORS - self._donors
         is_comparable = not followed.is_partial or lacking <= room
         is_known = (lacking, heartbeat.state_digest) == (0, followed.digest)
         is_placed = not followed.is_unplaced or self._namespaces.is_full
@@ -443,12 +495,11 @@ class Directory:
         """Does a small part of the work that `_clear` postponed."""
         for _ in range(_REMOVED_AT_ONCE):
             number, donors = self._cleared[0]
-            if donors:
-                self._leave_index(donors.pop())
-            else:
+            if not donors:
                 self._cleared.popleft()
                 self._free_numbers.append(number)
                 return
+            self._leave_index(donors.pop())
 
     def _number_for(self, worker: Worker) -> int:
         if not self._free_numbers:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
-import random
+import operator
 import threading
 import time
 from collections import Counter, deque
@@ -22,7 +23,7 @@ import numpy as np
 from semblend_trt.background import OnceAMinute
 from semblend_trt.config import EventFormat
 from semblend_trt.discovery.fingerprint import as_token_array
-from semblend_trt.fleet.connection import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Connection, ConnectionLostError
+from semblend_trt.fleet.connection import Connection, pause
 from semblend_trt.fleet.sketch import sketch_key, sketches_of
 from semblend_trt.fleet.wire import (
     KIND_NAMES,
@@ -36,15 +37,13 @@ from semblend_trt.fleet.wire import (
 from semblend_trt.metrics import count_here_where_unwritable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import numpy.typing as npt
     from prometheus_client import CollectorRegistry
 
-    from semblend_trt.discovery.fingerprint import TokenArray
     from semblend_trt.fleet.connection import ConnectionOptions
     from semblend_trt.namespace import CacheNamespace
-
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
@@ -85,7 +84,7 @@ class EventCounters:
         """Adds to the counter `what` (sent, dropped, resyncs or connections) under `label`."""
         if count:
             getattr(self, what)[label] += count
-            with suppress(Exception):  # there may be no series; and behind a fork no folder for their files
+            with suppress(Exception):  # there may be no series; and after a fork no folder for their files
                 self._series[what].labels(label).inc(count)
 
 
@@ -148,7 +147,6 @@ class Outbox:
     def __init__(self, writer: EventWriter, counters: EventCounters) -> None:
         self._writer, self._counters = writer, counters
         self._announced: dict[str, _Announced] = {}
-        self._digest = 0
         self._waiting: deque[str] = deque()
         self._reset_due = True
         self.donors: dict[str, Held] = {}
@@ -162,7 +160,7 @@ class Outbox:
         """Sketches up to `limit` changed donors, which frees their tokens; returns how many changes there were."""
         changed = [self.changes.popleft() for _ in range(min(limit, len(self.changes)))]
         self._waiting.extend(changed)
-        self._sketch(self.donors.get(donor_id) for donor_id in changed)
+        self.sketch(self.donors.get(donor_id) for donor_id in changed)
         return len(changed)
 
     def forget_changes(self) -> int:
@@ -179,7 +177,10 @@ class Outbox:
         """The next messages, at most `limit`; readers count as having received them."""
         taken: list[Notice] = []
         if self._reset_due and limit > 0:
-            self._begin()
+            self._reset_due = False
+            self._announced = {}
+            # list() is one step: the serving path cannot change the dict meanwhile.
+            self._waiting = deque(list(self.donors))
             taken.append(self._notice("provider_generation_reset", self._writer.reset()))
         while self._waiting and len(taken) < limit:
             notice = self._change_of(self._waiting.popleft())
@@ -189,24 +190,13 @@ class Outbox:
 
     def heartbeat(self, interval_seconds: float) -> Notice:
         """A sign of life with the number and digest of the announced donors."""
-        payload = self._writer.heartbeat(interval_seconds, len(self._announced), self._digest)
+        digest = functools.reduce(operator.xor, (known.digest for known in self._announced.values()), 0)
+        payload = self._writer.heartbeat(interval_seconds, len(self._announced), digest)
         return self._notice("provider_heartbeat", payload)
 
     def purge(self) -> Notice:
         """The last message: no donor is held any more."""
-        self._announced, self._digest = {}, 0
-        self._waiting.clear()
         return self._notice("donors_purged", self._writer.purged())
-
-    def sketch_all(self) -> None:
-        """Sketches all held donors, after changes were lost."""
-        self._sketch(list(self.donors.values()))
-
-    def _begin(self) -> None:
-        self._reset_due = False
-        self._announced, self._digest = {}, 0
-        # list() is one step: the serving path cannot change the dict meanwhile.
-        self._waiting = deque(list(self.donors))
 
     def _notice(self, kind: str, payload: bytes) -> Notice:
         return Notice(kind, self._writer.last_id, payload)
@@ -215,50 +205,37 @@ class Outbox:
         """The message that brings readers up to date on a donor; None when they are."""
         held, known = self.donors.get(donor_id), self._announced.get(donor_id)
         if held is None or held.is_unfit:
-            return None if known is None else self._evicted(donor_id)
-        # Only a registration carries an embedding; one of a known donor replaces it.
-        if known is None or known.held is not held or known.embedding is not held.embedding:
-            return self._registered(donor_id, held)
+            if self._announced.pop(donor_id, None) is None:
+                return None
+            return self._notice("donor_evicted", self._writer.evicted(donor_id))
+        # Tier and embedding may change at any time; the message and the note have to agree.
         tier = held.tier
+        now = _Announced(held, held.embedding, tier, donor_digest(donor_id, tier))
+        # Only a registration carries an embedding; one of a known donor replaces it.
+        if known is None or known.held is not held or known.embedding is not now.embedding:
+            return self._registered(donor_id, now)
         if known.tier == tier:
             return None
-        self._note(donor_id, held, known.embedding, tier)
+        self._announced[donor_id] = now
         return self._notice("donor_relocated", self._writer.relocated(donor_id, tier))
 
-    def _evicted(self, donor_id: str) -> Notice:
-        self._forget(donor_id)
-        return self._notice("donor_evicted", self._writer.evicted(donor_id))
-
-    def _registered(self, donor_id: str, held: Held) -> Notice | None:
-        if held.tokens is not None:
-            self._sketch([held])
+    def _registered(self, donor_id: str, now: _Announced) -> Notice | None:
+        held = now.held
+        self.sketch([held])
         if held.is_unfit or held.namespace is None:
             return None
-        # Both may change at any time; the message and the note have to agree.
-        tier, embedding = held.tier, held.embedding
+        donor = donor_id, held.namespace, now.tier, held.count, held.digest, held.sketch, now.embedding
         try:
-            payload = self._writer.registered(
-                donor_id, held.namespace, tier, held.count, held.digest, held.sketch, embedding
-            )
+            payload = self._writer.registered(*donor)
         except EventError as error:
             logger.warning("donor %s is not announced: %s", donor_id, error)
             held.is_unfit = True
             self._counters.count("dropped", "oversize")
             return None
-        self._note(donor_id, held, embedding, tier)
+        self._announced[donor_id] = now
         return self._notice("donor_registered", payload)
 
-    def _note(self, donor_id: str, held: Held, embedding: npt.NDArray[np.float32] | None, tier: str) -> None:
-        self._forget(donor_id)
-        self._announced[donor_id] = known = _Announced(held, embedding, tier, donor_digest(donor_id, tier))
-        self._digest ^= known.digest
-
-    def _forget(self, donor_id: str) -> None:
-        known = self._announced.pop(donor_id, None)
-        if known is not None:
-            self._digest ^= known.digest
-
-    def _sketch(self, donors: Iterable[Held | None]) -> None:
+    def sketch(self, donors: Iterable[Held | None]) -> None:
         """Sketches those donors that still have tokens, in groups of GROUP_TOKENS tokens or a little more."""
         group: list[Held] = []
         size = 0
@@ -280,7 +257,7 @@ class Outbox:
         except Exception:
             if len(donors) > 1:
                 for held in donors:
-                    self._sketch([held])
+                    self.sketch([held])
                 return
             logger.exception("a donor of %d tokens cannot be sketched and is not announced", donors[0].count)
             donors[0].is_unfit, donors[0].tokens = True, None
@@ -289,20 +266,19 @@ class Outbox:
 
 def _sketch_together(donors: list[Held]) -> None:
     """Makes the donors' sketches and digests, and lets their tokens go."""
-    texts = [_contiguous(held.tokens) for held in donors if held.tokens is not None]
+    texts, keys = [], []
+    for held in donors:
+        assert held.tokens is not None
+        assert held.namespace is not None
+        is_ready = held.tokens.dtype == np.int32 and held.tokens.flags.c_contiguous
+        texts.append((held.tokens if is_ready else as_token_array(held.tokens)).data)
+        keys.append(held.salted_key or _open_key(held.namespace.key))
     tokens = np.frombuffer(bytearray().join(texts), dtype=np.int32)
-    ends = np.cumsum([len(text) for text in texts])
-    keys = [held.salted_key or _open_key(held.namespace.key) for held in donors if held.namespace is not None]
-    sketches, start = sketches_of(tokens, ends, keys), 0
+    ends, start = np.cumsum([len(text) for text in texts]), 0
     wide = tokens.astype("<i8")
-    for held, sketch, end in zip(donors, sketches, ends.tolist(), strict=True):
+    for held, sketch, end in zip(donors, sketches_of(tokens, ends, keys), ends.tolist(), strict=True):
         held.sketch, held.digest, held.tokens = sketch, token_digest(wide[start:end], held.salted_key), None
         start = end
-
-
-def _contiguous(tokens: TokenArray) -> memoryview:
-    """Token ids as contiguous int32. Ids that are so already are not checked again."""
-    return (tokens if tokens.dtype == np.int32 and tokens.flags.c_contiguous else as_token_array(tokens)).data
 
 
 @functools.lru_cache(maxsize=64)
@@ -314,7 +290,7 @@ def _open_key(namespace_key: str) -> bytes:
 class EventPublisher:
     """Publishes until `close`. The serving path writes `donors` and calls `changed`, which never waits or raises.
 
-    `clock` (seconds, monotonic) times heartbeats and resyncs. Raises ConfigurationError without the extra nats.
+    Raises ConfigurationError without the extra nats.
     """
 
     def __init__(
@@ -327,19 +303,17 @@ class EventPublisher:
         embeddings: bool = False,
         heartbeat_seconds: float = 10.0,
         resync_seconds: float = 300.0,
-        max_changes: int = MAX_CHANGES,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters, self.emitter, self.embeddings = counters, emitter, embeddings
-        self._options, self._clock, self._max_changes = options, clock, max_changes
+        self.counters, self.embeddings = counters, embeddings
+        self._options, self._emitter = options, emitter
         self._heartbeat_seconds, self._resync_seconds = heartbeat_seconds, resync_seconds
         self._outbox = Outbox(EventWriter(emitter, form, embeddings=embeddings), counters)
         self.donors, self._changes = self._outbox.donors, self._outbox.changes
         self._overflowed = 0
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._heartbeat_at = self._resynced_at = clock()
-        self._is_asked = self._is_stopping = False
+        self._heartbeat_at = self._resynced_at = time.monotonic()
+        self._is_stopping = False
         self._flushing: list[threading.Event] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="semblend-events", daemon=True)
@@ -349,7 +323,7 @@ class EventPublisher:
 
     def changed(self, donor_id: str) -> None:
         """Notes that a donor was added to `donors`, changed or removed."""
-        if len(self._changes) < self._max_changes:
+        if len(self._changes) < MAX_CHANGES:
             self._changes.append(donor_id)
         else:
             self._overflowed += 1
@@ -364,9 +338,8 @@ class EventPublisher:
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Announces that all donors are gone and ends the thread; waits `timeout` seconds at most."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
-            self._thread.join(timeout)
+        self._is_stopping = True
+        self._thread.join(timeout)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -389,11 +362,23 @@ class EventPublisher:
                 is_busy = False
             if not is_busy:
                 await asyncio.sleep(TICK_SECONDS)
-        await self._leave()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        self.counters.count("dropped", "closed", len(self._changes))
+        if self._connection is not None:
+            await self._send(self._connection, [self._outbox.purge()])
+        if self._connection is not None:
+            await self._connection.close()
+        await asyncio.sleep(0)
 
     async def _turn(self) -> bool:
         """Sends one batch; True when there is more to do at once."""
-        self._repair_overflow()
+        if self._overflowed:
+            lost, self._overflowed = self._overflowed, 0
+            self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
+            self._outbox.sketch(list(self.donors.values()))
+            self._resync("overflow")
         absorbed = self._outbox.absorb(BATCH)
         connection = self._connection
         if connection is None:
@@ -404,10 +389,14 @@ class EventPublisher:
         if connection.is_lost:
             await self._lose(0)
             return False
-        self._resync_when_due()
+        now = time.monotonic()
+        if connection.is_asked and now - self._resynced_at >= self._heartbeat_seconds:
+            self._resync("requested")
+        elif self._resync_seconds and now - self._resynced_at >= self._resync_seconds:
+            self._resync("interval")
         notices = self._outbox.take(BATCH)
-        if self._clock() >= self._heartbeat_at:
-            self._heartbeat_at = self._clock() + self._heartbeat_seconds
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self._heartbeat_seconds
             notices.append(self._outbox.heartbeat(self._heartbeat_seconds))
         if notices:
             await self._send(connection, notices)
@@ -427,45 +416,28 @@ class EventPublisher:
         for kind, count in Counter(notice.kind for notice in notices if notice not in too_large).items():
             self.counters.count("sent", kind, count)
 
-    def _repair_overflow(self) -> None:
-        if self._overflowed:
-            lost, self._overflowed = self._overflowed, 0
-            self.counters.count("dropped", "overflow", lost + self._outbox.forget_changes())
-            self._outbox.sketch_all()
-            self._resync("overflow")
-
-    def _resync_when_due(self) -> None:
-        since = self._clock() - self._resynced_at
-        if self._is_asked and since >= self._heartbeat_seconds:
-            self._resync("requested")
-        elif self._resync_seconds and since >= self._resync_seconds:
-            self._resync("interval")
-
     def _resync(self, reason: str) -> None:
-        self._is_asked = False
-        self._resynced_at = self._clock()
+        if self._connection is not None:
+            self._connection.is_asked = False
+        self._resynced_at = time.monotonic()
         self._outbox.resync()
         self.counters.count("resyncs", reason)
 
     async def _connect(self) -> None:
         """Tries to connect until it succeeds."""
-        seconds = FIRST_RETRY_SECONDS
-        while self._connection is None:
+        for failures in itertools.count():
             try:
-                self._connection = await Connection.open(self._options, self.emitter, self._ask)
+                self._connection = await Connection.open(self._options, self._emitter)
+                break
             except Exception as error:
                 self.counters.count("connections", "failed")
-                if seconds == FIRST_RETRY_SECONDS:
-                    logger.warning("NATS is out of reach, donor events wait for it: %s", _shown(error))
-                # The wait is random, so that not all workers come back to a server at once.
-                await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
-                seconds = min(2 * seconds, LAST_RETRY_SECONDS)
+                if not failures:
+                    # The error's text may hold the server's address with a user and a password.
+                    logger.warning("NATS is out of reach, donor events wait for it: %s", type(error).__name__)
+                await pause(failures)
         self.counters.count("connections", "made")
-        self._heartbeat_at = self._clock()
+        self._heartbeat_at = time.monotonic()
         self._resync("connected")
-
-    def _ask(self) -> None:
-        self._is_asked = True
 
     async def _lose(self, in_flight: int) -> None:
         """Closes the connection; `in_flight` events may not have arrived and count as dropped."""
@@ -474,22 +446,3 @@ class EventPublisher:
         self._outbox.resync()
         if connection is not None:
             await connection.close()
-
-    def _stop(self) -> None:
-        self._is_stopping = True
-
-    async def _leave(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
-        self.counters.count("dropped", "closed", len(self._changes))
-        if self._connection is not None:
-            await self._send(self._connection, [self._outbox.purge()])
-        if self._connection is not None:
-            await self._connection.close()
-        await asyncio.sleep(0)
-
-
-def _shown(error: Exception) -> str:
-    """The error for the log. A client's own text may hold the server's address with a user and a password."""
-    return str(error) if isinstance(error, ConnectionLostError) else type(error).__name__

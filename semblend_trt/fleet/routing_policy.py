@@ -6,7 +6,6 @@ prompt costs it the tokens that it does not hold.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,23 +16,21 @@ import numpy as np
 from semblend_trt.errors import SemBlendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
-
 # (worker_id, dp_rank)
 Worker: TypeAlias = tuple[int, int]
+
+MAX_SESSIONS = 65536
+BLOCK_TOKENS = 32
+MAX_BLOCKS = 262_144
 
 
 def worker_name(worker: Worker) -> str:
     """Return a worker's id and rank as text, as `semblend-trt events` writes them."""
     return f"{worker[0]}.{worker[1]}"
-
-
-MAX_SESSIONS = 65536
-BLOCK_TOKENS = 32
-MAX_BLOCKS = 262_144
 
 
 class NoReplicaError(SemBlendError):
@@ -125,18 +122,36 @@ class LeastLoaded(RoutingPolicy):
 class ExactPrefix(RoutingPolicy):
     """The replica that was sent the longest prefix of this prompt before; of equals the one with the least load.
 
-    It knows its own choices, and nothing of what replicas have evicted since.
+    It remembers the last MAX_BLOCKS blocks of BLOCK_TOKENS tokens that it sent to each worker, and knows nothing of
+    what replicas have evicted since.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent = PrefixMemory()
+        self._sent: dict[Worker, OrderedDict[int, None]] = {}
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Replica]) -> Choice:
-        prefix = self._sent.prefix_of(request.token_ids, request.tenant_salt)
-        known = self._sent.known(prefix, [replica.worker for replica in replicas])
+        # A block is known by Python's hash of the salt and of all tokens up to its end.
+        data, size = np.ascontiguousarray(request.token_ids, dtype=np.int64).tobytes(), 8 * BLOCK_TOKENS
+        before, prefix = hash((request.tenant_salt, "")), list[int]()
+        for start in range(0, len(data) - size + 1, size):
+            before = hash((before, data[start : start + size]))
+            prefix.append(before)
+        known = {}
+        with self._lock:
+            for worker in (each.worker for each in replicas):
+                blocks = self._sent.setdefault(worker, OrderedDict())
+                count = next((at for at, block in enumerate(prefix) if block not in blocks), len(prefix))
+                known[worker] = BLOCK_TOKENS * count
         choice = self._best(replicas, known, lambda replica, held: (held, -replica.load))
-        self._sent.note(prefix, choice.worker)
+        with self._lock:
+            blocks = self._sent[choice.worker]
+            # The first block is noted last, so that it is forgotten last: without it the others are of no use.
+            for block in reversed(prefix[:MAX_BLOCKS]):
+                blocks[block] = None
+                blocks.move_to_end(block)
+            while len(blocks) > MAX_BLOCKS:
+                blocks.popitem(last=False)
         return choice
 
 
@@ -183,45 +198,3 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
 
 def _held(request: RoutingRequest) -> dict[Worker, int]:
     return {holder.worker: holder.tokens for holder in request.holders}
-
-
-class PrefixMemory:
-    """Remembers the last MAX_BLOCKS blocks of BLOCK_TOKENS tokens sent to each worker. Thread safe.
-
-    A block is identified by Python's hash of all tokens up to its end.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent: dict[Worker, OrderedDict[int, None]] = {}
-
-    def prefix_of(self, token_ids: npt.ArrayLike, tenant_salt: str | None) -> list[int]:
-        """The hashes of the whole blocks of a prompt (integers [n]), each over the salt and all tokens up to its
-        end."""
-        data = np.ascontiguousarray(token_ids, dtype=np.int64).tobytes()
-        size = 8 * BLOCK_TOKENS
-        before, hashes = hash((tenant_salt, "")), []
-        for start in range(0, len(data) - size + 1, size):
-            before = hash((before, data[start : start + size]))
-            hashes.append(before)
-        return hashes
-
-    def known(self, prefix: list[int], workers: Iterable[Worker]) -> dict[Worker, int]:
-        """How many leading tokens of `prefix` each of `workers` was sent."""
-        with self._lock:
-            sent = {worker: self._sent.get(worker, ()) for worker in workers}
-            return {
-                worker: BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(blocks.__contains__, prefix))
-                for worker, blocks in sent.items()
-            }
-
-    def note(self, prefix: list[int], worker: Worker) -> None:
-        """Remembers that `worker` was sent `prefix`."""
-        with self._lock:
-            sent = self._sent.setdefault(worker, OrderedDict())
-            # The first block is noted last, so that it is forgotten last: without it the others are of no use.
-            for block in reversed(prefix[:MAX_BLOCKS]):
-                sent[block] = None
-                sent.move_to_end(block)
-            while len(sent) > MAX_BLOCKS:
-                sent.popitem(last=False)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 _Hashes = npt.NDArray[np.uint64]
-_Entries = npt.NDArray[np.uint32]
 
 _START = (
     np.uint64(0x736F6D6570736575),
@@ -35,18 +34,14 @@ _START = (
 )
 # SipHash's last block for a message of 8 bytes: the length in the top byte.
 _LENGTH = np.uint64(8 << 56)
-_FINISH = np.uint64(0xFF)
-_ALL = 64
 MAX_SKETCH_BYTES = 4096
 DEFAULT_ENTRIES = 256
 MAX_LEVEL = 63
 KEY_BYTES = 16
 # Magic, version, level, entries, anchors of the whole donor.
 _HEADER = struct.Struct("<2sBBII")
-_HALVES = struct.Struct("<QQ")
 _MAGIC, _VERSION = b"SK", 2
 MAX_ENTRIES = (MAX_SKETCH_BYTES - _HEADER.size) // 4
-_PERSON = b"semblend-sketch1"
 
 
 def keyed(hashes: _Hashes, low: _Hashes | np.uint64, high: _Hashes | np.uint64) -> _Hashes:
@@ -63,7 +58,7 @@ def keyed(hashes: _Hashes, low: _Hashes | np.uint64, high: _Hashes | np.uint64) 
     d ^= _LENGTH
     _mix(a, b, c, d, turned, 2)
     a ^= _LENGTH
-    c ^= _FINISH
+    c ^= np.uint64(0xFF)
     _mix(a, b, c, d, turned, 4)
     return a ^ b ^ c ^ d
 
@@ -73,7 +68,7 @@ def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds
 
     def turn(state: _Hashes, bits: int) -> None:
         np.left_shift(state, np.uint64(bits), out=turned)
-        np.right_shift(state, np.uint64(_ALL - bits), out=state)
+        np.right_shift(state, np.uint64(64 - bits), out=state)
         np.bitwise_or(state, turned, out=state)
 
     for _ in range(rounds):
@@ -93,21 +88,6 @@ def _mix(a: _Hashes, b: _Hashes, c: _Hashes, d: _Hashes, turned: _Hashes, rounds
         turn(c, 32)
 
 
-def _sample(values: _Hashes, most: int) -> tuple[int, _Entries]:
-    """A text's level and entries, from its anchors' keyed hashes (uint64 [n]).
-
-    The level is the lowest at which at most `most` hashes begin with that many zero bits; the entries are the low 32
-    bits of those hashes, in order.
-    """
-    level = 0
-    if len(values) > most:
-        zeros = _leading_zeros(values)
-        left = len(values) - np.bincount(zeros, minlength=MAX_LEVEL + 1).cumsum()
-        level = min(int(np.argmax(left <= most)) + 1, MAX_LEVEL)
-        values = values[zeros >= level][:most]
-    return level, values.astype("<u4")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
     """A donor's anchors of `level`: the low 32 bits of their keyed hashes, uint32 [n], in the donor's order.
@@ -118,6 +98,20 @@ class Sketch:
     level: int
     anchors: int
     entries: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, values: _Hashes, most: int) -> Sketch:
+        """Sketches the text whose anchors have the keyed hashes `values` (uint64 [n]).
+
+        The level is the lowest at which at most `most` hashes begin with that many zero bits.
+        """
+        level, kept = 0, values
+        if len(values) > most:
+            zeros = _leading_zeros(values)
+            left = len(values) - np.bincount(zeros, minlength=MAX_LEVEL + 1).cumsum()
+            level = min(int(np.argmax(left <= most)) + 1, MAX_LEVEL)
+            kept = values[zeros >= level][:most]
+        return cls(level, len(values), kept.astype("<u4"))
 
     def to_bytes(self) -> bytes:
         """`SK`, version and level (a byte each), numbers of entries and anchors (u32), entries (u32); little-endian."""
@@ -134,8 +128,7 @@ class Sketch:
             raise ValueError(f"a sketch begins with {_MAGIC!r} and version {_VERSION}, not {data[:3]!r}")
         if len(data) != _HEADER.size + 4 * count or level > MAX_LEVEL or anchors < count:
             raise ValueError(f"a sketch of {len(data)} bytes says {count} entries of {anchors} anchors, level {level}")
-        entries = np.frombuffer(data, dtype="<u4", offset=_HEADER.size)
-        return cls(level, anchors, entries)
+        return cls(level, anchors, np.frombuffer(data, dtype="<u4", offset=_HEADER.size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +144,6 @@ class PromptFingerprints:
     eligible: npt.NDArray[np.int64]
     tokens: int
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
 
 def sketch_key(namespace_key: str, salt: str | None) -> bytes:
     """The 16 bytes under which a namespace's anchors are hashed: BLAKE2b of `CacheNamespace.key` and the raw salt.
@@ -162,7 +152,7 @@ def sketch_key(namespace_key: str, salt: str | None) -> bytes:
     """
     secret = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     message = namespace_key.encode("utf-8") + b"\0" + secret
-    return hashlib.blake2b(message, digest_size=KEY_BYTES, person=_PERSON).digest()
+    return hashlib.blake2b(message, digest_size=KEY_BYTES, person=b"semblend-sketch1").digest()
 
 
 def sketch_of(tokens: npt.ArrayLike, key: bytes, max_entries: int = DEFAULT_ENTRIES) -> Sketch:
@@ -190,11 +180,7 @@ def sketches_of(
     counts = np.diff(stops, prepend=0)
     halves = np.repeat(np.array([_halves(key) for key in keys], dtype=np.uint64), counts, axis=0)
     values = keyed(anchors.hashes, halves[:, 0], halves[:, 1])
-    sketches = []
-    for stop, count in zip(stops.tolist(), counts.tolist(), strict=True):
-        level, entries = _sample(values[stop - count : stop], max_entries)
-        sketches.append(_HEADER.pack(_MAGIC, _VERSION, level, len(entries), count) + entries.tobytes())
-    return sketches
+    return [Sketch.of(each, max_entries).to_bytes() for each in np.split(values, stops[:-1])]
 
 
 def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[PromptFingerprints]:
@@ -203,36 +189,21 @@ def fingerprints_of(tokens: npt.ArrayLike, keys: Sequence[bytes]) -> list[Prompt
     hashes = fingerprint(prompt).hashes
     found = []
     for key in keys:
-        low, high = _halves(key)
-        values = keyed(hashes, np.uint64(low), np.uint64(high))
+        values = keyed(hashes, *map(np.uint64, _halves(key)))
         levels = _leading_zeros(values)
         counts = np.bincount(levels, minlength=MAX_LEVEL + 1)
         found.append(PromptFingerprints(values.astype(np.uint32), levels, counts[::-1].cumsum()[::-1], len(prompt)))
     return found
 
 
-def overlap(sketch: Sketch, prompt: PromptFingerprints) -> float:
-    """Estimated share, 0..1, of the prompt's tokens that the donor holds; 0 where the sample is empty.
-
-    Its standard deviation is about sqrt(share * (1 - share) / eligible[level]). Text shared in runs below
-    GUARANTEED_RUN tokens is not seen.
-    """
-    eligible = int(prompt.eligible[sketch.level])
-    if not eligible or not len(sketch.entries):
-        return 0.0
-    asked = prompt.entries[prompt.levels >= sketch.level]
-    return int(np.isin(asked, sketch.entries).sum()) / eligible
-
-
 def _halves(key: bytes) -> tuple[int, int]:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a sketch key has {KEY_BYTES} bytes, not {len(key)}; make one with sketch_key()")
-    low, high = _HALVES.unpack(key)
-    return low, high
+    return int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
 
 
 def _leading_zeros(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-    """Zero bits in front of each value, at most MAX_LEVEL: uint8 [n]."""
+    """Zero bits at the start of each value, at most MAX_LEVEL: uint8 [n]."""
     levels = np.zeros(len(values), dtype=np.uint8)
     rest = values.copy()
     for step in (32, 16, 8, 4, 2, 1):

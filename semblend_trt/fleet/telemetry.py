@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import threading
+from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,46 +24,113 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from semblend_trt.background import Background
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.block_kind import BlockKind, kind_of
 from semblend_trt.fleet.router.prompts import completion_prompt
 from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from semblend_trt.fleet.router.config import TelemetryConfig
+    from semblend_trt.fleet.router.config import Caller, TelemetryConfig
     from semblend_trt.fleet.router.counters import RouterCounters
     from semblend_trt.fleet.router.prompts import PromptReader
     from semblend_trt.fleet.router.replicas import Observed
-    from semblend_trt.fleet.router.tenants import Caller
 
+logger = logging.getLogger(__name__)
 
 MAX_BLOCKS = 1 << 17
 MAX_TOKENS = 1 << 28
+# Bytes of bodies that may wait to be written; further lines are dropped and counted.
+MAX_WAITING_BYTES = 64 << 20
+CLOSE_SECONDS = 5.0
 
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Milliseconds = Annotated[float, Field(ge=0)]
 Label = Annotated[str, Field(min_length=1, max_length=256)]
 
-# Kinds that have another name in the SemanticKV system.
-_OTHER_NAMES = {
-    "system": BlockKind.SYSTEM_PROMPT,
+
+class BlockKind(str, Enum):
+    """Kinds of prompt text. OTHER is text that no rule knows."""
+
+    SYSTEM_PROMPT = "system_prompt"
+    TEMPLATE = "template"
+    RETRIEVED_CONTEXT = "retrieved_context"
+    TOOL_OUTPUT = "tool_output"
+    CODE = "code"
+    LEGAL_EVIDENCE = "legal_evidence"
+    ASSISTANT_HISTORY = "assistant_history"
+    USER_QUERY = "user_query"
+    OTHER = "other"
+
+
+# Of the roles whose every word has one kind. The SemanticKV system writes some of these names for kinds.
+_BY_ROLE = {
+    **dict.fromkeys(("system", "developer"), BlockKind.SYSTEM_PROMPT),
     "assistant": BlockKind.ASSISTANT_HISTORY,
-    "user": BlockKind.USER_QUERY,
-    "tool": BlockKind.TOOL_OUTPUT,
+    **dict.fromkeys(("tool", "function", "ipython", "observation"), BlockKind.TOOL_OUTPUT),
 }
+_BY_NAME = {each.value: each for each in BlockKind} | {"user": BlockKind.USER_QUERY} | _BY_ROLE
+# ChatML, Llama 3 and plain labels at the start of a line.
+_TURN = re.compile(
+    r"<\|im_start\|>(system|user|assistant|tool)\b|<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>"
+    r"|^(System|User|Assistant|Tool|Human|Observation):",
+    re.MULTILINE,
+)
 # A paragraph keeps the empty lines after it, so that paragraphs add up to the text.
 _PARAGRAPH = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
-_BY_ROLE = {
-    "system": BlockKind.SYSTEM_PROMPT,
-    "developer": BlockKind.SYSTEM_PROMPT,
-    "assistant": BlockKind.ASSISTANT_HISTORY,
-    "tool": BlockKind.TOOL_OUTPUT,
-    "function": BlockKind.TOOL_OUTPUT,
-}
-# Bytes of bodies that may wait to be written; further lines are dropped and counted.
-MAX_WAITING_BYTES = 64 << 20
-CLOSE_SECONDS = 5.0
+_FENCE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+_CODE_LINE = re.compile(
+    r"^\s*(?:def |class |import |from \w+ import|#include|return\b|public |func |SELECT )|[;{}]\s*$"
+)
+_LEGAL = re.compile(
+    r"§|\b(?:hereinafter|herein|pursuant to|plaintiff|defendant|affidavit|statute|whereas|Exhibit [A-Z\d]|v\. [A-Z])"
+)
+_TOOL = re.compile(r"^\s*(?:<tool_response>|\{\s*\"|\[\s*\{)")
+_TEMPLATE = re.compile(
+    r"\b(?:Answer (?:in|with|only)|Respond (?:in|with|only)|in the following format|Do not |You must |Use only)"
+)
+_RETRIEVED = re.compile(r"^\s*(?:Document|Passage|Source|Context|Title|\[\d+\])\b[^\n]{0,80}", re.IGNORECASE)
+# A user's own words are short; a longer paragraph was put there from somewhere else.
+_LONG_PARAGRAPH = 400
+
+
+def kind_of(text: str) -> BlockKind:
+    """The kind with most of the characters in `text`, the first of them by the order of `BlockKind`."""
+    counts = Counter[BlockKind]()
+    turns = list(_TURN.finditer(text))
+    starts = [turn.start() for turn in turns] + [len(text)]
+    _count(counts, text[: starts[0]], is_turn=False)
+    for turn, end in zip(turns, starts[1:], strict=True):
+        role = next(filter(None, turn.groups())).lower()
+        said = text[turn.end() : end]
+        if role in _BY_ROLE:
+            counts[_BY_ROLE[role]] += len(said.strip())
+        else:
+            _count(counts, said, is_turn=True)
+    return max(BlockKind, key=counts.__getitem__) if counts.total() else BlockKind.OTHER
+
+
+def _count(counts: Counter[BlockKind], text: str, *, is_turn: bool) -> None:
+    """Counts the characters of each kind in a user's turn, or in text without turns."""
+    counts[BlockKind.CODE] += sum(map(len, _FENCE.findall(text)))
+    for paragraph in map(str.strip, re.split(r"\n\s*\n", _FENCE.sub("\n\n", text))):
+        counts[_kind_of_paragraph(paragraph, is_turn=is_turn)] += len(paragraph)
+
+
+def _kind_of_paragraph(text: str, *, is_turn: bool) -> BlockKind:
+    lines = text.splitlines()
+    if _TOOL.match(text):
+        return BlockKind.TOOL_OUTPUT
+    if sum(_CODE_LINE.search(line) is not None for line in lines) * 2 > len(lines):
+        return BlockKind.CODE
+    if len(_LEGAL.findall(text)) >= 2:
+        return BlockKind.LEGAL_EVIDENCE
+    if _RETRIEVED.match(text):
+        return BlockKind.RETRIEVED_CONTEXT
+    if _TEMPLATE.search(text):
+        return BlockKind.TEMPLATE
+    if len(text) >= _LONG_PARAGRAPH:
+        return BlockKind.RETRIEVED_CONTEXT
+    return BlockKind.USER_QUERY if is_turn else BlockKind.OTHER
 
 
 class _Part(BaseModel):
@@ -86,11 +155,7 @@ class TraceBlock(_Part):
     @property
     def kind(self) -> BlockKind:
         """The block's kind; OTHER for an unknown name."""
-        name = self.semantic_type.lower()
-        try:
-            return _OTHER_NAMES.get(name) or BlockKind(name)
-        except ValueError:
-            return BlockKind.OTHER
+        return _BY_NAME.get(self.semantic_type.lower(), BlockKind.OTHER)
 
 
 class TraceLine(_Part):
@@ -136,10 +201,9 @@ class Hasher:
         return self._hash(tenant, b"tokens", data)
 
     def _hash(self, tenant: str | None, what: bytes, data: bytes) -> str:
-        digest = hashlib.blake2b(key=self._key, digest_size=16)
         whose = b"" if tenant is None else b"\1" + tenant.encode()
-        digest.update(len(whose).to_bytes(4, "little") + whose + what + b"\0" + data)
-        return digest.hexdigest()
+        message = len(whose).to_bytes(4, "little") + whose + what + b"\0" + data
+        return hashlib.blake2b(message, key=self._key, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +249,9 @@ class BlockMaker:
             return
         for role, text in self.prompts.texts(body):
             for paragraph in _PARAGRAPH.findall(text):
-                yield _kind(role, paragraph), self.prompts.token_ids(paragraph)
-
-
-def _kind(role: str | None, paragraph: str) -> BlockKind:
-    if role in _BY_ROLE:
-        return _BY_ROLE[role]
-    kind = kind_of(paragraph)
-    return BlockKind.USER_QUERY if kind is BlockKind.OTHER and role == "user" else kind
-
-
-logger = logging.getLogger(__name__)
+                kind = _BY_ROLE.get(role or "") or kind_of(paragraph)
+                is_query = kind is BlockKind.OTHER and role == "user"
+                yield BlockKind.USER_QUERY if is_query else kind, self.prompts.token_ids(paragraph)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,12 +270,11 @@ class ServedRequest:
 
 class TraceLog:
     """Writes a line per request, on a thread of its own. `note` and `close` belong to one event loop, `prompts` to the
-    thread."""
+    thread. Raises ConfigurationError when the file cannot be opened."""
 
     def __init__(
         self, config: TelemetryConfig, hasher: Hasher, prompts: PromptReader, counters: RouterCounters
     ) -> None:
-        """Raises ConfigurationError when the file cannot be opened."""
         self._hasher, self._counters = hasher, counters
         self._maker = BlockMaker(prompts, hasher, config.block_tokens, config.text == "kept")
         try:
@@ -251,8 +306,7 @@ class TraceLog:
     def _write(self, served: ServedRequest) -> None:
         result = "failed"
         try:
-            line = self._line(served).to_json()
-            self._file.emit(logging.makeLogRecord({"msg": line}))
+            self._file.emit(logging.makeLogRecord({"msg": self._line(served).to_json()}))
             result = "written"
         except OSError as error:
             logger.warning("a trace line cannot be written: %s", error)
@@ -324,7 +378,7 @@ def receipt_in(tail: bytes) -> dict[str, Any]:
 
 
 def _tokens(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 28 else None
+    return value if type(value) is int and 0 <= value < MAX_TOKENS else None
 
 
 def _milliseconds(seconds: float | None) -> float | None:

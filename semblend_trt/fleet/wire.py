@@ -7,6 +7,7 @@ The bytes of `provider_metadata` are binary in MessagePack, and in JSON a list o
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,9 +34,11 @@ KIND_NAMES = (
     "provider_heartbeat",
 )
 MAX_MESSAGE_BYTES = 65536
-_NAMESPACES_KEPT = 256
 MAX_NAMESPACE_BYTES = 16384
 MAX_EMBEDDING = 4096
+# Each byte as a number and a comma, padded to one width (JSON ignores blanks): one look-up writes a list, several times
+# as fast as json.dumps.
+_BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
 
 
 class EventError(SemBlendError, ValueError):
@@ -93,10 +96,11 @@ class EventWriter:
         self.emitter = emitter
         self.last_id = 0
         self._embeddings = embeddings
-        self._raw: Callable[[bytes], Any] = msgspec.Raw
+        self._raw: Any = msgspec.Raw
         self._is_json = form is EventFormat.JSON
         self._encode: Callable[[Any], bytes] = (msgspec.json if self._is_json else msgspec.msgpack).Encoder().encode
-        self._namespaces: dict[CacheNamespace, Any] = {}
+        # Donors share namespaces.
+        self._namespace = functools.lru_cache(maxsize=256)(self._encoded)
 
     def reset(self) -> bytes:
         """Writes provider_generation_reset."""
@@ -116,16 +120,24 @@ class EventWriter:
 
         Raises EventError (oversize) for a namespace or an embedding that is too large; no event id is used then.
         """
-        segment: dict[str, Any] = {
+        metadata = sketch
+        if self._is_json:
+            numbers = _BYTES_IN_JSON.take(np.frombuffer(sketch, dtype=np.uint8)).tobytes()
+            metadata = self._raw(b"[" + numbers[:-1] + b"]")
+        segment = {
             "segment_id": 0,
             "token_range": (0, tokens),
             "digest": digest,
             "block_hashes": (),
-            "provider_metadata": self._raw(_as_json_list(sketch)) if self._is_json else sketch,
+            "provider_metadata": metadata,
         }
         if self._embeddings and embedding is not None:
-            segment["embedding"] = _base64(embedding)
-        return self._donor_message(
+            if embedding.ndim != 1 or len(embedding) > MAX_EMBEDDING:
+                raise EventError(
+                    "oversize", f"an embedding of shape {list(embedding.shape)}; at most [{MAX_EMBEDDING}] is sent"
+                )
+            segment["embedding"] = base64.b64encode(embedding.astype("<f4").tobytes()).decode("ascii")
+        return self._of_donor(
             "donor_registered",
             donor_id=donor_id,
             namespace=self._namespace(namespace),
@@ -137,22 +149,22 @@ class EventWriter:
 
     def evicted(self, donor_id: str) -> bytes:
         """Writes donor_evicted for a whole donor."""
-        return self._donor_message("donor_evicted", donor_id=donor_id)
+        return self._of_donor("donor_evicted", donor_id=donor_id)
 
     def relocated(self, donor_id: str, tier: str) -> bytes:
         """Writes donor_relocated."""
-        return self._donor_message("donor_relocated", donor_id=donor_id, new_location=self._location(tier))
+        return self._of_donor("donor_relocated", donor_id=donor_id, new_location=self._location(tier))
 
     def purged(self) -> bytes:
         """Writes donors_purged for all donors of this emitter."""
-        return self._donor_message("donors_purged", scope={"kind": "all"})
+        return self._of_donor("donors_purged", scope={"kind": "all"})
 
     def heartbeat(self, interval_seconds: float, donor_count: int, digest: int) -> bytes:
         """Writes provider_heartbeat; `digest` is the XOR of `donor_digest` over the announced donors."""
         fields = {"interval_seconds": interval_seconds, "donor_count": donor_count, "state_digest": digest}
-        return self._donor_message("provider_heartbeat", **fields)
+        return self._of_donor("provider_heartbeat", **fields)
 
-    def _donor_message(self, kind: str, **fields: Any) -> bytes:
+    def _of_donor(self, kind: str, **fields: Any) -> bytes:
         return self._message({"kind": kind, **fields, "provider_generation": self.emitter.generation})
 
     def _message(self, data: dict[str, Any]) -> bytes:
@@ -164,33 +176,8 @@ class EventWriter:
         emitter = self.emitter
         return {"kind": "worker", "tier": tier, "worker_id": emitter.worker_id, "dp_rank": emitter.dp_rank}
 
-    def _namespace(self, namespace: CacheNamespace) -> Any:
-        """The encoded namespace, cached for the donors that share it."""
-        encoded = self._namespaces.get(namespace)
-        if encoded is None:
-            text = self._encode(namespace.to_dict())
-            if len(text) > MAX_NAMESPACE_BYTES:
-                raise EventError(
-                    "oversize", f"a namespace of {len(text)} bytes; at most {MAX_NAMESPACE_BYTES} are sent"
-                )
-            if len(self._namespaces) >= _NAMESPACES_KEPT:
-                self._namespaces.pop(next(iter(self._namespaces)))
-            encoded = self._namespaces[namespace] = self._raw(text)
-        return encoded
-
-
-# Each byte as a number and a comma, padded to one width (JSON ignores blanks), so that one look-up writes a list.
-_BYTES_IN_JSON = np.frombuffer(b"".join(b"%3d," % each for each in range(256)), dtype="<u4")
-
-
-def _as_json_list(data: bytes) -> bytes:
-    """`list(data)` in JSON, several times as fast as json.dumps."""
-    return b"[" + _BYTES_IN_JSON.take(np.frombuffer(data, dtype=np.uint8)).tobytes()[:-1] + b"]"
-
-
-def _base64(embedding: npt.NDArray[np.float32]) -> str:
-    if embedding.ndim != 1 or len(embedding) > MAX_EMBEDDING:
-        raise EventError(
-            "oversize", f"an embedding of shape {list(embedding.shape)}; at most [{MAX_EMBEDDING}] is sent"
-        )
-    return base64.b64encode(embedding.astype("<f4").tobytes()).decode("ascii")
+    def _encoded(self, namespace: CacheNamespace) -> Any:
+        text = self._encode(namespace.to_dict())
+        if len(text) > MAX_NAMESPACE_BYTES:
+            raise EventError("oversize", f"a namespace of {len(text)} bytes; at most {MAX_NAMESPACE_BYTES} are sent")
+        return self._raw(text)

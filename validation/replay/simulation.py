@@ -18,7 +18,7 @@ import numpy as np
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import DonorHistory, EvictionPolicy, Ranking, policy_of
-from semblend_trt.fleet.block_kind import BlockKind
+from semblend_trt.fleet.telemetry import BlockKind
 from validation.replay.trace import NONE
 
 if TYPE_CHECKING:

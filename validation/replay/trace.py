@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
     from pathlib import Path
 
-    from semblend_trt.fleet.block_kind import BlockKind
+    from semblend_trt.fleet.telemetry import BlockKind
 
 
 NONE = -1

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,10 @@ from semblend_trt.discovery.fingerprint import TokenArray, as_token_array
 from semblend_trt.fleet.connection import DirectoryReader
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.router.cold_runs import ColdRuns, cold_body, said_in
+from semblend_trt.fleet.router.config import Shares, Tenants, key_digest, unknown_key
 from semblend_trt.fleet.router.counters import FleetGauges, RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader, PromptTooLongError, ReadingThreads
-from semblend_trt.fleet.router.replicas import (
-    CLIENT_LEFT,
-    AnswerBounds,
-    Forwarder,
-    Observed,
-    ReplicaFailedError,
-    ReplicaSet,
-)
+from semblend_trt.fleet.router.replicas import CLIENT_LEFT, Forwarder, Observed, ReplicaFailedError, ReplicaSet
 from semblend_trt.fleet.router.serving import (
     Connections,
     RequestRefusedError,
@@ -40,27 +34,17 @@ from semblend_trt.fleet.router.serving import (
     metrics_page,
     refusing,
 )
-from semblend_trt.fleet.router.tenants import Shares, Tenants, key_digest, unknown_key
-from semblend_trt.fleet.routing_policy import (
-    Choice,
-    LeastLoaded,
-    NoReplicaError,
-    Replica,
-    RoutingPolicy,
-    RoutingRequest,
-    worker_name,
-)
+from semblend_trt.fleet.routing_policy import LeastLoaded, NoReplicaError, RoutingRequest, worker_name
 from semblend_trt.fleet.telemetry import Hasher, ServedRequest, TraceLog, receipt_in
 from semblend_trt.outcome import RECEIPT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from semblend_trt.fleet.connection import ConnectionOptions
-    from semblend_trt.fleet.router.config import RouterConfig
-    from semblend_trt.fleet.router.tenants import Caller
-    from semblend_trt.fleet.routing_policy import Holder, Worker
-
+    from semblend_trt.fleet.router.cold_runs import RunCold, Said
+    from semblend_trt.fleet.router.config import Caller, RouterConfig
+    from semblend_trt.fleet.routing_policy import Choice, Holder, Replica, RoutingPolicy, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -109,68 +93,55 @@ class ColdCheck:
         return cls(cold_body(asked), False, is_whole and not body.get(TOKENS_FIELD))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Placer:
     """Reads prompts and chooses replicas. An unreadable prompt is placed by load alone and counted; one that is too
     long is refused."""
 
-    def __init__(
-        self,
-        prompts: ReadingThreads,
-        directory: Directory | None,
-        policy: RoutingPolicy,
-        counters: RouterCounters,
-        *,
-        read_seconds: float,
-    ) -> None:
-        self._prompts, self._directory = prompts, directory
-        self._policy, self._least_loaded = policy, LeastLoaded()
-        self._counters, self._read_seconds = counters, read_seconds
-
-    def close(self) -> None:
-        self._prompts.close()
+    prompts: ReadingThreads
+    directory: Directory | None
+    policy: RoutingPolicy
+    counters: RouterCounters
+    read_seconds: float
+    least_loaded: RoutingPolicy = field(default_factory=LeastLoaded)
 
     async def read(self, body: Mapping[str, Any], body_bytes: int, caller: Caller) -> ReadPrompt:
         """Reads the prompt of a body of `body_bytes` bytes and looks its holders up among the caller's own donors.
 
         Raises RequestRefusedError, 400 prompt_too_long.
         """
-        unread = ReadPrompt(None, body_bytes // BYTES_PER_TOKEN)
-        reading = self._prompts.read(body_bytes, lambda reader: self._read(reader, body, caller.salt))
+        reading = self.prompts.read(body_bytes, lambda reader: self._read(reader, body, caller.salt))
+        reason = "unread_prompt"
         try:
-            return await asyncio.wait_for(reading, self._read_seconds)
+            return await asyncio.wait_for(reading, self.read_seconds)
         except asyncio.TimeoutError:
-            self._counters.fallbacks.labels("slow_reading").inc()
+            reason = "slow_reading"
         except PromptTooLongError as error:
             raise RequestRefusedError(400, "prompt_too_long", str(error)) from None
         except (PromptError, ValueError, OverflowError):
-            # The replica decides whether the prompt is bad: its template may differ.
-            self._counters.fallbacks.labels("unread_prompt").inc()
+            pass  # the replica decides whether the prompt is bad: its template may differ
         except Exception:
             logger.exception("a prompt could not be read")
-            self._counters.fallbacks.labels("unread_prompt").inc()
-        return unread
+        self.counters.fallbacks.labels(reason).inc()
+        return ReadPrompt(None, body_bytes // BYTES_PER_TOKEN)
 
     def choose(self, prompt: ReadPrompt, caller: Caller, replicas: Sequence[Replica]) -> Choice:
         """Raises NoReplicaError when none of `replicas` is healthy."""
         if prompt.token_ids is None:
-            return self._least_loaded.choose(RoutingRequest(()), replicas)
+            return self.least_loaded.choose(RoutingRequest(()), replicas)
         request = RoutingRequest(prompt.token_ids, caller.session, prompt.holders, caller.salt)
-        return self._policy.choose(request, replicas)
+        return self.policy.choose(request, replicas)
 
     def _read(self, reader: PromptReader, body: Mapping[str, Any], salt: str | None) -> ReadPrompt:
-        ids = reader.chat(body) if "messages" in body else reader.completion(body)
-        token_ids = as_token_array(ids)
-        return ReadPrompt(token_ids, len(ids), self._holders(token_ids, salt))
-
-    def _holders(self, token_ids: TokenArray, salt: str | None) -> tuple[Holder, ...]:
-        if self._directory is None:
-            return ()
+        token_ids = as_token_array(reader.chat(body) if "messages" in body else reader.completion(body))
+        holders: tuple[Holder, ...] = ()
         try:
-            return self._directory.holders(token_ids, tenant_salt=salt)
+            if self.directory is not None:
+                holders = self.directory.holders(token_ids, tenant_salt=salt)
         except Exception:
             logger.exception("the look-up in the directory failed")
-            self._counters.fallbacks.labels("directory_failed").inc()
-            return ()
+            self.counters.fallbacks.labels("directory_failed").inc()
+        return ReadPrompt(token_ids, len(token_ids), holders)
 
 
 class Router:
@@ -189,29 +160,21 @@ class Router:
         nats: ConnectionOptions | None,
         audit_sample: float = 0.0,
     ) -> None:
-        self._config = config
-        self._bounds = config.bounds()
+        self._config, self._bounds = config, config.bounds()
         self._tenants = Tenants(config, environment)
         self._shares = Shares(config.tenant_requests, config.tenant_bytes)
-        status = config.status
         self._status_key = None
-        if status is not None and (status.sha256 or status.env):
-            self._status_key = status.digest(environment)
+        if config.status is not None and (config.status.sha256 or config.status.env):
+            self._status_key = config.status.digest(environment)
         self._name = config.name or Path(config.model).resolve().name
         self.counters = counters = RouterCounters()
         self._cold_runs = ColdRuns(audit_sample, lambda result: counters.cold_runs.labels(result).inc())
-        workers = [(each.worker_id, each.dp_rank) for each in config.replicas]
         self._directory, self._reader = None, None
         if nats is not None:
-            self._directory = Directory(accepted=workers)
+            self._directory = Directory(accepted=[(each.worker_id, each.dp_rank) for each in config.replicas])
             self._reader = DirectoryReader(nats, self._directory)
-        self._placer = Placer(
-            ReadingThreads(tokenizer, config.max_prompt_tokens),
-            self._directory,
-            config.routing_policy(),
-            counters,
-            read_seconds=config.read_seconds,
-        )
+        threads, policy = ReadingThreads(tokenizer, config.max_prompt_tokens), config.routing_policy()
+        self._placer = Placer(threads, self._directory, policy, counters, config.read_seconds)
         self._trace: TraceLog | None = None
         secret = config.secret(environment)
         if config.telemetry is not None and secret is not None:
@@ -229,8 +192,7 @@ class Router:
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         app.cleanup_ctx.append(self._running)
-        status = self._config.status
-        if status is None or status.host is None:
+        if self._config.status is None or self._config.status.host is None:
             self._add_status(app)
         else:
             app.cleanup_ctx.append(self._telling)
@@ -264,14 +226,7 @@ class Router:
         # Shorter than any server's timeout, so that no server closes a connection while a request is sent.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            self._replicas = ReplicaSet(
-                config.replicas,
-                session,
-                health_seconds=config.health_seconds,
-                answer_seconds=config.connect_seconds,
-            )
-            bounds = AnswerBounds(config.first_byte_seconds, config.silence_seconds, config.max_answer_bytes)
-            self._forwarder = Forwarder(session, bounds, shows_worker=config.show_worker)
+            self._replicas, self._forwarder = ReplicaSet(config, session), Forwarder(session, config)
             self.counters.registry.register(FleetGauges(self._replicas, self._directory))
             await self._replicas.start()
             if self._reader is not None:
@@ -281,7 +236,7 @@ class Router:
                 await self._reader.stop()
             await self._cold_runs.close()
             await self._replicas.stop()
-            self._placer.close()
+            self._placer.prompts.close()
             if self._trace is not None:
                 self._trace.close()
 
@@ -309,9 +264,8 @@ class Router:
             body = {}  # it is not read again, and a stream may last long
         request_id, attempt_metadata = uuid.uuid4().hex, dict[str, Any]()
         try:
-            response, worker = await self._forward(
-                request, payload, request_id, prompt, caller, observed, attempt_metadata
-            )
+            sent = request, payload, request_id
+            response, worker = await self._forward(sent, prompt, caller, observed, attempt_metadata)
             if check is None or observed.status != 200 or observed.broken is not None:
                 return response
             run_cold = check.payload and partial(self._run_cold, check, request.path, worker, prompt.tokens)
@@ -330,15 +284,14 @@ class Router:
 
     async def _forward(
         self,
-        request: web.Request,
-        payload: bytes,
-        request_id: str,
+        sent: tuple[web.Request, bytes, str],
         prompt: ReadPrompt,
         caller: Caller,
         observed: Observed,
         metadata: dict[str, Any],
     ) -> tuple[web.StreamResponse, Worker]:
-        """Sends the request to one replica after another until one answers; `metadata` is for the trace."""
+        """Sends the request, its payload and id to one replica after another until one answers; `metadata` is for the
+        trace."""
         tried: set[Worker] = set()
         problem = "no replica is healthy"
         for attempt in range(1, self._config.attempts + 1):
@@ -351,9 +304,7 @@ class Router:
                 self.counters.placement_seconds.observe(time.perf_counter() - observed.began)
             with self._replicas.taking(choice.worker, max(0, prompt.tokens - choice.reused_tokens)) as taken:
                 try:
-                    response = await self._forwarder.forward(
-                        request, payload, request_id, taken, observed, verifies=caller.verifies
-                    )
+                    response = await self._forwarder.forward(*sent, taken, observed, verifies=caller.verifies)
                     # vLLM answers so when its engine has died. An error of a sound engine would repeat elsewhere.
                     is_error = response.status == 500 and not response.prepared
                     if is_error and not await self._replicas.is_well(choice.worker):
@@ -365,11 +316,19 @@ class Router:
                         self._replicas.found_dead(choice.worker)
                     self.counters.failed_attempts.labels(error.reason).inc()
                     continue
-            self._count(choice.worker, choice.reused_tokens, prompt, observed)
+            self.counters.requests.labels(worker_name(choice.worker), str(observed.status)).inc()
+            self.counters.tokens.labels("prompt").inc(prompt.tokens)
+            self.counters.tokens.labels("held").inc(choice.reused_tokens)
+            if observed.first_byte_seconds is not None:
+                self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
+            if observed.broken is not None:
+                self.counters.broken_streams.inc()
+            if observed.broken == "unreachable":
+                self._replicas.found_dead(choice.worker)
             return response, choice.worker
         raise RequestRefusedError(503, "no_replica", f"the request was not served: {problem}; try again later")
 
-    async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int) -> list[Sequence[int] | str]:
+    async def _run_cold(self, check: ColdCheck, path: str, worker: Worker, tokens: int) -> Said:
         """What the replica answers without reuse; one of the sample waits until the replica has nothing else to do."""
         assert check.payload is not None
         if check.is_sample:
@@ -382,7 +341,7 @@ class Router:
         check: ColdCheck,
         response: web.StreamResponse,
         observed: Observed,
-        run_cold: Callable[[], Awaitable[list[Sequence[int] | str]]] | None,
+        run_cold: RunCold | None,
     ) -> web.StreamResponse:
         """The answer with the result of its cold run in the receipt; one of the sample is compared later."""
         receipt = receipt_in(observed.tail)
@@ -407,17 +366,6 @@ class Router:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("an answer has a form that is not known, and cannot be compared with a cold run")
             return response
-
-    def _count(self, worker: Worker, held: int, prompt: ReadPrompt, observed: Observed) -> None:
-        self.counters.requests.labels(worker_name(worker), str(observed.status)).inc()
-        self.counters.tokens.labels("prompt").inc(prompt.tokens)
-        self.counters.tokens.labels("held").inc(held)
-        if observed.first_byte_seconds is not None:
-            self.counters.first_byte_seconds.observe(observed.first_byte_seconds)
-        if observed.broken is not None:
-            self.counters.broken_streams.inc()
-            if observed.broken == "unreachable":
-                self._replicas.found_dead(worker)
 
     # -- about the router -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from semblend_trt.errors import SemBlendError
-from semblend_trt.fleet.router.serving import RequestRefusedError
 from semblend_trt.policy import COLD
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     # What one run said: the tokens, or the text where no tokens are told, of each choice.
     Said = Sequence[Sequence[int] | str]
+    RunCold = Callable[[], Awaitable[Said]]
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +30,8 @@ VERIFY_HEADER = "X-SemBlend-Verify"
 MAX_WAITING = 8
 
 
-def asks_to_verify(headers: Mapping[str, str]) -> bool:
-    """Whether a request asks for its answer to be compared. Raises RequestRefusedError, 400 bad_verify."""
-    asked = headers.get(VERIFY_HEADER)
-    if asked is not None and asked.strip().lower() != "cold":
-        raise RequestRefusedError(400, "bad_verify", f"{VERIFY_HEADER} has one value, cold; send that or leave it out")
-    return asked is not None
-
-
-def is_repeatable(temperature: float | None, top_k: int | None, seed: int | None) -> bool:
-    """Whether two runs of a request have to agree: it is greedy, or its random numbers are those of a seed. The API's
-    default temperature is 1."""
-    return temperature == 0 or top_k == 1 or seed is not None
-
-
 def compared(first: Said, cold: Said) -> dict[str, Any]:
-    """The receipt's `verified`: whether both runs said the same, and else where the first choice that does not
-    parts."""
+    """The receipt's `verified`: whether both runs said the same, else where the first other choice begins to differ."""
     what = "text" if any(isinstance(said, str) for said in (*first, *cold)) else "tokens"
     for one, other in zip(first, cold, strict=False):
         if one != other:
@@ -58,8 +43,12 @@ def compared(first: Said, cold: Said) -> dict[str, Any]:
 
 
 def cold_body(body: Mapping[str, Any]) -> bytes | None:
-    """The body of a request's cold run, with a salt that no other request has. None where two runs need not agree."""
-    if not is_repeatable(body.get("temperature"), body.get("top_k"), body.get("seed")):
+    """The body of a request's cold run, with a salt that no other request has. None where two runs need not agree.
+
+    They agree when the request is greedy, or its random numbers are those of a seed. The API's default temperature is
+    1.
+    """
+    if body.get("temperature") != 0 and body.get("top_k") != 1 and body.get("seed") is None:
         return None
     asked = body.get("kv_transfer_params")
     kept = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
@@ -75,29 +64,28 @@ def said_in(answer: bytes) -> list[Sequence[int] | str]:
     """
     parts = [line[5:] for line in answer.splitlines() if line.startswith(b"data:")] or [answer]
     tokens: dict[int, list[int]] = {}
-    texts: dict[int, dict[str, str]] = {}
+    texts: dict[int, list[str]] = {}
     try:
         for part in (json.loads(each) for each in parts if each.strip() != b"[DONE]"):
             for choice in part["choices"]:
                 at = choice.get("index", 0)
                 tokens.setdefault(at, []).extend(choice.get("token_ids") or ())
-                for kind, text in _texts_of(choice).items():
-                    said = texts.setdefault(at, {})
-                    said[kind] = said.get(kind, "") + text
+                for kind, text in enumerate(_texts_of(choice)):
+                    texts.setdefault(at, ["", "", ""])[kind] += text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("this is no answer of the OpenAI API") from None
-    return [tokens[at] or "".join(texts[at].values()) for at in sorted(texts)]
+    return [tokens[at] or "".join(texts[at]) for at in sorted(texts)]
 
 
-def _texts_of(choice: Mapping[str, Any]) -> dict[str, str]:
-    """What a choice, or a part of one, says, by kind. The ids of calls are random, and left out."""
+def _texts_of(choice: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The reasoning, text and calls of a choice, or of a part of one. The ids of calls are random, and left out."""
     said = choice.get("message") or choice.get("delta") or {}
     calls = [call.get("function") or {} for call in said.get("tool_calls") or ()]
-    return {
-        "reasoning": said.get("reasoning_content") or said.get("reasoning") or "",
-        "text": choice.get("text") or said.get("content") or "",
-        "calls": "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls),
-    }
+    return (
+        said.get("reasoning_content") or said.get("reasoning") or "",
+        choice.get("text") or said.get("content") or "",
+        "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls),
+    )
 
 
 class ColdRuns:
@@ -109,15 +97,14 @@ class ColdRuns:
 
     def __init__(self, share: float, count: Callable[[str], None]) -> None:
         self._share, self._count = share, count
-        self._random = random.Random()
         self._turn = asyncio.Lock()
         self._sample: set[asyncio.Task[Any]] = set()
 
     def draws(self) -> bool:
         """Whether the next request is one of the sample."""
-        return self._share > 0 and self._random.random() < self._share
+        return random.random() < self._share
 
-    async def verdict(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> dict[str, Any]:
+    async def verdict(self, first: Said, run_cold: RunCold | None) -> dict[str, Any]:
         """The receipt's `verified`; without `run_cold` two runs need not agree. Raises nothing but a cancellation."""
         told: dict[str, Any]
         try:
@@ -135,7 +122,7 @@ class ColdRuns:
         self._count(told["result"])
         return told
 
-    def later(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> None:
+    def later(self, first: Said, run_cold: RunCold | None) -> None:
         """Compares an answer of the sample when its turn comes. Never waits."""
         if len(self._sample) >= MAX_WAITING:
             self._count("skipped")
@@ -150,12 +137,9 @@ class ColdRuns:
             task.cancel()
         await asyncio.gather(*self._sample, return_exceptions=True)
 
-    async def _in_turn(self, first: Said, run_cold: Callable[[], Awaitable[Said]] | None) -> None:
+    async def _in_turn(self, first: Said, run_cold: RunCold | None) -> None:
         async with self._turn:
             told = await self.verdict(first, run_cold)
         if told["result"] == "differs":
-            logger.warning("an answer with reuse differs from the cold run's at %s %d", *_place(told))
-
-
-def _place(told: Mapping[str, Any]) -> tuple[str, int]:
-    return ("character" if told["compared"] == "text" else "token"), told["first_difference"]
+            unit = "character" if told["compared"] == "text" else "token"
+            logger.warning("an answer with reuse differs from the cold run's at %s %d", unit, told["first_difference"])

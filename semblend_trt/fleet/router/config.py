@@ -1,10 +1,18 @@
-"""RouterConfig: the router's TOML file, validated. Secrets are in environment variables that it names."""
+"""RouterConfig: the router's TOML file, validated, and the callers that it knows.
+
+Secrets are in environment variables that the file names. The API key says who a caller is, and each tenant has a salt
+that separates its KV from the others'.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 import sys
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +29,8 @@ from pydantic import (
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input
-from semblend_trt.fleet.router.serving import ServerBounds
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
+from semblend_trt.fleet.router.serving import RequestRefusedError, ServerBounds
 from semblend_trt.fleet.routing_policy import POLICIES, SpanOverlap
 
 if sys.version_info >= (3, 11):
@@ -30,12 +39,16 @@ else:
     import tomli as tomllib
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from semblend_trt.fleet.routing_policy import RoutingPolicy
 
 MIN_SECRET_BYTES = 16
 MAX_CONFIG_BYTES = 1 << 20
+TENANT_HEADER, SESSION_HEADER = "X-Tenant-ID", "X-Session-ID"
+MAX_SESSION = 256
+# Seconds after which a tenant that has used its share may try again.
+RETRY_SECONDS = 1
 BOUNDS = ServerBounds()
 # Fields whose wrong value may be a secret: a password in an address, or a key in place of its digest or variable.
 _MAY_BE_SECRET = ("url", "nats_url", "sha256", "env", "secret_env")
@@ -51,10 +64,6 @@ def _checked_policy(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"use one of {', '.join(POLICIES)}")
     return policy
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
 
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")]
@@ -81,14 +90,19 @@ class ReplicaConfig(_Table):
 class _Key(_Table):
     """A key, by its SHA-256 or by the variable that holds it."""
 
-    sha256: Annotated[str, BeforeValidator(_lower), Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    sha256: (
+        Annotated[
+            str,
+            BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+            Field(pattern=r"^[0-9a-f]{64}$"),
+        ]
+        | None
+    ) = None
     env: VariableName | None = None
 
     def digest(self, environment: Mapping[str, str]) -> str:
         """SHA-256 of the key, in hex. Raises ConfigurationError when its variable is not set."""
-        if self.sha256 is not None:
-            return self.sha256
-        return hashlib.sha256(_variable(environment, self.env or "").encode("utf-8", "surrogateescape")).hexdigest()
+        return self.sha256 or hashlib.sha256(_variable(environment, self.env or "")).hexdigest()
 
 
 class KeyConfig(_Key):
@@ -185,13 +199,7 @@ class RouterConfig(_Table):
 
     def bounds(self) -> ServerBounds:
         """The bounds of clients."""
-        return ServerBounds(
-            self.header_seconds,
-            self.body_seconds,
-            self.max_connections,
-            self.max_peer_connections,
-            self.max_body_bytes,
-        )
+        return ServerBounds(**self.model_dump(include=set(ServerBounds.__slots__)))
 
     def routing_policy(self) -> RoutingPolicy:
         """A new policy as the file says."""
@@ -201,7 +209,7 @@ class RouterConfig(_Table):
         """The secret; None where no variable is named. Raises ConfigurationError when it is not set or too short."""
         if self.secret_env is None:
             return None
-        secret = _variable(environment, self.secret_env).encode("utf-8", "surrogateescape")
+        secret = _variable(environment, self.secret_env)
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigurationError(
                 f"the secret in {self.secret_env} has {len(secret)} bytes; give at least {MIN_SECRET_BYTES}"
@@ -225,13 +233,9 @@ def load_config(path: str | Path) -> RouterConfig:
     try:
         return RouterConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(f"{path}: {_sentence(error)}") from None
-
-
-def _sentence(error: ValidationError) -> str:
-    details = error.errors(include_url=False)
+        details = error.errors(include_url=False)
     first: Any = details[0]
-    place = ".".join(str(part) for part in first["loc"])
+    place = ".".join(map(str, first["loc"]))
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         problem = "there is no such field"
@@ -241,11 +245,123 @@ def _sentence(error: ValidationError) -> str:
     elif not set(_MAY_BE_SECRET) & set(first["loc"]) and isinstance(first["input"], (str, int, float)):
         problem += f" (given: {first['input']!r:.80})"
     more = f" ({len(details) - 1} more fields are wrong)" if len(details) > 1 else ""
-    return f"{place}: {problem}{more}" if place else f"{problem}{more}"
+    raise ConfigurationError(": ".join(filter(None, (str(path), place, problem))) + more)
 
 
-def _variable(environment: Mapping[str, str], name: str) -> str:
-    value = environment.get(name, "")
-    if not value:
+def _variable(environment: Mapping[str, str], name: str) -> bytes:
+    if not environment.get(name):
         raise ConfigurationError(f"the configuration names the variable {name}, which is not set; set it")
-    return value
+    return environment[name].encode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a request. `salt` is the tenant's cache salt; both are None without tenants. `verifies`: it asks
+    for its answer to be compared with a cold run, and may."""
+
+    tenant: str | None = None
+    salt: str | None = field(default=None, repr=False)
+    session: str | None = None
+    verifies: bool = False
+
+
+class Tenants:
+    """The tenants of the configuration. Without keys there, all callers are served, without a tenant.
+
+    Raises ConfigurationError when a variable that the configuration names is not set.
+    """
+
+    def __init__(self, config: RouterConfig, environment: Mapping[str, str]) -> None:
+        self._secret = config.secret(environment)
+        self._allowed: dict[str, tuple[str, ...]] = {}
+        self._verifying: set[str] = set()
+        for key in config.keys:
+            digest = key.digest(environment)
+            self._allowed[digest] = (*self._allowed.get(digest, ()), *key.tenants)
+            if key.verify:
+                self._verifying.add(digest)
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """The caller, by Authorization, X-Tenant-ID, X-Session-ID and X-SemBlend-Verify.
+
+        A request may name a tenant of its key, and must name one where the key has several.
+        Raises RequestRefusedError: 401 unknown_key, 403 tenant_forbidden and verify_forbidden, 400 tenant_missing,
+        bad_session and bad_verify.
+        """
+        session, named, asked = map(headers.get, (SESSION_HEADER, TENANT_HEADER, VERIFY_HEADER))
+        if session is not None and not (1 <= len(session) <= MAX_SESSION and session.isprintable()):
+            message = f"{SESSION_HEADER} has 1 to {MAX_SESSION} printable characters"
+            raise RequestRefusedError(400, "bad_session", message)
+        if asked is not None and asked.strip().lower() != "cold":
+            message = f"{VERIFY_HEADER} has one value, cold; send that or leave it out"
+            raise RequestRefusedError(400, "bad_verify", message)
+        digest, tenant, salt = key_digest(headers), None, None
+        if self._allowed:
+            tenant = self._tenant(digest, named)
+            assert self._secret is not None  # the configuration has no keys without it
+            # Under the router's secret, so that no client can compute it.
+            purpose = b"semblend-router:cache-salt:v1\0" + tenant.encode()
+            salt = hmac.new(self._secret, purpose, hashlib.sha256).hexdigest()
+        elif named is not None:
+            message = f"this router knows no tenants; leave {TENANT_HEADER} out"
+            raise RequestRefusedError(403, "tenant_forbidden", message)
+        if asked is not None and digest not in self._verifying:
+            message = f"{VERIFY_HEADER} costs a second run, and this caller may not use it; "
+            message += "[[keys]] with verify = true may"
+            raise RequestRefusedError(403, "verify_forbidden", message)
+        return Caller(tenant, salt, session, asked is not None)
+
+    def _tenant(self, digest: str, named: str | None) -> str:
+        allowed = self._allowed.get(digest)
+        if allowed is None:
+            raise unknown_key()
+        if named is None and len(set(allowed)) > 1:
+            message = f"this API key speaks for several tenants; name one in {TENANT_HEADER}"
+            raise RequestRefusedError(400, "tenant_missing", message)
+        if named not in (None, *allowed):
+            raise RequestRefusedError(403, "tenant_forbidden", f"this API key does not speak for that {TENANT_HEADER}")
+        return named or allowed[0]
+
+
+class Shares:
+    """Bounds the requests that each tenant has under way, by number and by bytes of their bodies."""
+
+    def __init__(self, requests: int, size: int) -> None:
+        self._most_requests, self._most_bytes = requests, size
+        self._requests: Counter[str | None] = Counter()
+        self._bytes: Counter[str | None] = Counter()
+
+    @contextmanager
+    def taking(self, tenant: str | None, size: int) -> Iterator[None]:
+        """Counts a request with a body of `size` bytes for the tenant until the block ends.
+
+        Raises RequestRefusedError, 429 tenant_busy, when that exceeds the tenant's share.
+        """
+        load, held = "", self._bytes[tenant]
+        if self._requests[tenant] >= self._most_requests:
+            load = f"{self._most_requests} requests"
+        elif held + size > self._most_bytes:
+            load = f"{held} bytes of requests, and with this one more than the {self._most_bytes} allowed,"
+        if load:
+            message = f"{load} are under way for this caller; wait for some of them to end"
+            raise RequestRefusedError(429, "tenant_busy", message, RETRY_SECONDS)
+        self._requests[tenant] += 1
+        self._bytes[tenant] += size
+        try:
+            yield
+        finally:
+            self._requests[tenant] -= 1
+            self._bytes[tenant] -= size
+
+
+def key_digest(headers: Mapping[str, str]) -> str:
+    """SHA-256 of a request's API key, in hex; empty without a key. The key may be any bytes."""
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return ""
+    return hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def unknown_key() -> RequestRefusedError:
+    """The refusal of a caller without a known key."""
+    return RequestRefusedError(401, "unknown_key", "the API key is missing or unknown; send it as Bearer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -40,36 +41,28 @@ class RouterCounters:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered by a replica.", "worker", "status")
         self.refusals = self._counter("refusals", "Requests that no replica answered.", reason=REFUSALS)
-        self.tokens = self._counter(
-            "tokens", "Prompt tokens, and those that the chosen replica was expected to hold.", kind=("prompt", "held")
-        )
+        held = "Prompt tokens, and those that the chosen replica was expected to hold."
+        self.tokens = self._counter("tokens", held, kind=("prompt", "held"))
         self.fallbacks = self._counter("fallbacks", "Requests placed by load alone.", reason=FALLBACKS)
-        self.failed_attempts = self._counter(
-            "failed_attempts",
-            "Attempts that a replica did not answer; the request then goes to another one.",
-            reason=FAILED_ATTEMPTS,
-        )
+        failed = "Attempts that a replica did not answer; the request then goes to another one."
+        self.failed_attempts = self._counter("failed_attempts", failed, reason=FAILED_ATTEMPTS)
         self.broken_streams = self._counter("broken_streams", "Streams that a replica broke off.")
         self.client_salts = self._counter("client_salts", "Cache salts of clients, which are removed.")
-        self.dropped_connections = self._counter(
-            "dropped_connections", "Connections that were closed because there were too many.", reason=DROPPED
-        )
+        dropped = "Connections that were closed because there were too many."
+        self.dropped_connections = self._counter("dropped_connections", dropped, reason=DROPPED)
         self.trace_lines = self._counter("trace_lines", "Lines of telemetry, by result.", result=TRACE_RESULTS)
-        self.cold_runs = self._counter(
-            "cold_runs", "Answers compared with a cold run's, by result.", result=COLD_RUN_RESULTS
-        )
-        self.placement_seconds = self._histogram(
-            "placement_seconds", "Time from a request's body to the choice of its replica."
-        )
-        self.first_byte_seconds = self._histogram(
-            "first_byte_seconds", "Time from a streamed request to the first byte of its answer."
-        )
+        compared = "Answers compared with a cold run's, by result."
+        self.cold_runs = self._counter("cold_runs", compared, result=COLD_RUN_RESULTS)
+        placed = "Time from a request's body to the choice of its replica."
+        self.placement_seconds = self._histogram("placement_seconds", placed)
+        first = "Time from a streamed request to the first byte of its answer."
+        self.first_byte_seconds = self._histogram("first_byte_seconds", first)
 
     def _counter(self, name: str, text: str, *labels: str, **values: tuple[str, ...]) -> Counter:
         """A counter with these labels. Where a label's `values` are known, the series exist from the start, so that a 0
         differs from a missing series."""
         series = Counter(f"semblend_router_{name}", text, [*labels, *values], registry=self.registry)
-        for value in (each for known in values.values() for each in known):
+        for value in itertools.chain(*values.values()):
             series.labels(value)
         return series
 

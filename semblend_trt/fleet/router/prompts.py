@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +31,9 @@ class PromptReader:
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
-        longest = 0 if max_tokens is None else max(map(len, tokenizer.get_vocab()))
-        self._max_characters = None if max_tokens is None else max_tokens * longest
+        self._max_characters: float = math.inf
+        if max_tokens is not None:
+            self._max_characters = max_tokens * max(map(len, tokenizer.get_vocab()))
 
     def completion(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of `prompt`: a text, a list of token ids, or a list of one of these. Raises PromptError."""
@@ -41,7 +43,7 @@ class PromptReader:
             special = body.get("add_special_tokens", True)
             if not isinstance(special, bool):
                 raise PromptError("add_special_tokens is true or false")
-            return self._encoded(prompt, special=special)
+            return self.token_ids(prompt, special=special)
         if self._max_tokens is not None and len(prompt) > self._max_tokens:
             message = f"the prompt has {len(prompt)} tokens, more than the {self._max_tokens} of this model; send less"
             raise PromptTooLongError(message)
@@ -50,7 +52,7 @@ class PromptReader:
     def chat(self, body: Mapping[str, Any]) -> list[int]:
         """Token ids of `messages`, by the tokenizer's template. Raises PromptError."""
         text, special = render_chat(body, self._tokenizer)
-        return self._encoded(text, special=special)
+        return self.token_ids(text, special=special)
 
     def texts(self, body: Mapping[str, Any]) -> list[tuple[str | None, str]]:
         """Role and text of each message; or None and the prompt, where it is a text. Raises PromptError."""
@@ -59,15 +61,12 @@ class PromptReader:
             return [(None, prompt)] if isinstance(prompt, str) else []
         return [(message["role"], message["content"]) for message in read_messages(body)]
 
-    def token_ids(self, text: str) -> list[int]:
-        """Token ids of a part of a prompt. Raises PromptError."""
-        return self._encoded(text, special=False)
-
     def text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
 
-    def _encoded(self, text: str, *, special: bool) -> list[int]:
-        if self._max_characters is not None and len(text) > self._max_characters:
+    def token_ids(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of a part of a prompt; `special`: with those that the tokenizer adds. Raises PromptError."""
+        if len(text) > self._max_characters:
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, more than the {self._max_characters} that this model's "
                 f"{self._max_tokens} tokens can hold; send less"
@@ -79,11 +78,10 @@ class PromptReader:
 
 
 class ReadingThreads:
-    """Reads prompts outside of the event loop. Short ones have a thread of their own, so as not to wait for long
-    ones."""
+    """Reads prompts outside of the event loop; each thread has its own copy of `tokenizer`. Short prompts have a
+    thread of their own, so as not to wait for long ones."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        """Each thread has its own copy of `tokenizer`."""
         self._threads = {
             name: (ThreadPoolExecutor(1, f"{name}-prompts"), PromptReader(copy.deepcopy(tokenizer), max_tokens))
             for name in ("short", "long")

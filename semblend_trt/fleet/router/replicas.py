@@ -16,14 +16,14 @@ from aiohttp import web
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
-from semblend_trt.fleet.router.serving import error_object
+from semblend_trt.fleet.router.serving import error_object, refusal
 from semblend_trt.fleet.routing_policy import Replica, worker_name
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Collection, Iterator
 
-    from semblend_trt.fleet.router.config import ReplicaConfig
+    from semblend_trt.fleet.router.config import RouterConfig
     from semblend_trt.fleet.routing_policy import Worker
 
 
@@ -76,18 +76,11 @@ class ReplicaSet:
     and again every `health_seconds` until `stop`.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[ReplicaConfig],
-        session: aiohttp.ClientSession,
-        *,
-        health_seconds: float,
-        answer_seconds: float,
-    ) -> None:
-        states = (ReplicaState((each.worker_id, each.dp_rank), each.url) for each in replicas)
+    def __init__(self, config: RouterConfig, session: aiohttp.ClientSession) -> None:
+        states = (ReplicaState((each.worker_id, each.dp_rank), each.url) for each in config.replicas)
         self.states = {state.worker: state for state in states}
-        self._session, self._health_seconds = session, health_seconds
-        self._timeout = aiohttp.ClientTimeout(total=answer_seconds)
+        self._session, self._health_seconds = session, config.health_seconds
+        self._timeout = aiohttp.ClientTimeout(total=config.connect_seconds)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -95,10 +88,9 @@ class ReplicaSet:
         self._task = asyncio.create_task(self._watch(), name="semblend-replicas")
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def check(self) -> None:
         """Checks the health of every replica."""
@@ -111,10 +103,8 @@ class ReplicaSet:
 
     def seen(self, excluded: Collection[Worker] = ()) -> list[Replica]:
         """The replicas for a policy; those `excluded` appear unhealthy."""
-        return [
-            Replica(state.worker, state.load, state.is_healthy and state.worker not in excluded)
-            for state in self.states.values()
-        ]
+        states = self.states.values()
+        return [Replica(each.worker, each.load, each.is_healthy and each.worker not in excluded) for each in states]
 
     def found_dead(self, worker: Worker) -> None:
         """A request could not reach the replica: it is unhealthy until the next check."""
@@ -152,10 +142,9 @@ class ReplicaSet:
             await self.check()
 
     async def _check(self, state: ReplicaState) -> None:
+        asking = self._session.get(state.url + "/health", timeout=self._timeout, allow_redirects=False)
         try:
-            async with self._session.get(
-                state.url + "/health", timeout=self._timeout, allow_redirects=False
-            ) as response:
+            async with asking as response:
                 healthy = response.status == 200
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             healthy = False
@@ -192,38 +181,25 @@ class Observed:
     kept: bytearray | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerBounds:
-    """Bounds of answers: seconds to the first event or the header, seconds between events or for the rest of the
-    answer, and bytes of an answer that is not streamed."""
-
-    first_byte_seconds: float
-    silence_seconds: float
-    max_answer_bytes: int
-
-
 class Forwarder:
-    """Forwards requests with `session`. With `shows_worker`, answers name their replica in a header."""
+    """Forwards requests with `session`.
 
-    def __init__(self, session: aiohttp.ClientSession, bounds: AnswerBounds, *, shows_worker: bool) -> None:
-        self._session, self._bounds, self._shows_worker = session, bounds, shows_worker
+    Answers are bounded by `config`: seconds to the first event or the header (`first_byte_seconds`), seconds between
+    events or for the rest of the answer (`silence_seconds`), and bytes of an answer that is not streamed.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, config: RouterConfig) -> None:
+        self._session, self._config = session, config
 
     async def forward(
-        self,
-        request: web.Request,
-        payload: bytes,
-        request_id: str,
-        taken: Taken,
-        observed: Observed,
-        *,
-        verifies: bool = False,
+        self, request: web.Request, payload: bytes, request_id: str, taken: Taken, observed: Observed, *, verifies: bool
     ) -> web.StreamResponse:
         """Answers `request` with the replica's answer; where the caller `verifies`, the replica is asked to compare it.
 
         Raises ReplicaFailedError when none of it was forwarded yet.
         """
         headers = {**_HEADERS, "X-Request-ID": request_id, **({VERIFY_HEADER: "cold"} if verifies else {})}
-        name, bounds = worker_name(taken.state.worker), self._bounds
+        name, bounds = worker_name(taken.state.worker), self._config
         deadline = time.perf_counter() + bounds.first_byte_seconds
         try:
             sending = self._session.post(
@@ -233,7 +209,7 @@ class Forwarder:
                 if answer.status in _UNWILLING:
                     raise ReplicaFailedError("unwilling", f"replica {name} answered with status {answer.status}")
                 observed.status = answer.status
-                fields = {"X-Request-ID": request_id} | ({"X-SemBlend-Worker": name} if self._shows_worker else {})
+                fields = {"X-Request-ID": request_id} | ({"X-SemBlend-Worker": name} if bounds.show_worker else {})
                 fields["Content-Type"] = answer.headers.get("Content-Type", "application/json")
                 if answer.content_type != "text/event-stream":
                     return await _in_time(name, self._whole(answer, fields, observed), bounds.silence_seconds)
@@ -249,7 +225,7 @@ class Forwarder:
 
     async def ask(self, path: str, payload: bytes, taken: Taken) -> bytes:
         """A replica's whole answer of status 200. Raises ReplicaFailedError for any other."""
-        name, bounds = worker_name(taken.state.worker), self._bounds
+        name, bounds = worker_name(taken.state.worker), self._config
         sending = self._session.post(taken.state.url + path, data=payload, headers=_HEADERS, allow_redirects=False)
         async with await _in_time(name, sending, bounds.first_byte_seconds) as answer:
             observed = Observed(time.perf_counter(), answer.status)
@@ -259,13 +235,12 @@ class Forwarder:
             return observed.tail
 
     async def _whole(self, answer: aiohttp.ClientResponse, headers: dict[str, str], observed: Observed) -> web.Response:
-        body, bound = bytearray(), self._bounds.max_answer_bytes
+        body, bound = bytearray(), self._config.max_answer_bytes
         async for part in answer.content.iter_any():
             body += part
             if len(body) > bound:
                 observed.status = 502
-                message = f"the answer has more than {bound} bytes; stream it"
-                return web.json_response(error_object(502, "answer_too_large", message), status=502)
+                return refusal(502, "answer_too_large", f"the answer has more than {bound} bytes; stream it")
         observed.tail = with_receipt(bytes(body))
         return web.Response(body=observed.tail, status=answer.status, headers=headers)
 

@@ -60,6 +60,12 @@ def error_object(status: int, reason: str, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "code": reason}}
 
 
+def refusal(status: int, reason: str, message: str, retry_seconds: int | None = None) -> web.Response:
+    """The answer to a request that is refused."""
+    headers = {} if retry_seconds is None else {"Retry-After": str(retry_seconds)}
+    return web.json_response(error_object(status, reason, message), status=status, headers=headers)
+
+
 def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
     """A middleware that answers refusals, aiohttp's among them, as error objects; `count` gets each reason.
 
@@ -68,20 +74,17 @@ def refusing(count: Callable[[str], None] = lambda _: None) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        headers: dict[str, str] = {}
         try:
             return await handler(request)
-        except RequestRefusedError as refusal:
-            status, reason, message = refusal.status, refusal.reason, str(refusal)
-            if refusal.retry_seconds is not None:
-                headers["Retry-After"] = str(refusal.retry_seconds)
+        except RequestRefusedError as error:
+            refused = error
         except web.HTTPException as error:
-            status, reason, message = error.status, "http_error", error.reason
+            refused = RequestRefusedError(error.status, "http_error", error.reason)
         except Exception:
             logger.exception("a request to %s failed", request.path)
-            status, reason, message = 500, "internal_error", "the request failed here; the log says why"
-        count(reason)
-        return web.json_response(error_object(status, reason, message), status=status, headers=headers)
+            refused = RequestRefusedError(500, "internal_error", "the request failed here; the log says why")
+        count(refused.reason)
+        return refusal(refused.status, refused.reason, str(refused), refused.retry_seconds)
 
     return answer
 
@@ -121,14 +124,14 @@ class Connections:
 
     def add(self, connection: Connection) -> None:
         """Accepts a new connection, closing another one if need be, or closes the new one."""
-        is_refused = False
+        has_room = True
         if self._by_peer[connection.peer] >= self.bounds.max_peer_connections:
-            is_refused = not self.make_room(connection.peer)
+            has_room = self.make_room(connection.peer)
         elif len(self) >= self.limit:
-            is_refused = not self.make_room()
+            has_room = self.make_room()
         self._by_peer[connection.peer] += 1
         self._waiting[connection] = None
-        if is_refused:
+        if not has_room:
             self._end(connection, "no_room")
 
     def make_room(self, peer: str | None = None) -> bool:
@@ -177,20 +180,19 @@ class Connection(web.RequestHandler):
         )
         self.peer = ""
         self.is_counted = True
-        self._connections = connections
+        self.connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         name = transport.get_extra_info("peername")
         self.peer = name[0] if name else ""
         # The kernel closes the connection of a client that does not take its answer.
-        patience = int(self._connections.bounds.body_seconds * 1000)
-        client = transport.get_extra_info("socket")
+        client, patience = transport.get_extra_info("socket"), int(self.connections.bounds.body_seconds * 1000)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
-        self._connections.add(self)
+        self.connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.remove(self)
+        self.connections.remove(self)
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **keywords: Any) -> None:
@@ -200,20 +202,16 @@ class Connection(web.RequestHandler):
         else:
             super().log_exception(*args, **keywords)
 
-    def request_arrived(self) -> None:
-        """The request's body has arrived completely."""
-        self._connections.serving(self)
-
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Sends an answer; refusals before any handler become error objects."""
         if isinstance(resp, web.HTTPException):
-            resp = web.json_response(error_object(resp.status, "http_error", resp.reason), status=resp.status)
+            resp = refusal(resp.status, "http_error", resp.reason)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._connections.answered(self)
+            self.connections.answered(self)
 
     def handle_error(
         self,
@@ -227,13 +225,12 @@ class Connection(web.RequestHandler):
             status = 400
         if status < 500:
             logger.warning("a request that is not HTTP was refused: %s", type(exc).__name__)
-            error = error_object(status, "bad_http", "the request is not valid HTTP; send another")
+            response = refusal(status, "bad_http", "the request is not valid HTTP; send another")
         else:
             logger.error("a request failed", exc_info=exc)
-            error = error_object(status, "internal_error", "the request failed here; the log says why")
+            response = refusal(status, "internal_error", "the request failed here; the log says why")
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun, and cannot be replaced")
-        response = web.json_response(error, status=status)
+            raise ConnectionError("an answer was started, and cannot be replaced")
         response.force_close()
         return response
 
@@ -276,7 +273,7 @@ async def json_object(request: web.Request, bounds: ServerBounds) -> tuple[dict[
     except ConnectionError:
         raise RequestRefusedError(400, "body_cut", "the connection ended within the body") from None
     if isinstance(request.protocol, Connection):
-        request.protocol.request_arrived()
+        request.protocol.connections.serving(request.protocol)
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -307,8 +304,7 @@ async def serve(app: web.Application, host: str, port: int, what: str, connectio
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    handlers = [each for each in (*logging.getLogger().handlers, logging.lastResort) if each is not None]
-    quiet = OnceAMinute()
+    handlers, quiet = [*filter(None, (*logging.getLogger().handlers, logging.lastResort))], OnceAMinute()
     for handler in handlers:
         handler.addFilter(quiet)
     try:
@@ -333,8 +329,10 @@ async def listening(app: web.Application, host: str, port: int, connections: Con
     tasks: list[asyncio.Task[None]] = []
     try:
         try:
-            for family, address in await _addresses(host, port):
-                listeners.append(socket.create_server(address, family=family, backlog=BACKLOG))
+            loop, kind, use = asyncio.get_running_loop(), socket.SOCK_STREAM, socket.AI_PASSIVE
+            found = await loop.getaddrinfo(host, port, type=kind, flags=use)
+            for family, name in dict.fromkeys((family, str(address[0])) for family, *_, address in found):
+                listeners.append(socket.create_server((name, port), family=family, backlog=BACKLOG))
         except OSError as error:
             reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise ConfigurationError(
@@ -353,13 +351,6 @@ async def listening(app: web.Application, host: str, port: int, connections: Con
         for listener in listeners:
             listener.close()
         await runner.cleanup()
-
-
-async def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
-    """The families and addresses of a host."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, (str(address[0]), port)) for family, *_, address in found))
 
 
 def metrics_page(registry: CollectorRegistry | None = None) -> web.Response:

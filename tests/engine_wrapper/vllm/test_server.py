@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from semblend_trt.cli.main import main
-from semblend_trt.fleet.router.config import load_config
-from semblend_trt.fleet.router.tenants import Tenants
+from semblend_trt.fleet.router.config import Tenants, load_config
 from tests.engine_wrapper.vllm.conftest import SHORT, TRANSFER
 from tests.engine_wrapper.vllm.serve_process import ServeProcess
 from tests.semblend_trt.conftest import NatsServer

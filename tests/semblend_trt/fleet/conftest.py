@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
-import json
-import threading
 
+import numpy as np
 import pytest
 
 from semblend_trt.config import EventFormat
@@ -113,102 +110,6 @@ class PublishingWorker:
                 self.add(f"donor-{step}-{rng.integers(1 << 40)}")
 
 
-class Relay:
-    """A proxy between workers and a server, on a thread of its own, that can hold back a stream's acknowledgements.
-
-    `repeats` counts acknowledgements passed on which say that the stream had the message already.
-    """
-
-    def __init__(self, server):
-        self.repeats = self.kept = 0
-        self._server_port, self._pass, self._keep, self._is_to_cut = server.port, 0, 0, False
-        self._changed = threading.Condition()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._listener = self._do(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.url = f"nats://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
-
-    def keep(self, count, after=0, is_to_cut=False):
-        """Passes the next `after` acknowledgements, keeps `count`, and then cuts all connections if `is_to_cut`."""
-        self._pass, self._keep, self._is_to_cut = after, count, is_to_cut
-
-    def wait_for_kept(self, count, timeout=30):
-        """Waits until `count` acknowledgements were kept in all; False after `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.kept >= count, timeout)
-
-    def end(self):
-        """Cuts all connections and takes no more."""
-        self._do(self._end())
-
-    def close(self):
-        self.end()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _serve(self, reader, writer):
-        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
-        self._writers |= {writer, server_writer}
-        await asyncio.gather(self._ask(reader, server_writer), self._answer(server_reader, writer))
-
-    async def _ask(self, reader, writer):
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                writer.write(data)
-        writer.close()
-
-    async def _answer(self, reader, writer):
-        """Passes on the server's messages one by one, without those to keep."""
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while line := await reader.readline():
-                verb, *words = line.split()
-                body = await reader.readexactly(int(words[-1]) + 2) if verb == b"MSG" else b""
-                if not self._keeps(body):
-                    writer.write(line + body)
-        writer.close()
-
-    def _keeps(self, body):
-        answer = json.loads(body) if body.startswith(b"{") else {}
-        if "seq" not in answer:
-            return False
-        if self._pass or not self._keep:
-            self._pass = max(0, self._pass - 1)
-            self.repeats += bool(answer.get("duplicate"))
-            return False
-        self._keep -= 1
-        if not self._keep and self._is_to_cut:
-            self._cut()
-        with self._changed:
-            self.kept += 1
-            self._changed.notify_all()
-        return True
-
-    def _cut(self):
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
-
-    async def _end(self):
-        self._listener.close()
-        self._cut()
-        serving = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*serving, return_exceptions=True)
-
-    def _do(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
-
-
-@pytest.fixture
-def relay(nats_server):
-    """A relay before `nats_server`; workers connect to it instead of the server."""
-    made = Relay(nats_server)
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def make_worker():
     """make_worker(server, ...): a worker whose events go there; connection options and settings as keywords."""
@@ -224,3 +125,9 @@ def make_worker():
     yield make
     for worker in workers:
         worker.publisher.close()
+
+
+def overlap(sketch, prompt):
+    """The estimated share of the prompt that one donor holds, by its meaning."""
+    asked = prompt.entries[prompt.levels >= sketch.level]
+    return np.isin(asked, sketch.entries).sum() / max(int(prompt.eligible[sketch.level]), 1)

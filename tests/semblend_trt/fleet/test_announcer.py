@@ -1,14 +1,10 @@
 """What an engine announces: each donor once it is held, its tier, and that it is gone."""
 
-from __future__ import annotations
-
 import base64
 import os
-import random
 import sys
 import threading
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +20,10 @@ from semblend_trt.connector.requests import TrackedRequest
 from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.donors.offload import DonorObserver, SavedDonor
 from semblend_trt.fleet import announcer
-from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation, worker_id_of
+from semblend_trt.fleet.announcer import DonorAnnouncer, announcer_for, generation_of, worker_id_of
 from semblend_trt.fleet.connection import is_meant
 from semblend_trt.fleet.events import decode
-from semblend_trt.fleet.sketch import Sketch, overlap, sketch_key
+from semblend_trt.fleet.sketch import Sketch, sketch_key
 from semblend_trt.fleet.wire import Emitter
 from semblend_trt.metrics import metrics_for
 from semblend_trt.model_tokenizer import tokenizer_file
@@ -36,6 +32,7 @@ from semblend_trt.plan import PlanSpan, SpanCheck
 from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.semantic.embedders import embedder_for
 from semblend_trt.semantic.neighbours import neighbours_for
+from tests.semblend_trt.fleet.conftest import overlap
 from tests.semblend_trt.plans import plan_of
 from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, prompt_fingerprints, text
 
@@ -47,7 +44,7 @@ class Recorded(DonorObserver):
     """Keeps the calls."""
 
     def __init__(self):
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls = []
 
     def held(self, donor_id, tokens, tier):
         self.calls.append(("held", donor_id, len(tokens), tier))
@@ -56,12 +53,16 @@ class Recorded(DonorObserver):
         self.calls.append(("gone", donor_id))
 
 
-def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone():
-    recorded = Recorded()
-    settings = load_settings(policy="position_fix", host_bytes=500 * TOKEN_BYTES)
+def announcing_index(policy):
+    """A donor index with room for two donors of 200 tokens, its planner, and what they announce."""
+    recorded, settings = Recorded(), load_settings(policy=policy, host_bytes=500 * TOKEN_BYTES)
     pool = PoolFacts(GEOMETRY, 64, torch.float32)
     index = DonorIndex(settings, pool, (recorded,), None, lambda kind: None)
-    planner = DonorPlanner(settings, pool, index)
+    return index, DonorPlanner(settings, pool, index), recorded
+
+
+def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone():
+    index, planner, recorded = announcing_index("position_fix")
     for seed, donor_id in enumerate("abcd"):
         tokens, is_saved = text(seed, 200), donor_id != "d"
         intent = planner.intend(donor_id, TrackedRequest(1, "namespace", tokens, 0), 0)
@@ -81,13 +82,10 @@ def test_the_donor_index_announces_a_donor_once_it_is_held_and_when_it_is_gone()
 
 
 def test_a_donor_built_from_approximate_kv_is_not_announced():
-    recorded = Recorded()
-    settings = load_settings(policy="verified", host_bytes=500 * TOKEN_BYTES)
-    pool = PoolFacts(GEOMETRY, 64, torch.float32)
-    index = DonorIndex(settings, pool, (recorded,), None, lambda kind: None)
+    index, planner, recorded = announcing_index("verified")
     request = TrackedRequest(1, "namespace", text(1, 200), 0)
     request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
-    intent = DonorPlanner(settings, pool, index).intend("approximate", request, 0, 1)
+    intent = planner.intend("approximate", request, 0, 1)
     assert intent is not None
     assert index.begin_save(intent, "namespace", request.prompt, (), intent.generation)
     index.saved(SavedDonor("approximate", 200))
@@ -105,8 +103,6 @@ def test_without_a_server_nothing_is_announced_and_no_thread_runs(monkeypatch):
 def test_engines_of_a_process_share_one_publisher(nats_server):
     settings = load_settings(nats_url=nats_server.url, worker_id=5, metrics=False)
     first, second = announcer_for(settings), announcer_for(settings)
-    assert isinstance(first, DonorAnnouncer)
-    assert isinstance(second, DonorAnnouncer)
     publisher = first._publisher
     assert second._publisher is publisher
     first.close()
@@ -182,8 +178,7 @@ def test_nothing_is_raised_into_serving(caplog):
 @pytest.mark.parametrize("form", ["json", "msgpack"])
 def test_a_worker_without_the_extra_serves_silently(form, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "msgspec", None)
-    donors = announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False))
-    assert donors is None
+    assert announcer_for(load_settings(nats_url="nats://127.0.0.1:1", event_format=form, metrics=False)) is None
     assert "events need msgspec; install semblend-trt[nats]" in caplog.text
 
 
@@ -191,25 +186,18 @@ PREFILL = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 def ids(seed, length):
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(length)]
+    return text(seed, length, 256).tolist()
 
 
 @pytest.fixture
 def engine(tiny_qwen2_path, nats_server, monkeypatch):
-    """An embedded engine that announces its donors as worker 4 and has room for two of 300 tokens."""
+    """An embedded engine that announces its donors as worker 4 and keeps two."""
     settings = {"POLICY": "position_fix", "NATS_URL": nats_server.url, "WORKER_ID": "4", "HEARTBEAT_SECONDS": "0.2"}
-    for name, value in settings.items():
+    for name, value in (settings | {"MAX_DONORS": "2"}).items():
         monkeypatch.setenv(f"SEMBLEND_{name}", value)
-    monkeypatch.setenv("SEMBLEND_MAX_DONORS", "2")
-    config = KvCacheConnectorConfig.ours()
-    with LLM(
-        model=tiny_qwen2_path,
-        dtype="float32",
-        device="cpu",
-        kv_connector_config=config,
-        kv_cache_config=KvCacheConfig(tokens_per_block=16, enable_block_reuse=True, max_tokens=4096),
-    ) as llm:
+    connector = KvCacheConnectorConfig.ours()
+    cache = KvCacheConfig(tokens_per_block=16, enable_block_reuse=True, max_tokens=4096)
+    with LLM(tiny_qwen2_path, dtype="float32", kv_connector_config=connector, kv_cache_config=cache) as llm:
         yield llm
 
 
@@ -253,16 +241,14 @@ def test_embeddings_reach_readers_only_when_they_are_to(nats_server, make_reader
     neighbours = neighbours_for(settings, lambda: MODEL, audit, metrics_for(True, CollectorRegistry()), donors)
     observers = donors, neighbours
     tokens = np.random.default_rng(1).integers(300, 5000, 400, dtype=np.int32)
-    if is_found_on_disk:
-        for each in observers:
+    for each in observers:
+        if is_found_on_disk:
             each.found("a", NAMESPACE.key, tokens, "disk")
-        neighbours.drain()
-        donors.intended("b", NAMESPACE, None)
-    else:
-        for each in observers:
+        else:
             each.intended("a", NAMESPACE, None)
             each.held("a", tokens, "host")
-        neighbours.drain()
+    neighbours.drain()
+    donors.intended("b", NAMESPACE, None)
 
     def sent():
         events = [decode(payload).data for payload in reader.payloads]
@@ -302,16 +288,10 @@ def test_worker_id(setting, host, expected):
 
 
 def test_one_generation_a_process_that_rises():
-    first = generation()
-    assert generation() == first
+    first = generation_of(os.getpid())
+    assert generation_of(os.getpid()) == first
     assert first < 1 << 53
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, str(generation()).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert int(os.read(reading, 100)) > first
+    assert generation_of(os.getpid() + 1) > first  # a forked child's
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,36 +13,35 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import EventFormat
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, Verdict
-from semblend_trt.fleet.known_namespaces import KnownNamespaces
+from semblend_trt.fleet import directory as module
+from semblend_trt.fleet.directory import HEARTBEATS_MISSED, Directory, FairLock, KnownNamespaces, Verdict
 from semblend_trt.fleet.routing_policy import Holder
 from semblend_trt.fleet.sketch import sketch_key, sketch_of
 from semblend_trt.fleet.wire import MAX_MESSAGE_BYTES, Emitter, EventWriter
+from semblend_trt.namespace import content_value
 from tests.semblend_trt.fleet.conftest import Teller
-from tests.semblend_trt.samples import BASE_NAMESPACE, text
+from tests.semblend_trt.samples import BASE_NAMESPACE, NAMESPACE, text
 
 WORKER, OTHER = (3, 0), (4, 1)
 NOW_S = 1_000_000.0
 
 
-class Clock:
-    """A clock that tests turn."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    """A clock that tests turn, by its `now`."""
+    return SimpleNamespace(now=100.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _now():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
+        yield
 
 
 @pytest.fixture
 def directory(clock):
-    return Directory(clock=clock, wall_clock=lambda: NOW_S)
+    return Directory(clock=lambda: clock.now)
 
 
 def feed(directory, payloads):
@@ -57,9 +57,16 @@ def changed(payload, **data):
 
 
 def with_sketch(registered, sketch):
-    message = json.loads(registered)
-    message["data"]["segments"][0]["provider_metadata"] = list(sketch)
-    return json.dumps(message).encode()
+    segment = json.loads(registered)["data"]["segments"][0]
+    return changed(registered, segments=[segment | {"provider_metadata": list(sketch)}])
+
+
+def holding(*donors, worker=WORKER, **more):
+    """A worker with these donors, `(id, tokens, salt ...)`."""
+    teller = Teller(worker, **more)
+    for donor in donors:
+        teller.add(*donor)
+    return teller
 
 
 def said(*deeds, generation=7):
@@ -111,9 +118,8 @@ def test_what_is_wrong_is_told_with_its_name():
 
 def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory):
     document, half = text(1, 3000), text(2, 3000)
-    first, second = Teller(WORKER), Teller(OTHER)
-    first.add("a", document)
-    second.add("b", np.concatenate([text(3, 500), half]))
+    first = holding(("a", document))
+    second = holding(("b", np.concatenate([text(3, 500), half])), worker=OTHER)
     feed(directory, first.messages() + second.messages())
     prompt = np.concatenate([text(4, 300), document, half[:1500], text(5, 200)])
     found = directory.holders(prompt)
@@ -125,17 +131,15 @@ def test_the_holder_of_a_prompts_text_is_found_wherever_it_stands(directory):
 
 
 def test_donors_of_one_worker_are_taken_together_and_their_common_text_once(directory):
-    teller, parts = Teller(WORKER), [text(seed, 1500) for seed in range(3)]
-    teller.add("a", np.concatenate(parts[:2]))
-    teller.add("b", np.concatenate(parts[1:]))
-    feed(directory, teller.messages())
+    parts = [text(seed, 1500) for seed in range(3)]
+    feed(directory, holding(("a", np.concatenate(parts[:2])), ("b", np.concatenate(parts[1:]))).messages())
     (holder,) = directory.holders(np.concatenate(parts))
     assert holder.tokens == pytest.approx(4500, rel=0.1)
 
 
 def test_a_part_of_a_donor_that_goes_takes_the_donor_out_of_lookups(directory):
-    teller, document = Teller(WORKER), text(1, 1000)
-    teller.add("a", document)
+    document = text(1, 1000)
+    teller = holding(("a", document))
     feed(directory, teller.messages())
     teller.remove("a")
     feed(directory, [changed(*teller.messages(), segments=[0])])
@@ -162,8 +166,8 @@ def test_tenants_never_meet(directory):
 
 def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(directory):
     """A forger who copies a tenant's namespace from the subject cannot attract that tenant's requests."""
-    teller, document = Teller(WORKER), text(1, 1000)
-    teller.add("a", document, "acme")
+    document = text(1, 1000)
+    teller = holding(("a", document, "acme"))
     reset, registered = teller.messages()
     guess = sketch_of(document, sketch_key(BASE_NAMESPACE.for_request("acme", None).key, None)).to_bytes()
     feed(directory, [reset, with_sketch(registered, guess)])
@@ -172,8 +176,7 @@ def test_a_sketch_that_was_made_without_the_salt_is_not_found_by_the_tenant(dire
 
 
 def test_bad_questions_are_refused(directory):
-    teller = Teller(WORKER)
-    teller.add("a", text(1, 100))
+    teller = holding(("a", text(1, 100)))
     feed(directory, teller.messages())
     with pytest.raises(ValueError, match="one dimension"):
         directory.holders([[1, 2]])
@@ -202,41 +205,27 @@ def test_a_gap_is_asked_for_once_in_the_interval_until_a_reset_closes_it(directo
     assert is_synced(directory)
 
 
-def test_a_lost_last_event_shows_with_the_next_heartbeat(directory):
-    teller = Teller(WORKER)
-    reset, *_ = teller.messages()
-    teller.add("a", text(1, 100))
-    (lost,) = teller.messages()
-    (heartbeat,) = teller.messages(heartbeat=True)
-    feed(directory, [reset, changed(heartbeat, event_id=json.loads(lost)["event_id"])])
-    assert directory.counts["wrong_state"] == 1
-    assert directory.resyncs_due() == (WORKER,)
-
-
 def test_a_silent_worker_goes_and_may_come_back_with_any_generation(directory, clock):
-    teller, document = Teller(WORKER), text(1, 1000)
-    teller.add("a", document)
+    document = text(1, 1000)
+    teller = holding(("a", document))
     feed(directory, teller.messages(heartbeat=True))
     clock.now += 10 * HEARTBEATS_MISSED
     assert directory.holders(document)
     clock.now += 1
     assert directory.holders(document) == ()
     assert directory.workers() == {}
-    back = Teller(WORKER, generation=3)
-    back.add("b", document)
-    feed(directory, back.messages())
+    feed(directory, holding(("b", document), generation=3).messages())
     assert directory.holders(document) == (Holder(WORKER, 1000),)
 
 
 @pytest.mark.parametrize("forged", ["first", "generation", "event_id", "interval", "reset", "endless_first", "donors"])
 def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(directory, clock, forged):
     """One heartbeat a second, and a forgery after each of the first ten; only heartbeats undo it."""
-    teller, document = Teller(WORKER), text(1, 1000)
-    teller.add("a", document)
+    document = text(1, 1000)
+    teller = holding(("a", document))
     reset, _ = teller.messages()
     teller.resync()
-    forger = Teller(WORKER, generation=int(NOW_S * 1e6))
-    forger.add("forged", text(2, 1000))
+    forger = holding(("forged", text(2, 1000)), generation=int(NOW_S * 1e6))
     forged_messages = [
         changed(each, event_id=1 << 40 | number) for number, each in enumerate(forger.messages(heartbeat=True))
     ]
@@ -279,8 +268,7 @@ def test_routing_is_whole_again_three_heartbeats_after_the_last_forgery(director
 
 
 def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(directory, clock):
-    live, older = Teller(WORKER, generation=9), Teller(WORKER, generation=8)
-    live.add("a", text(1, 1000))
+    live, older = holding(("a", text(1, 1000)), generation=9), Teller(WORKER, generation=8)
     feed(directory, live.messages())
     for _ in range(3 * HEARTBEATS_MISSED):
         clock.now += 10
@@ -293,14 +281,12 @@ def test_a_live_worker_that_speaks_on_is_not_given_up_for_another_of_its_id(dire
     ("max_donors", "max_namespaces", "salt", "gone"), [(4, 9, None, 1), (99, 1, "another tenant", 4)]
 )
 def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
-    clock, max_donors, max_namespaces, salt, gone
+    directory, monkeypatch, max_donors, max_namespaces, salt, gone
 ):
-    directory = Directory(max_donors=max_donors, clock=clock)
-    directory._namespaces = KnownNamespaces(max_namespaces)
-    crowd, teller = Teller(OTHER), Teller(WORKER)
-    for name in range(4):
-        crowd.add(f"forged-{name}", text(name, 200), salt)
-    teller.add("a", text(9, 1000))
+    monkeypatch.setattr(module, "MAX_NAMESPACES", max_namespaces)
+    monkeypatch.setattr(module, "MAX_DONORS", max_donors)
+    crowd = holding(*((f"forged-{name}", text(name, 200), salt) for name in range(4)), worker=OTHER)
+    teller = holding(("a", text(9, 1000)))
     feed(directory, crowd.messages(heartbeat=True) + teller.messages(heartbeat=True))
     assert directory.holders(text(9, 1000)) == ()
     assert directory.resyncs_due() == ()
@@ -315,8 +301,7 @@ def test_donors_left_out_for_lack_of_room_are_asked_for_when_there_is_some(
 
 
 def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, clock):
-    teller = Teller(WORKER)
-    teller.add("a", text(1, 100))
+    teller = holding(("a", text(1, 100)))
     feed(directory, teller.messages()[1:])  # its reset was lost
     feed(directory, [changed(*teller.messages(heartbeat=True), interval_seconds=1.0)])
     assert directory.resyncs_due() == (WORKER,)
@@ -327,8 +312,7 @@ def test_a_worker_is_asked_once_a_heartbeat_where_those_come_often(directory, cl
 
 
 def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory):
-    teller = Teller(WORKER)
-    teller.add("a", text(1, 1000))
+    teller = holding(("a", text(1, 1000)))
     messages = teller.messages()
     for sender in ("4", "03", "3.0", "", "resync"):
         assert {directory.observe(each, sender) for each in messages} == {Verdict.REFUSED}
@@ -338,8 +322,7 @@ def test_an_event_of_another_worker_than_its_subject_names_is_refused(directory)
 
 
 def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory):
-    teller = Teller(WORKER)
-    teller.add("a", text(1, 100))
+    teller = holding(("a", text(1, 100)))
     reset, registered = teller.messages()
     feed(directory, [reset, registered])
     far = int((NOW_S + 90_000) * 1e6)
@@ -365,10 +348,9 @@ def test_a_generation_is_taken_over_from_a_reset_of_this_day_only(directory):
 )
 def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, clock, skew_s, counted, is_reset_lost):
     started = int((NOW_S - 30) * 1e6)
-    dead, back = Teller(WORKER, started), Teller(WORKER, started + skew_s * 1_000_000)
-    dead.add("dead", text(1, 1000))
+    dead = holding(("dead", text(1, 1000)), generation=started)
+    back = holding(("back", text(2, 1000)), generation=started + skew_s * 1_000_000)
     feed(directory, dead.messages(heartbeat=True))
-    back.add("back", text(2, 1000))
     feed(directory, back.messages()[is_reset_lost:])
     for _ in range(HEARTBEATS_MISSED + 2):
         clock.now += 10
@@ -385,19 +367,17 @@ def test_a_restarted_worker_whose_clock_is_wrong_is_followed_again(directory, cl
 def test_only_accepted_workers_are_followed():
     directory = Directory(accepted=[WORKER])
     for worker in (WORKER, OTHER):
-        teller = Teller(worker)
-        teller.add("a", text(1, 1000))
-        feed(directory, teller.messages())
+        feed(directory, holding(("a", text(1, 1000)), worker=worker).messages())
     assert [holder.worker for holder in directory.holders(text(1, 1000))] == [WORKER]
     assert directory.counts["unknown_worker"] == 2
 
 
-def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(clock):
-    directory = Directory(max_workers=2, max_donors=5, clock=clock)
-    tellers = [Teller((number, 0)) for number in range(3)]
+def test_memory_is_bounded_and_what_is_left_out_is_not_asked_for_again(directory, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WORKERS", 2)
+    monkeypatch.setattr(module, "MAX_DONORS", 5)
+    donors = [(f"donor-{name}", text(name, 200)) for name in range(4)]
+    tellers = [holding(*donors, worker=(number, 0)) for number in range(3)]
     for teller in tellers:
-        for name in range(4):
-            teller.add(f"donor-{name}", text(name, 200))
         feed(directory, teller.messages(heartbeat=True))
     assert [len(each.donors) for each in directory.workers().values()] == [4, 1]
     assert directory.counts["too_many_donors"] == 3
@@ -417,8 +397,8 @@ GARBAGE = (
 
 
 def test_garbage_is_counted_and_changes_nothing(directory):
-    teller, document = Teller(WORKER), text(1, 1000)
-    teller.add("a", document)
+    document = text(1, 1000)
+    teller = holding(("a", document))
     feed(directory, teller.messages())
     assert feed(directory, GARBAGE) == [None] * len(GARBAGE)
     reasons = ("malformed", "invalid", "version", "oversize")
@@ -428,25 +408,18 @@ def test_garbage_is_counted_and_changes_nothing(directory):
 
 
 def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(directory):
-    teller = Teller(WORKER)
-    teller.add("a", text(1, 1000))
+    teller = holding(("a", text(1, 1000)))
     reset, registered = teller.messages()
-    bad = []
-    for change in ("namespace", "tenant", "nested", "sketch", "kind"):
-        copy = json.loads(registered)
-        data = copy["data"]
-        data["donor_id"], copy["event_id"] = change, 3 + len(bad)
-        if change == "namespace":
-            del data["namespace"]["model"]
-        elif change == "tenant":
-            data["namespace"]["extra"]["tenant_key"] = "semblend:tenant:v1:" + "0" * 32
-        elif change == "nested":
-            data["namespace"]["extra"]["deep"] = json.loads("[" * 900 + "]" * 900)
-        elif change == "sketch":
-            data["segments"][0]["provider_metadata"] = [1, 2, 3]
-        else:
-            data["kind"] = "donor_praised"
-        bad.append(json.dumps(copy).encode())
+    namespace = json.loads(registered)["data"]["namespace"]
+    foreign, deep = {"tenant_key": "semblend:tenant:v1:" + "0" * 32}, {"deep": json.loads("[" * 900 + "]" * 900)}
+    bad = [
+        changed(registered, namespace={name: value for name, value in namespace.items() if name != "model"}),
+        changed(registered, namespace=namespace | {"extra": namespace["extra"] | foreign}),
+        changed(registered, namespace=namespace | {"extra": namespace["extra"] | deep}),
+        with_sketch(registered, [1, 2, 3]),
+        changed(registered, kind="donor_praised"),
+    ]
+    bad = [changed(each, donor_id=f"bad-{number}", event_id=number) for number, each in enumerate(bad, 3)]
     assert feed(directory, [reset, registered, *bad]) == [Verdict.RESET] + [Verdict.NEXT] * 6
     counted = {name: directory.counts[name] for name in ("bad_namespace", "no_sketch", "unknown_kind")}
     assert counted == {"bad_namespace": 3, "no_sketch": 1, "unknown_kind": 1}
@@ -454,10 +427,9 @@ def test_events_with_bad_contents_are_counted_and_leave_the_stream_in_step(direc
     assert is_synced(directory)
 
 
-def test_what_a_worker_held_leaves_the_index_with_the_next_events():
-    directory, teller = Directory(max_donors=40), Teller(WORKER)
-    for number in range(30):
-        teller.add(f"donor-{number}", text(number, 2000))
+def test_what_a_worker_held_leaves_the_index_with_the_next_events(directory, monkeypatch):
+    monkeypatch.setattr(module, "MAX_DONORS", 40)
+    teller = holding(*((f"donor-{number}", text(number, 2000)) for number in range(30)))
     for _ in range(20):
         teller.resync()
         feed(directory, teller.messages(heartbeat=True))
@@ -468,10 +440,9 @@ def test_what_a_worker_held_leaves_the_index_with_the_next_events():
     assert directory._entries == sum(len(each.posting.entries) for each in directory._workers[WORKER].donors.values())
 
 
-def test_sketches_beyond_the_index_are_left_out():
-    directory, teller = Directory(max_donors=2), Teller(WORKER)
-    teller.add("a", text(1, 2000))
-    teller.add("b", text(2, 2000))
+def test_sketches_beyond_the_index_are_left_out(directory, monkeypatch):
+    monkeypatch.setattr(module, "MAX_DONORS", 2)
+    teller = holding(("a", text(1, 2000)), ("b", text(2, 2000)))
     reset, first, second = teller.messages()
     large = sketch_of(text(1, 6000), bytes(16), 500).to_bytes()
     feed(directory, [reset, with_sketch(first, large), second])
@@ -492,8 +463,7 @@ def histories(draw):
 @given(histories())
 @settings(max_examples=60)
 def test_after_a_resync_the_directory_equals_the_truth(history):
-    clock = Clock()
-    directory = Directory(clock=clock, wall_clock=lambda: NOW_S)
+    directory = Directory(clock=lambda: 0.0)
     tellers = [Teller((number, 0)) for number in range(3)]
     late: list[bytes] = []
     for number, deed, donor, fate in history:
@@ -541,3 +511,46 @@ def test_who_waits_for_the_lock_is_next():
             order.append("asked again")
         thread.join()
         assert order == ["waited", "asked again"]
+
+
+# -- namespaces
+
+
+REVISIONS = {"model_revision": content_value("0f"), "tokenizer_revision": content_value("1f")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"tensor_parallel": {"tp_size": 2, "pp_size": 1, "cp_size": 1, "tp_rank": rank}} for rank in (0, 1)],
+        [{"model": name, **REVISIONS} for name in ("one", "two")],
+    ],
+    ids=["two ranks of one donor", "one model under two names"],
+)
+def test_what_one_request_may_reuse_is_one_namespace(changes):
+    known = KnownNamespaces()
+    first, second = (known.enter(NAMESPACE.to_dict() | each) for each in changes)
+    assert first is second
+    assert first.donors == 2
+    known.leave(first)
+    assert known.met_by(None) == [first]
+    known.leave(second)
+    assert known.met_by(None) == []
+    assert known.enter(NAMESPACE.to_dict() | changes[0]) is not first
+
+
+def test_a_request_meets_its_own_salt_only_and_most_donors_first():
+    known, other = KnownNamespaces(), NAMESPACE.to_dict() | {"model": "other"}
+    salted = known.enter(BASE_NAMESPACE.for_request("acme", None).to_dict())
+    open_ones = [known.enter(values) for values in (NAMESPACE.to_dict(), other, other)]
+    assert known.met_by("acme") == [salted]
+    assert known.met_by("Acme") == []
+    assert known.met_by(None) == [open_ones[1], open_ones[0]]
+
+
+@pytest.mark.parametrize(("salt", "foreign"), [("acme", "other"), (None, "acme"), ("acme", None)])
+def test_a_namespace_with_another_tenants_key_is_refused(salt, foreign):
+    values = BASE_NAMESPACE.for_request(salt, None).to_dict()
+    values["extra"]["tenant_key"] = BASE_NAMESPACE.for_request(foreign, None).extra["tenant_key"]
+    with pytest.raises(NamespaceError, match="tenant key"):
+        KnownNamespaces().enter(values)

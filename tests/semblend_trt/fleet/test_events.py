@@ -1,10 +1,10 @@
 """Events from outside: the published shapes are read, additions are tolerated, anything else is refused by a reason."""
 
-from __future__ import annotations
-
+import functools
 import json
+import re
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,38 +12,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend_trt.errors import NamespaceError
-from semblend_trt.fleet.events import UnknownEvent, decode, shown
+from semblend_trt.fleet.connection import RESYNC_SUFFIX
+from semblend_trt.fleet.events import MAX_METADATA_BYTES, SemanticKvEvent, UnknownEvent, decode, shown
 from semblend_trt.fleet.wire import KIND_NAMES, MAX_MESSAGE_BYTES, EventError
 from semblend_trt.namespace import CacheNamespace
 
 LOCATION = {"kind": "worker", "tier": "device", "worker_id": 0, "dp_rank": 0}
 SHARED = {"kind": "shared", "tier": "host", "backend": "nixl", "locator": "..."}
+SEGMENT = {"segment_id": 0, "token_range": [0, 3], "digest": 7, "block_hashes": [11], "provider_metadata": [0, 0]}
 REGISTERED = {
     "kind": "donor_registered",
     "donor_id": "r1",
     "namespace": {"model": "m", "extra": {"tenant_key": "semblend:tenant:v1:none"}},
     "location": LOCATION,
     "token_count": 3,
-    "segments": [
-        {"segment_id": 0, "token_range": [0, 3], "digest": 7, "block_hashes": [11], "provider_metadata": [0, 0]}
-    ],
+    "segments": [SEGMENT],
     "provider_generation": 1,
     "block_ids": [5],
 }
-PUBLISHED: list[dict[str, Any]] = [
+HEARTBEAT = {"interval_seconds": 10, "donor_count": 3, "state_digest": 2**64 - 1}
+HEARTBEAT |= {"kind": "provider_heartbeat", "provider_generation": 1}
+PUBLISHED = [
     {"kind": "provider_generation_reset", "generation": 1},
     REGISTERED,
     {"kind": "donor_evicted", "donor_id": "r1", "provider_generation": 1, "segments": [0]},
     {"kind": "donor_evicted", "donor_id": "r1", "provider_generation": 1},
     {"kind": "donors_purged", "scope": {"kind": "worker", "worker_id": 0}, "provider_generation": 1},
     {"kind": "donor_relocated", "donor_id": "r1", "new_location": SHARED, "provider_generation": 1},
-    {
-        "kind": "provider_heartbeat",
-        "provider_generation": 1,
-        "interval_seconds": 10,
-        "donor_count": 3,
-        "state_digest": 2**64 - 1,
-    },
+    HEARTBEAT,
 ]
 
 
@@ -103,30 +99,20 @@ def test_other_versions_are_refused(version):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"event_id": -1},
-        {"event_id": "1"},
-        {"event_id": True},
-        {"worker_id": 2**64},
-        {"worker_id": None},
+        *({"event_id": value} for value in (-1, "1", True)),
+        *({"worker_id": value} for value in (2**64, None)),
         {"schema_version": "1"},
-        {"data": []},
-        {"data": {}},
-        {"data": {"kind": 5}},
-        {"data": {"kind": "x" * 1000}},
-        {"data": {"kind": "donor_praised"}, "event_id": -1},
-        {"data": {"kind": "donor_praised"}, "worker_id": 2**64},
-        {"data": REGISTERED | {"donor_id": ""}},
-        {"data": REGISTERED | {"donor_id": "x" * 257}},
+        *({"data": value} for value in ([], {}, {"kind": 5}, {"kind": "x" * 1000})),
+        *({"data": {"kind": "donor_praised"}} | each for each in ({"event_id": -1}, {"worker_id": 2**64})),
+        *({"data": REGISTERED | {"donor_id": value}} for value in ("", "x" * 257)),
         {"data": REGISTERED | {"token_count": 2**40}},
         {"data": REGISTERED | {"segments": []}},
         {"data": REGISTERED | {"location": {"kind": "moon"}}},
-        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"provider_metadata": [256]}]}},
-        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"provider_metadata": [True]}]}},
-        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"provider_metadata": "AAAA"}]}},
-        {"data": REGISTERED | {"segments": [REGISTERED["segments"][0] | {"embedding": "not base64!"}]}},
-        {"data": PUBLISHED[6] | {"interval_seconds": 0}},
-        {"data": PUBLISHED[6] | {"interval_seconds": "NaN"}},
+        *({"data": REGISTERED | {"segments": [SEGMENT | {"provider_metadata": v}]}} for v in ([256], [True], "AAAA")),
+        {"data": REGISTERED | {"segments": [SEGMENT | {"embedding": "not base64!"}]}},
+        *({"data": HEARTBEAT | {"interval_seconds": value}} for value in (0, "NaN")),
     ],
+    ids=str,
 )
 def test_wrong_fields_are_refused(changes):
     message = envelope(PUBLISHED[0]) | changes
@@ -138,11 +124,7 @@ def test_wrong_fields_are_refused(changes):
 @pytest.mark.parametrize(
     ("payload", "reason"),
     [
-        (b"", "malformed"),
-        (b"\xff\xfe", "malformed"),
-        (b"{", "malformed"),
-        (b"[]", "malformed"),
-        (b"[" * 20_000, "malformed"),
+        *((each, "malformed") for each in (b"", b"\xff\xfe", b"{", b"[]", b"[" * 20_000)),
         (b'{"schema_version": 1, "event_id": ' + b"9" * 5000 + b"}", "malformed"),
         (b"\x93\x01\x02\x03", "malformed"),
         (b"\x81\xa4data" + b"\x91" * 50_000 + b"\xc0", "malformed"),
@@ -181,3 +163,50 @@ def test_no_changed_byte_raises_anything_else(data, draw):
     at = draw.draw(st.integers(0, len(payload) - 1))
     with suppress(EventError):
         decode(payload[:at] + draw.draw(st.binary(max_size=2)) + payload[at + draw.draw(st.integers(0, 2)) :])
+
+
+# -- the documents
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+SCHEMA, ASYNCAPI = (
+    json.loads((DOCS / name).read_text(encoding="utf-8")) for name in ("events.schema.json", "events.asyncapi.json")
+)
+
+
+def made(place):
+    """The structs' schemas, by name; `place` is where a reference looks for them."""
+    byte = {"type": "integer", "minimum": 0, "maximum": 255}
+    _, schemas = msgspec.json.schema_components(
+        [SemanticKvEvent],
+        schema_hook=lambda _: {"type": "array", "items": byte, "maxItems": MAX_METADATA_BYTES},
+        ref_template=place + "/{name}",
+    )
+    data = schemas["SemanticKvEvent"]["properties"]["data"]
+    del data["discriminator"]  # which an unknown kind is not under
+    data["anyOf"].append({"$ref": place + "/UnknownEvent"})
+    return json.loads(json.dumps(schemas))
+
+
+@pytest.mark.parametrize(
+    ("schemas", "place"),
+    [(SCHEMA["$defs"], "#/$defs"), (ASYNCAPI["components"]["schemas"], "#/components/schemas")],
+    ids=["schema", "asyncapi"],
+)
+def test_documents_hold_the_schemas_of_the_structs(schemas, place):
+    known = {name: schema for name, schema in schemas.items() if name not in ("UnknownEvent", "ResyncRequest")}
+    assert known == made(place)
+    assert schemas["UnknownEvent"]["properties"]["kind"]["not"] == {"enum": list(KIND_NAMES)}
+
+
+@pytest.mark.parametrize("document", [SCHEMA, ASYNCAPI], ids=["schema", "asyncapi"])
+def test_every_reference_leads_somewhere(document):
+    references = re.findall(r'"\$ref": "#/([^"]*)"', json.dumps(document))
+    assert references
+    for reference in references:
+        functools.reduce(dict.__getitem__, reference.split("/"), document)
+
+
+def test_the_asyncapi_document_names_the_kinds_and_limits_of_the_code():
+    assert set(ASYNCAPI["components"]["messages"]) == {*KIND_NAMES, "resync_request"}
+    assert ASYNCAPI["channels"]["resync"]["address"].endswith(RESYNC_SUFFIX)
+    assert f" {MAX_MESSAGE_BYTES} bytes" in ASYNCAPI["info"]["description"]

@@ -4,17 +4,17 @@ import asyncio
 import shutil
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from prometheus_client import CollectorRegistry
-from prometheus_client import Counter as Series
+from prometheus_client import CollectorRegistry, Counter
 
 from semblend_trt.config import EventFormat
-from semblend_trt.fleet import connection
+from semblend_trt.fleet import connection, publisher
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.events import decode
 from semblend_trt.fleet.publisher import DROP_REASONS, GROUP_TOKENS, EventCounters
@@ -41,23 +41,13 @@ def converges(reader, worker):
 def test_a_donors_life_is_told(nats_server, make_reader, make_worker, form, stream):
     reader = make_reader(nats_server.url)
     worker = make_worker(nats_server, form=form, stream=stream)
-    for step in (
-        lambda: worker.add("a"),
-        lambda: worker.move("a"),
-        lambda: worker.add("b"),
-        lambda: worker.remove("a"),
-    ):
-        step()
+    for step, donor_id in ((worker.add, "a"), (worker.move, "a"), (worker.add, "b"), (worker.remove, "a")):
+        step(donor_id)
         assert worker.publisher.flush(30)
     assert converges(reader, worker)
     kinds = [kind for kind in reader.kinds() if kind != "provider_heartbeat"]
-    assert kinds == [
-        "provider_generation_reset",
-        "donor_registered",
-        "donor_relocated",
-        "donor_registered",
-        "donor_evicted",
-    ]
+    told = ["donor_registered", "donor_relocated", "donor_registered", "donor_evicted"]
+    assert kinds == ["provider_generation_reset", *told]
     events = [decode(payload) for payload in reader.payloads]
     assert [event.event_id for event in events] == list(range(1, len(events) + 1))
     assert {event.generation for event in events} == {7}
@@ -85,6 +75,15 @@ def test_readers_converge_after_the_server_was_killed(nats_server, make_reader, 
     assert worker.counters.resyncs["connected"] == worker.counters.connections["made"]
 
 
+def add_at_once(worker, count):
+    """Adds donors while the publisher's thread is busy, so that they are published in one batch."""
+    held = threading.Event()
+    worker.publisher._loop.call_soon_threadsafe(held.wait)
+    for number in range(count):
+        worker.add(f"donor-{number}")
+    held.set()
+
+
 def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make_worker):
     worker = make_worker(nats_server, resync_seconds=0.2)
     worker.add("a")
@@ -93,16 +92,13 @@ def test_a_reader_that_cannot_ask_is_told_in_time(nats_server, make_reader, make
     assert worker.counters.resyncs["interval"] >= 1
 
 
-def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker):
+def test_an_overflow_is_counted_and_made_good(nats_server, make_reader, make_worker, monkeypatch):
+    monkeypatch.setattr(publisher, "MAX_CHANGES", 8)
     reader = make_reader(nats_server.url)
-    worker = make_worker(nats_server, max_changes=8)
+    worker = make_worker(nats_server)
     assert worker.publisher.flush(30)
-    held = threading.Event()
-    worker.publisher._loop.call_soon_threadsafe(held.wait)  # the thread is busy while changes come
-    for number in range(40):
-        worker.add(f"donor-{number}")
+    add_at_once(worker, 40)
     worker.remove("donor-3")
-    held.set()
     assert converges(reader, worker)
     assert worker.counters.dropped["overflow"] >= 33
     assert worker.counters.resyncs["overflow"] == 1
@@ -129,25 +125,20 @@ def test_a_restarted_worker_replaces_what_it_held(nats_server, make_reader, make
     assert converges(reader, second)
 
 
-def stored(server):
+async def stored(server):
     """All messages of the stream, in its order."""
-    import nats
-
-    async def read():
-        client = await nats.connect(server.url)
-        jetstream = client.jetstream()
-        count = (await jetstream.stream_info("DONORS")).state.messages
-        subscription = await jetstream.subscribe("semantic-kv-events", ordered_consumer=True)
-        messages = [await subscription.next_msg(timeout=30) for _ in range(count)]
-        await client.close()
-        return messages
-
-    return asyncio.run(read())
+    client = await connection.connect_client(ConnectionOptions((server.url,), "semantic-kv-events"))
+    jetstream = client.jetstream()
+    count = (await jetstream.stream_info("DONORS")).state.messages
+    subscription = await jetstream.subscribe("semantic-kv-events", ordered_consumer=True)
+    messages = [await subscription.next_msg(timeout=30) for _ in range(count)]
+    await client.close()
+    return messages
 
 
 def read_back(server, count):
     """A directory that has read the whole stream, which has `count` messages and each event once."""
-    messages, directory = stored(server), WatchedDirectory()
+    messages, directory = asyncio.run(stored(server)), WatchedDirectory()
     for message in messages:
         directory.observe(message.data)
     assert len(messages) == count
@@ -159,20 +150,44 @@ def read_back(server, count):
 
 
 @pytest.fixture
-def worker_of_a_stream(relay, make_worker):
-    """A worker behind the relay whose stream has its reset and its first heartbeat."""
-    worker = make_worker(relay, stream="DONORS", heartbeat_seconds=3600.0)
+def worker_of_a_stream(nats_server, make_worker):
+    """A worker whose stream has its reset and its first heartbeat."""
+    worker = make_worker(nats_server, stream="DONORS", heartbeat_seconds=3600.0)
     assert worker.publisher.flush(30)
     return worker
 
 
-def add_at_once(worker, count):
-    """Adds donors that are published in one batch."""
-    held = threading.Event()
-    worker.publisher._loop.call_soon_threadsafe(held.wait)
-    for number in range(count):
-        worker.add(f"donor-{number}")
-    held.set()
+@pytest.fixture
+def acks(monkeypatch):
+    """The stream's acknowledgements: the next `passes` reach the publisher, the `keep` after them do not, and then the
+    connection ends if it `is_to_cut`.
+
+    `repeats` counts those which say that the stream had the message already.
+    """
+    from nats.js.client import JetStreamContext
+
+    made = SimpleNamespace(passes=0, keep=0, is_to_cut=False, repeats=0, all_kept=threading.Event())
+    publish = JetStreamContext.publish_async
+
+    def note(ack):
+        made.repeats += not ack.cancelled() and ack.exception() is None and bool(ack.result().duplicate)
+
+    async def publish_async(jetstream, *arguments, **keywords):
+        ack = await publish(jetstream, *arguments, **keywords)
+        ack.add_done_callback(note)
+        if made.passes or not made.keep:
+            made.passes = max(0, made.passes - 1)
+            return ack
+        made.keep -= 1
+        if not made.keep and made.is_to_cut:
+            await connection.flush(jetstream._nc)
+            await jetstream._nc.close()
+        if not made.keep:
+            made.all_kept.set()
+        return asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(JetStreamContext, "publish_async", publish_async)
+    return made
 
 
 def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream):
@@ -184,17 +199,17 @@ def test_a_stream_keeps_each_event_once(nats_server, worker_of_a_stream):
 
 @pytest.mark.parametrize("lost", [1, 20])
 def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
-    nats_server, relay, worker_of_a_stream, make_reader, monkeypatch, lost
+    nats_server, acks, worker_of_a_stream, make_reader, monkeypatch, lost
 ):
     worker, counters = worker_of_a_stream, worker_of_a_stream.counters
     reader = make_reader(nats_server.url)
-    relay.keep(lost, after=20 - lost)
+    acks.passes, acks.keep = 20 - lost, lost
     with monkeypatch.context() as patch:
         patch.setattr(connection, "ANSWER_SECONDS", 0.5)
         add_at_once(worker, 20)
-        assert relay.wait_for_kept(lost)
+        assert acks.all_kept.wait(30)
     assert worker.publisher.flush(30)
-    assert relay.repeats == lost
+    assert acks.repeats == lost
     assert (counters.connections["made"], counters.sent["donor_registered"]) == (1, 20)
     assert not counters.dropped
     assert known(read_back(nats_server, 22)) == worker.held
@@ -204,18 +219,18 @@ def test_what_was_not_acknowledged_is_sent_again_and_kept_once(
 
 
 def test_a_connection_cut_before_it_acknowledged_is_made_good_under_other_ids(
-    nats_server, relay, worker_of_a_stream, monkeypatch
+    nats_server, acks, worker_of_a_stream, monkeypatch
 ):
     worker, counters = worker_of_a_stream, worker_of_a_stream.counters
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 3600.0)  # a cut connection must not be waited for
-    relay.keep(20, is_to_cut=True)
+    acks.keep, acks.is_to_cut = 20, True
     add_at_once(worker, 20)
-    assert relay.wait_for_kept(20)
+    assert acks.all_kept.wait(30)
     assert worker.publisher.flush(30)
     assert counters.dropped == {"disconnected": 20}
     assert (counters.connections["made"], counters.resyncs["connected"]) == (2, 2)
     assert counters.sent["donor_registered"] == 20
-    assert relay.repeats == 0
+    assert acks.repeats == 0
     directory = read_back(nats_server, 44)
     assert directory.workers()[STREAM].events["provider_generation_reset"] == 2
     assert directory.is_synced(STREAM)
@@ -248,18 +263,16 @@ def test_serving_never_sees_a_dead_server(make_nats_server, make_worker):
 
 
 def test_tls_with_certificates_of_both_sides(make_nats_server, make_reader, make_worker, tmp_path):
-    openssl = shutil.which("openssl")
-    if openssl is None:
+    if shutil.which("openssl") is None:
         pytest.skip("skipped: openssl is not installed")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    new = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
-    subprocess.run([*new, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    both = ["--tlscert", str(certificate), "--tlskey", str(key), "--tlscacert", str(certificate)]
-    server = make_nats_server("--tls", "--tlsverify", *both)
+    new = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*new.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    both = f"--tls --tlsverify --tlscert {certificate} --tlskey {key} --tlscacert {certificate}"
+    server = make_nats_server(*both.split())
     files = {"tls_ca": certificate, "tls_cert": certificate, "tls_key": key}
     options = ConnectionOptions(servers=(server.url,), subject="semantic-kv-events", **files)
-    reader = make_reader(server.url, tls=options.tls_context())
+    reader = make_reader(server.url, tls=options.client_arguments()["tls"])
     worker, stranger = make_worker(server, **files), make_worker(server, tls_ca=certificate, generation=8)
     worker.add("a")
     assert converges(reader, worker)
@@ -326,7 +339,7 @@ class Announcing(RuleBasedStateMachine):
     def overflow(self):
         self.outbox.changes.clear()
         self.outbox.forget_changes()
-        self.outbox.sketch_all()
+        self.outbox.sketch(list(self.outbox.donors.values()))
         self.outbox.resync()
 
     @rule()
@@ -417,7 +430,7 @@ def test_counts_are_shown_in_prometheus():
 
 def test_names_that_are_taken_cost_the_series_only():
     registry = CollectorRegistry()
-    Series("semblend_events", "Another library's.", registry=registry)
+    Counter("semblend_events", "Another library's.", registry=registry)
     counters = EventCounters(registry=registry)
     counters.count("sent", "donor_registered", 5)
     assert counters.sent["donor_registered"] == 5

@@ -15,7 +15,6 @@ from semblend_trt.fleet.routing_policy import (
     Holder,
     LeastLoaded,
     NoReplicaError,
-    PrefixMemory,
     Replica,
     RoundRobin,
     RoutingRequest,
@@ -112,40 +111,26 @@ def test_a_weight_that_is_not_positive_is_refused(weight):
         SpanOverlap(weight)
 
 
-A, B = (0, 0), (1, 0)
+def known(policy, tokens, worker=(0, 0)):
+    """How many leading tokens the policy knows that it sent to the worker, to which this prompt goes now."""
+    return policy.choose(RoutingRequest(tokens), [Replica(worker, 0)]).reused_tokens
 
 
 def test_the_oldest_blocks_go_first_and_of_a_prompt_its_end(monkeypatch):
     monkeypatch.setattr(routing_policy, "MAX_BLOCKS", 5)
-    memory = PrefixMemory()
-    first, second = ([seed] * 3 * BLOCK_TOKENS for seed in (1, 2))
-    for prompt in (first, second):
-        memory.note(memory.prefix_of(prompt, None), A)
-    assert memory.known(memory.prefix_of(second, None), [A]) == {A: 3 * BLOCK_TOKENS}
-    assert memory.known(memory.prefix_of(first, None), [A]) == {A: 2 * BLOCK_TOKENS}
-    long = [3] * 50 * BLOCK_TOKENS
-    memory.note(memory.prefix_of(long, None), A)
-    assert memory.known(memory.prefix_of(long, None), [A]) == {A: 5 * BLOCK_TOKENS}
+    policy = ExactPrefix()
+    first, second, long = ([seed] * count * BLOCK_TOKENS for seed, count in ((1, 3), (2, 3), (3, 50)))
+    assert (known(policy, first), known(policy, second)) == (0, 0)
+    assert known(policy, first) == 2 * BLOCK_TOKENS
+    assert (known(policy, long), known(policy, long)) == (0, 5 * BLOCK_TOKENS)
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(0, 1)), max_size=20), st.data())
-def test_it_knows_what_a_list_of_all_prompts_would(sent, data):
-    memory = PrefixMemory()
-    workers = [A, B]
-
-    def prompt_of(blocks):
-        return [token for block in blocks for token in [block] * BLOCK_TOKENS]
-
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(0, 1)), max_size=20))
+def test_it_knows_what_a_list_of_all_prompts_would(sent):
+    policy, earlier = ExactPrefix(), []
     for blocks, worker in sent:
-        memory.note(memory.prefix_of(prompt_of(blocks), None), workers[worker])
-    asked = data.draw(st.lists(st.integers(0, 1), max_size=6))
-    expected = {}
-    for number, worker in enumerate(workers):
-        common = [
-            next((at for at, pair in enumerate(zip(blocks, asked, strict=False)) if pair[0] != pair[1]),
-                 min(len(blocks), len(asked)))
-            for blocks, to in sent
-            if to == number
-        ]  # fmt: skip
-        expected[worker] = BLOCK_TOKENS * max(common, default=0)
-    assert memory.known(memory.prefix_of(prompt_of(asked), None), workers) == expected
+        to_it = [other for other, to in earlier if to == worker]
+        common = [at for at in range(len(blocks) + 1) if any(other[:at] == blocks[:at] for other in to_it)]
+        tokens = [token for block in blocks for token in [block] * BLOCK_TOKENS]
+        assert known(policy, tokens, (worker, 0)) == BLOCK_TOKENS * max(common, default=0)
+        earlier.append((blocks, worker))

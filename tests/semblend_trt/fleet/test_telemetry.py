@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -12,25 +13,26 @@ from hypothesis import strategies as st
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet import telemetry
-from semblend_trt.fleet.block_kind import BlockKind
-from semblend_trt.fleet.router.config import TelemetryConfig
+from semblend_trt.fleet.router.config import Caller, TelemetryConfig
 from semblend_trt.fleet.router.counters import RouterCounters
 from semblend_trt.fleet.router.prompts import PromptReader
 from semblend_trt.fleet.router.replicas import Observed
-from semblend_trt.fleet.router.tenants import Caller
 from semblend_trt.fleet.telemetry import (
+    BlockKind,
     BlockMaker,
     Hasher,
     ServedRequest,
     TraceBlock,
     TraceLine,
     TraceLog,
+    kind_of,
     usage_in,
 )
 
+short = st.text(min_size=1, max_size=20)
 blocks = st.builds(
     TraceBlock,
-    content_hash=st.none() | st.text("0123456789abcdef", min_size=1, max_size=32),
+    content_hash=st.none() | short,
     semantic_type=st.sampled_from([kind.value for kind in BlockKind]),
     token_count=st.integers(0, 1 << 20),
     text=st.none() | st.text(max_size=20),
@@ -38,18 +40,17 @@ blocks = st.builds(
 )
 lines = st.builds(
     TraceLine,
-    request_id=st.text(min_size=1, max_size=20),
+    request_id=short,
     timestamp_ms=st.floats(0, 1e13),
-    session_id=st.none() | st.text(min_size=1, max_size=20),
     blocks=st.lists(blocks, max_size=4),
     observed_ttft_ms=st.none() | st.floats(0, 1e6),
     metadata=st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
 )
 
 
-@given(st.lists(lines, max_size=4))
-def test_what_is_written_is_read(written):
-    assert [TraceLine.model_validate_json(line.to_json()) for line in written] == written
+@given(lines)
+def test_what_is_written_is_read(line):
+    assert TraceLine.model_validate_json(line.to_json()) == line
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,45 @@ def test_what_is_written_is_read(written):
         ("system", BlockKind.SYSTEM_PROMPT),
         ("user", BlockKind.USER_QUERY),
         ("Assistant", BlockKind.ASSISTANT_HISTORY),
-        ("retrieved_context", BlockKind.RETRIEVED_CONTEXT),
         ("legal_evidence", BlockKind.LEGAL_EVIDENCE),
         ("poem", BlockKind.OTHER),
     ],
 )
 def test_kinds_have_either_systems_names(name, kind):
     assert TraceBlock(semantic_type=name, token_count=1).kind is kind
+
+
+PROSE = "The harbour was built when the old bridge had been carried away by ice. " * 8
+CASES = [
+    ("<|im_start|>system\nYou are a careful clerk.<|im_end|>\n<|im_start|>user\nHi", BlockKind.SYSTEM_PROMPT),
+    ("<|start_header_id|>assistant<|end_header_id|>\nIt was in 1907.", BlockKind.ASSISTANT_HISTORY),
+    ('Tool: {"rows": 3}', BlockKind.TOOL_OUTPUT),
+    ('<|im_start|>user\n{"temperature": 21, "unit": "C"}', BlockKind.TOOL_OUTPUT),
+    ("User: why?\n\n```python\nprint(1)\n```", BlockKind.CODE),
+    ("import os\n\ndef run(path):\n    return os.stat(path)", BlockKind.CODE),
+    ("Pursuant to § 12 the defendant, herein named, was heard in Smith v. Jones.", BlockKind.LEGAL_EVIDENCE),
+    ("Respond only in the following format, one line each.", BlockKind.TEMPLATE),
+    ("Document 3: harbour dues\nShips pay by length.", BlockKind.RETRIEVED_CONTEXT),
+    ("User: " + PROSE, BlockKind.RETRIEVED_CONTEXT),
+    ("User: when was the harbour built?", BlockKind.USER_QUERY),
+    ("when was the harbour built?", BlockKind.OTHER),
+]
+
+
+@pytest.mark.parametrize(("text", "kind"), CASES)
+def test_plain_cases(text, kind):
+    assert kind_of(text) is kind
+
+
+def test_a_conversation_is_of_the_kind_of_most_of_its_characters():
+    said = "System: be brief.\nUser: {}\nAssistant: long ago."
+    assert kind_of(said.format("why?")) is BlockKind.SYSTEM_PROMPT
+    assert kind_of(said.format(PROSE)) is BlockKind.RETRIEVED_CONTEXT
+
+
+@given(st.text())
+def test_any_text_has_a_kind(text):
+    assert kind_of(text) is BlockKind.OTHER or text.strip()
 
 
 HASHER = Hasher(b"a secret of sixteen bytes")
@@ -81,6 +114,7 @@ def make(tokenizer):
 @settings(max_examples=50)
 @given(text=st.text("ab \n", max_size=60), block_tokens=st.integers(1, 9))
 def test_blocks_add_up_to_the_prompt(make, text, block_tokens):
+    assert {block.text for block in make(block_tokens).blocks({"prompt": text}, "acme")} <= {None}
     blocks = make(block_tokens, keep_text=True).blocks({"prompt": text}, "acme")
     assert "".join(block.text for block in blocks) == text
     ends = [block.position + block.token_count for block in blocks]
@@ -97,13 +131,6 @@ def test_a_paragraph_has_the_same_blocks_wherever_it_stands(make):
     assert [block.content_hash for block in second[3 : 3 + len(hashes)]] == hashes
 
 
-def test_text_is_kept_only_where_that_is_asked_for(make):
-    body = {"prompt": "something private"}
-    assert {block.text for block in make().blocks(body, None)} == {None}
-    assert "private" not in str(make().blocks(body, None))
-    assert make(100, keep_text=True).blocks(body, None)[0].text == "something private"
-
-
 def test_hashes_belong_to_a_tenant_and_a_key(make):
     body = {"prompt": "something"}
     other = Hasher(b"another secret of more bytes")
@@ -115,6 +142,8 @@ def test_hashes_belong_to_a_tenant_and_a_key(make):
     assert len(hashes) == 8
     assert make(99).blocks(body, "acme") == make(99).blocks(body, "acme")
     assert len({HASHER.of_text("a", "bc"), HASHER.of_text("ab", "c"), HASHER.of_text(None, "abc")}) == 3
+    odd = [[1 << 80], [1 << 81], [-(1 << 80)], [1 << 80, 1], [1, 1 << 80]]  # which no engine has
+    assert len({HASHER.of_tokens("acme", ids) for ids in odd}) == len(odd)
 
 
 def test_kinds_are_those_of_roles_and_rules(make):
@@ -126,18 +155,8 @@ def test_kinds_are_those_of_roles_and_rules(make):
         {"role": "tool", "content": "1"},
     ]
     blocks = make(1000).blocks({"messages": messages}, None)
-    assert [block.kind for block in blocks] == [
-        BlockKind.SYSTEM_PROMPT,
-        BlockKind.USER_QUERY,
-        BlockKind.CODE,
-        BlockKind.ASSISTANT_HISTORY,
-        BlockKind.TOOL_OUTPUT,
-    ]
-
-
-def test_a_prompt_of_ids_is_of_no_kind(make):
-    blocks = make(2).blocks({"prompt": [1, 2, 3]}, None)
-    assert [(block.kind, block.token_count) for block in blocks] == [(BlockKind.OTHER, 2), (BlockKind.OTHER, 1)]
+    kinds = ["system_prompt", "user_query", "code", "assistant_history", "tool_output"]
+    assert [block.semantic_type for block in blocks] == kinds
 
 
 def served(number, prompt="some text", tail=b""):
@@ -197,11 +216,6 @@ def test_no_odd_prompt_loses_a_line(tokenizer, tmp_path, text, prompts):
             assert sum(block.token_count for block in line.blocks) == len(prompt)
 
 
-def test_ids_that_no_engine_has_keep_contents_apart():
-    odd = [[1 << 80], [1 << 81], [-(1 << 80)], [1 << 80, 1], [1, 1 << 80]]
-    assert len({HASHER.of_tokens("acme", ids) for ids in odd}) == len(odd)
-
-
 def test_files_are_rotated_and_bounded(tokenizer, tmp_path):
     log = Log(tokenizer, tmp_path / "trace.jsonl", max_bytes=4096, files=2)
     log.write(*map(served, range(200)))
@@ -251,20 +265,10 @@ def test_what_would_pile_up_is_dropped(tokenizer, tmp_path, monkeypatch):
     assert log.count("written") == 2
 
 
-def test_a_full_disk_is_counted(tokenizer, tmp_path, monkeypatch):
-    log = Log(tokenizer, tmp_path / "trace.jsonl")
-
-    class Full:
-        def write(self, _):
-            raise OSError(28, "No space left on device")
-
-        def flush(self): ...
-
-        def close(self): ...
-
-    monkeypatch.setattr(log.log._file, "stream", Full())
-    monkeypatch.setattr(log.log._file, "shouldRollover", lambda _: False)
-    log.write(served(1))
+def test_a_full_disk_is_counted(tokenizer):
+    log = Log(tokenizer, Path("/dev/full"))
+    log.log.note(served(1))
+    log.log._thread.drain()
     assert (log.count("failed"), log.count("written")) == (1, 0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from semblend_trt.config import Eviction
 from semblend_trt.donors.eviction import policy_of
-from semblend_trt.fleet.block_kind import BlockKind
+from semblend_trt.fleet.telemetry import BlockKind
 from validation.replay.simulation import (
     DEFAULT_WEIGHTS,
     FIRST_SECONDS,

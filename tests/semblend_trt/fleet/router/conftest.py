@@ -8,7 +8,6 @@ import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import aiohttp
 import pytest
@@ -36,9 +35,9 @@ class StandIn:
     behave: str = "well"
     # What a cold run says, if it is not the same; "" fails it.
     cold_text: str | None = None
-    receipt: dict[str, Any] | None = None
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[Any] = field(default_factory=list)
+    receipt: dict | None = None
+    bodies: list = field(default_factory=list)
+    headers: list = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     # A stream that is cut or torn waits for this, so that its first event arrives.
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,9 +58,11 @@ class StandIn:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(request.headers)
+        is_cold = "semblend.cold" in (body.get("kv_transfer_params") or {})
+        text = self.cold_text if is_cold and self.cold_text is not None else str(self.number)
         if self.behave == "busy":
             return web.Response(status=503)
-        if self.behave in ("ill", "wrong"):
+        if self.behave in ("ill", "wrong") or not text:
             return web.json_response({"error": {"message": "the engine"}}, status=500)
         if self.behave == "dying":
             return self._cut(request)
@@ -76,10 +77,6 @@ class StandIn:
         details = {"cached_tokens": 2, "reused_tokens": 3, "computed_tokens": 1}
         usage = {"prompt_tokens": 6, "completion_tokens": 1, "prompt_tokens_details": details}
         usage |= {} if self.receipt is None else {"semblend": self.receipt}
-        is_cold = "semblend.cold" in (body.get("kv_transfer_params") or {})
-        text = self.cold_text if is_cold and self.cold_text is not None else str(self.number)
-        if not text:
-            return web.json_response({"error": {"message": "the engine"}}, status=500)
         answer = {"choices": [{"text": text}], "usage": usage}
         if body.get("return_token_ids"):
             answer["choices"][0] |= {"token_ids": list(text.encode()), "prompt_token_ids": [7]}
@@ -115,7 +112,6 @@ class StandIn:
 
     @staticmethod
     def _cut(request):
-        assert request.transport is not None
         request.transport.abort()
         return web.Response()
 
@@ -129,11 +125,15 @@ class Routed:
     replicas: list[StandIn]
     address: str
 
-    async def ask(self, path="/v1/completions", **fields):
-        """Status, answer and headers of one request; `headers` are the request's, the other fields its body's."""
-        headers = fields.pop("headers", None)
+    async def ask(self, path="/v1/completions", *, headers=None, **fields):
+        """Status, answer and headers of one request with these fields."""
         async with self.client.post(path, json=fields, headers=headers) as response:
             return response.status, await response.json(), response.headers
+
+    async def read(self, *, headers=None, **fields):
+        """All that is answered to a completion with these fields."""
+        async with self.client.post("/v1/completions", json=fields, headers=headers) as response:
+            return await response.read()
 
     def count(self, name, **labels):
         value = self.router.counters.registry.get_sample_value(name, labels)

@@ -1,4 +1,7 @@
-"""The router's configuration: the documented example, defaults, and one sentence for each mistake."""
+"""The router's configuration: the documented example, defaults, and one sentence for each mistake; and its callers.
+
+The API key alone decides who a caller is; a tenant's salt depends on the router's secret and on nothing sent.
+"""
 
 import hashlib
 import re
@@ -6,10 +9,23 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from multidict import CIMultiDict
 
 from semblend_trt.errors import ConfigurationError
-from semblend_trt.fleet.router.config import KeyConfig, RouterConfig, StatusConfig, TelemetryConfig, load_config
+from semblend_trt.fleet.router.cold_runs import VERIFY_HEADER
+from semblend_trt.fleet.router.config import (
+    Caller,
+    KeyConfig,
+    RouterConfig,
+    Shares,
+    StatusConfig,
+    TelemetryConfig,
+    Tenants,
+    load_config,
+)
+from semblend_trt.fleet.router.serving import RequestRefusedError
 from semblend_trt.fleet.routing_policy import Holder, Replica, RoutingRequest
+from semblend_trt.namespace import salt_digest
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "router.toml"
 LEAST = 'model = "m"\n[[replicas]]\nurl = "http://127.0.0.1:1"\nworker_id = 1\n'
@@ -140,3 +156,88 @@ def test_a_secret_has_to_be_there(tmp_path, environment, problem):
     config = loaded(tmp_path, 'secret_env = "S"\n' + LEAST)
     with pytest.raises(ConfigurationError, match=problem):
         config.secret(environment)
+
+
+# -- callers
+
+ENVIRONMENT = {"SECRET": "s" * 16, "SHARED": "shared-key"}
+
+
+def tenants(environment=ENVIRONMENT, *, with_keys=True):
+    keys = [
+        KeyConfig(sha256=hashlib.sha256(b"acme-key").hexdigest().upper(), tenants=["acme"]),
+        KeyConfig(env="SHARED", tenants=["acme", "globex"]),
+    ]
+    config = RouterConfig(
+        model="m",
+        secret_env="SECRET",
+        replicas=[{"url": "http://127.0.0.1:1", "worker_id": 1}],
+        keys=keys if with_keys else [],
+    )
+    return Tenants(config, environment)
+
+
+def headers(key=None, tenant=None, session=None):
+    given = {"Authorization": None if key is None else f"Bearer {key}", "x-tenant-id": tenant, "x-session-id": session}
+    return CIMultiDict({name: value for name, value in given.items() if value is not None})
+
+
+def test_a_key_of_one_tenant_speaks_for_it():
+    known = tenants()
+    caller = known.caller(headers("acme-key", session="s1"))
+    assert (caller.tenant, caller.session) == ("acme", "s1")
+    assert known.caller(headers("acme-key", "acme", "s1")) == caller
+    assert known.caller(headers("shared-key", "acme", "s1")) == caller
+
+
+def test_salts_differ_by_tenant_and_by_secret_and_can_be_salts():
+    callers = [tenants().caller(headers("shared-key", tenant)) for tenant in ("acme", "globex")]
+    callers.append(tenants(ENVIRONMENT | {"SECRET": "t" * 16}).caller(headers("acme-key")))
+    assert len({salt_digest(caller.salt) for caller in callers}) == 3
+    assert callers[0].salt not in repr(callers[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "tenant", "session", "status", "reason"),
+    [
+        *((key, "acme", None, 401, "unknown_key") for key in (None, "guess", "\udcff")),
+        *(("acme-key", tenant, None, 403, "tenant_forbidden") for tenant in ("globex", "\udcff")),
+        ("shared-key", "initech", None, 403, "tenant_forbidden"),
+        ("shared-key", None, None, 400, "tenant_missing"),
+        *(("acme-key", None, session, 400, "bad_session") for session in ("s" * 257, "", "\udcff")),
+    ],
+)
+def test_callers_that_claim_more_are_refused(key, tenant, session, status, reason):
+    with pytest.raises(RequestRefusedError) as refused:
+        tenants().caller(headers(key, tenant, session))
+    assert (refused.value.status, refused.value.reason) == (status, reason)
+    assert "guess" not in str(refused.value)
+
+
+def test_without_keys_callers_are_not_distinguished():
+    keyless = tenants(with_keys=False)
+    assert keyless.caller(headers("whatever", session="s")) == Caller(session="s")
+    with pytest.raises(RequestRefusedError, match="missing or unknown"):
+        tenants().caller(CIMultiDict({"Authorization": "Basic acme-key"}))
+    for given, words in (
+        ({"x-tenant-id": "acme"}, "this router knows no tenants"),
+        ({VERIFY_HEADER: "cold"}, "a second run"),
+    ):
+        with pytest.raises(RequestRefusedError, match=words) as refused:
+            keyless.caller(CIMultiDict(given))
+        assert refused.value.status == 403
+
+
+def test_a_share_is_of_requests_and_of_bytes_and_is_given_back():
+    shares = Shares(2, 100)
+    with shares.taking("acme", 60):
+        with pytest.raises(
+            RequestRefusedError, match="60 bytes of requests, and with this one more than the 100 allowed"
+        ):
+            shares.taking("acme", 41).__enter__()
+        with shares.taking("acme", 40), shares.taking("globex", 100):
+            with pytest.raises(RequestRefusedError, match="2 requests are under way for this caller") as refused:
+                shares.taking("acme", 0).__enter__()
+            assert (refused.value.status, refused.value.reason, refused.value.retry_seconds) == (429, "tenant_busy", 1)
+    with shares.taking("acme", 100):
+        pass

@@ -6,12 +6,7 @@ import threading
 import pytest
 
 from semblend_trt.chats import PromptError
-from semblend_trt.fleet.router.prompts import (
-    SHORT_BODY_BYTES,
-    PromptReader,
-    PromptTooLongError,
-    ReadingThreads,
-)
+from semblend_trt.fleet.router.prompts import SHORT_BODY_BYTES, PromptReader, PromptTooLongError, ReadingThreads
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if tools }}<a>"
 
@@ -26,6 +21,7 @@ def reader(tokenizer, monkeypatch):
 def test_a_completion_is_a_text_or_ids(reader, tokenizer, prompt):
     assert tokenizer.encode("abc") == [64, 65, 66]
     assert reader.completion({"prompt": prompt}) == [64, 65, 66]
+    assert reader.texts({"prompt": prompt}) == ([(None, "abc")] if "abc" in prompt else [])
 
 
 def test_a_chat_goes_through_the_template(reader, tokenizer):
@@ -33,11 +29,6 @@ def test_a_chat_goes_through_the_template(reader, tokenizer):
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"role": "assistant"}]
     assert reader.chat({"messages": messages}) == tokenizer.encode("<system>a<user>b\nc<assistant><a>")
     assert reader.texts({"messages": messages}) == [("system", "a"), ("user", "b\nc"), ("assistant", "")]
-
-
-def test_a_completions_only_text_is_its_prompt(reader):
-    assert reader.texts({"prompt": ["abc"]}) == [(None, "abc")]
-    assert reader.texts({"prompt": [1, 2]}) == []
 
 
 @pytest.mark.parametrize(
@@ -59,9 +50,7 @@ def test_fields_that_make_another_prompt_are_refused_by_name(reader, name):
     [
         (None, "messages: Input should be a valid list"),
         ([], "messages: List should have at least 1 item"),
-        (["a"], "messages.0: Input should be"),
         ([{"content": "a"}], "messages.0.role: Field required"),
-        ([{"role": "user", "content": 5}], "messages.0.content: Input should be"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type: Input should be 'text'"),
     ],
 )
@@ -117,10 +106,9 @@ def test_short_prompts_wait_for_no_long_one(tokenizer):
         while not begun.is_set():
             await asyncio.sleep(0)
         short = await threads.read(SHORT_BODY_BYTES, lambda reader: reader.completion({"prompt": "abc"}))
-        is_over = long.done()
+        assert (short, long.done()) == ([64, 65, 66], False)
         go_on.set()
         await long
         threads.close()
-        return short, is_over
 
-    assert asyncio.run(read()) == ([64, 65, 66], False)
+    asyncio.run(read())

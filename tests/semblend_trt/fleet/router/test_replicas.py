@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from semblend_trt.fleet.router.config import ReplicaConfig
+from semblend_trt.fleet.router.config import RouterConfig
 from semblend_trt.fleet.router.replicas import ReplicaSet, with_receipt
 from semblend_trt.fleet.routing_policy import Replica
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
@@ -17,13 +17,13 @@ from tests.semblend_trt.fleet.router.conftest import StandIn, within
 
 
 @asynccontextmanager
-async def _behind(seconds=3600):
+async def _behind():
     stand_ins = [StandIn(1), StandIn(2)]
     async with AsyncExitStack() as opened:
         servers = [await opened.enter_async_context(TestServer(each.app())) for each in stand_ins]
-        configs = [ReplicaConfig(url=str(server.make_url("")), worker_id=at) for at, server in enumerate(servers, 1)]
-        session = await opened.enter_async_context(aiohttp.ClientSession())
-        replicas = ReplicaSet(configs, session, health_seconds=seconds, answer_seconds=5)
+        table = [{"url": str(server.make_url("")), "worker_id": at} for at, server in enumerate(servers, 1)]
+        config = RouterConfig(model="tiny", replicas=table, health_seconds=3600)
+        replicas = ReplicaSet(config, await opened.enter_async_context(aiohttp.ClientSession()))
         yield replicas, stand_ins, servers
         await replicas.stop()
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
 from aiohttp import web
 
-from semblend_trt.fleet.router.serving import (
-    Connections,
-    ServerBounds,
-    json_object,
-    listening,
-    refusing,
-)
+from semblend_trt.fleet.router.serving import Connections, ServerBounds, json_object, listening, refusing
 from tests.semblend_trt.fleet.router.conftest import run_within, within
 from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
 
@@ -30,19 +24,12 @@ WITHOUT_BODY = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
 STAY = b"POST /stay HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
 
 
-@dataclass
 class Served:
     """A server of two paths: one that answers, and one that answers without end."""
 
-    bounds: ServerBounds
-    dropped: list[str] = field(default_factory=list)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    address: str = ""
-    connections: Connections = field(init=False)
-    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
-
-    def __post_init__(self):
-        self.connections = Connections(self.bounds, self.dropped.append)
+    def __init__(self, bounds):
+        self.bounds, self.dropped, self.left, self.opened = bounds, [], asyncio.Event(), AsyncExitStack()
+        self.connections, self.address = Connections(bounds, self.dropped.append), ""
 
     async def answer(self, request):
         return web.json_response({"size": (await json_object(request, self.bounds))[1]})
@@ -157,12 +144,10 @@ def test_without_descriptors_it_waits_and_goes_on(caplog):
         clients = [socket.socket() for _ in range(20)]
         highest = max(map(int, os.listdir("/proc/self/fd")))
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-        try:
-            fill = []
+        fill = []
+        with contextlib.suppress(OSError):
             while True:
                 fill.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
         try:
             for client in clients:
                 client.connect((host, int(port)))
