@@ -20,7 +20,7 @@ from torch import distributed, multiprocessing
 
 from benchmarks.embedded.bench_model import Prompts, make_runner
 from benchmarks.program import FOLDER, parser_of
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import joined_ranks
 from validation.embedded_engine import RANDOM_WEIGHTS, open_llm

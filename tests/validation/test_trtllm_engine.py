@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation import engines as audit
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of

@@ -126,14 +126,6 @@ def test_part_of_a_block_is_copied_into_a_fresh_one():
     assert first == 0
 
 
-def test_without_copies_the_unread_leaf_itself_is_taken():
-    blocks, copies = manager(config={"copy_on_partial_reuse": False})
-    run(blocks, 1, list(range(8)))
-    assert admit(blocks, 2, [0, 1, 2, 3, 4, 5, 70, 71]) == 6
-    assert (copies, blocks.block_ids(2), blocks.num_reusable_blocks) == ([], [0, 1], 1)
-    assert blocks.match(KEY, [0, 1, 2, 70]).partial is None  # block 0 is being read
-
-
 @pytest.mark.parametrize(("option", "matched"), [("enable_block_reuse", 0), ("enable_partial_reuse", 4)])
 def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
     blocks, _ = manager(config={option: False})

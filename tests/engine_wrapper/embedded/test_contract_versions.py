@@ -7,8 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from engine_wrapper.embedded.connector_manager import ConnectorContractError
-from engine_wrapper.embedded.contracts import BOUND_ATTRIBUTES
+from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES, ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.errors import ConfigurationError, SemBlendError
@@ -71,13 +70,11 @@ class GroupedScheduler(RecordingScheduler):
 
 
 class GroupedWorker(RecordingWorker):
-    """Finds the pool behind all groups by their addresses."""
+    """Takes the pool of all groups."""
 
     def register_kv_cache_layout(self, layout):
         self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
-        self.layout = layout
-        first = min((region for group in layout.groups for region in group.regions), key=lambda each: each.base)
-        super().register_kv_caches(first.rows._base if first.rows._base is not None else first.rows)
+        super().register_kv_caches(layout.pool)
         self.record.calls.pop()
 
 
@@ -416,18 +413,3 @@ def test_layer_groups_hold_every_layer_once(make_engine, groups):
 def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
     with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
         make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
-
-
-def test_regions_describe_the_pool(make_engine):
-    llm, _ = make_engine("main", ((0, 2), (1,)))
-    pool, layout = llm.executor.pool.tensor, llm.connector_worker.layout
-    pool.copy_(torch.arange(pool.numel()).view(pool.shape))
-    assert [group.layer_ids for group in layout.groups] == [(0, 2), (1,)]
-    assert layout.as_single_pool_tensor() is None
-    for group in layout.groups:
-        for region in group.regions:
-            layer = region.buffers[0].layer_id
-            assert torch.equal(region.as_tensor(pool.dtype)[5], pool[5, layer].flatten())
-            assert region.address_of(5) == pool[5, layer].data_ptr()
-            with pytest.raises(IndexError, match="slot -1"):
-                region.address_of(-1)

@@ -237,7 +237,6 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
         make_llm(max_num_tokens=16),
         make_llm(max_batch_size=2, enable_chunked_prefill=False),
         make_llm(cache={"enable_partial_reuse": False}),
-        make_llm(cache={"copy_on_partial_reuse": False}),
         make_llm(cache={"max_tokens": 13 * BLOCK}, max_num_tokens=24),
     ):
         free = llm.block_manager.num_free_blocks

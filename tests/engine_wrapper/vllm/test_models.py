@@ -12,7 +12,7 @@ from torch.cuda import is_available
 from transformers import AutoModelForCausalLM
 from vllm.forward_context import get_forward_context
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.self_check import LayoutError
 from engine_wrapper.vllm.decoder import layer_calls_of
 from tests.conftest import MIXTURES, save_with_images
