@@ -34,8 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv
-from kernels.moves import sizes_of
+from kernels.layout import ContiguousKv, Kv, LayeredPool, Move
 from kernels.rope import LayerRotations
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kernels.moves import Move
     from kernels.rope import RopeRotation, Rotation
 
 RECORD_WORDS = 16
@@ -83,7 +81,7 @@ class SpanTable:
     unit_bytes: int
 
 
-def memory_of(kv: PagedKv | ContiguousKv) -> Memory:
+def memory_of(kv: Kv) -> Memory:
     """The rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
     planes = None
     if isinstance(kv, ContiguousKv):
@@ -132,7 +130,7 @@ def span_table(
     held = {id(move.source): move.source for move in moves}
     sources = {key: memory_of(source) for key, source in held.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
-    layers, kinds = max(sizes_of(source)[:2] for source in held.values())
+    layers, kinds = max(source.sizes[:2] for source in held.values())
     layers = max(layers, target_layers)
     lengths = np.array([move.length for move in moves], np.int64)
     tiles = -(-lengths // tile_tokens)

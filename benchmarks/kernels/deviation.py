@@ -27,8 +27,7 @@ from kernels.deviation import FreshRows, Move, deviation, relative, squares_by_t
 from validation.results import say
 
 if TYPE_CHECKING:
-    from kernels.layout import ContiguousKv, PagedKv
-    from kernels.moves import Fresh
+    from kernels.layout import ContiguousKv, Fresh, PagedKv
     from validation.results import Results
 
 LAYER = 2

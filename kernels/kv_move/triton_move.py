@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
-from kernels.layout import ContiguousKv
-from kernels.moves import Move, sizes_of, tensor_of
+from kernels.layout import ContiguousKv, Kv, Move
 from kernels.rope import LayerRotations
 from kernels.span_table import (
     Tiling,
@@ -34,24 +33,23 @@ from kernels.span_table import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.layout import PagedKv
     from kernels.rope import Rotation
 
 
-def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
+def default_tiling(target: Kv) -> Tiling:
     """The fastest in the sweep on an H200: small tiles, and neighbouring programs write neighbouring memory.
 
     A paged pool keeps all layers of a block together; a contiguous tensor, all tokens of a layer, and so do the pools
     of latent rows (MLA), of which a warp takes twice as many.
     """
-    is_contiguous, is_latent = isinstance(target, ContiguousKv), sizes_of(target)[1] == 1
+    is_contiguous, is_latent = isinstance(target, ContiguousKv), target.sizes[1] == 1
     if is_latent and not is_contiguous:
         return Tiling(tile_bytes=4096, warps=1, tokens_first=True)
     return Tiling(tile_bytes=4096, warps=2, tokens_first=is_contiguous)
 
 
 def prepared(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation, tiling: Tiling | None = None
+    moves: Sequence[Move], target: Kv, rotation: Rotation, tiling: Tiling | None = None
 ) -> Callable[[range, int], None]:
     """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
 
@@ -59,13 +57,13 @@ def prepared(
     the sources to the target's layers from a first one on.
     """
     tiling = tiling or default_tiling(target)
-    memory, rows = tensor_of(target), memory_of(target)
-    layers, kv_factor, kv_heads, head_dim = sizes_of(target)
+    memory, rows = target.planes[0], memory_of(target)
+    layers, kv_factor, kv_heads, head_dim = target.sizes
     tokens = tiling.tokens(head_dim, memory.dtype)
     table = span_table(moves, memory, (rows, rows), 0, rotation, tokens, layers)
     programs = table.num_tiles * kv_factor * triton.cdiv(kv_heads, tiling.heads)
     fixed = constants(table, memory.dtype, head_dim, rotation)
-    sources = [tensor_of(move.source) for move in moves]
+    sources = [move.source.planes[0] for move in moves]
 
     def run(moved: range, first: int) -> None:
         launch(

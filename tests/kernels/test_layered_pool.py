@@ -15,8 +15,7 @@ import torch
 from kernels.deviation import FreshRows, deviation, relative, row_squares, squares
 from kernels.deviation import naive as naive_deviation
 from kernels.kv_move import LayerMoves, Move, kv_move
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view
-from kernels.moves import lie_alike, planes_of
+from kernels.layout import ContiguousKv, LayeredPool, PagedKv, PoolLayer, check_pool, layer_view, lie_alike
 from kernels.rope import saturated
 from kernels.sparse_prefill import naive as naive_prefill
 from kernels.sparse_prefill import sparse_prefill, write_rows
@@ -214,7 +213,7 @@ def test_it_is_told_as_the_pool_in_one_tensor_is():
     assert isinstance(latent.pool, LayeredPool)
     assert latent.pool.shape == (POOL_BLOCKS, 3, 1, 4 * 40)
     assert latent.pool.layers(1, 3).kinds == (latent.pool.keys[1:],)
-    assert planes_of(latent) == latent.pool.keys
+    assert latent.planes == latent.pool.keys
     assert lie_alike(latent)
 
 
