@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
-from kernels.sparse_prefill import CHUNK_ROWS, SequenceRows, naive, sparse_prefill, write_rows
+from kernels.sparse_prefill import SequenceRows, naive, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels.builders import (
     BLOCK,
@@ -138,13 +138,6 @@ def test_any_positions_and_any_window_match_naive(
     sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
     batch = Batch(positions, dtype=dtype, window=window, kv_dtype=kv_dtype, **sizes)
     assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
-
-
-@pytest.mark.parametrize("device", ["torch"], indirect=True)
-@pytest.mark.parametrize("count", [CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1])
-def test_chunks_join(device, count):
-    positions = [*list(range(2, 2 * count, 2))[: count - 1], 2 * count]
-    assert_matches_naive(device, Batch([positions], heads=1, kv_heads=1, head_dim=8))
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 30.0])
@@ -409,25 +402,3 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing():
         run(positions, layer, 1024)
         run([*positions, list(range(500, 517))], 16 - layer, 64)
     assert compiled() == before
-
-
-@needs_cuda
-def test_a_captured_launch_follows_positions_and_blocks():
-    """Positions and blocks of a single sequence are read from its own tensors when the graph is replayed."""
-    from kernels.sparse_prefill import triton_attention
-
-    batch = Batch([[77, 90, 140]], block_size=32, dtype=torch.bfloat16)
-    q, pool, (longest,) = batch.on("cuda")
-    arguments = (q, PoolLayer(pool, 1, batch.geometry), (longest,), SCALE, None, None, SMALL, 32)
-    triton_attention.sparse_prefill(*arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = triton_attention.sparse_prefill(*arguments)
-    graph.replay()
-    assert_same(output, plain(batch))
-    earlier = [5, 31, 63]
-    longest.positions.copy_(torch.tensor(earlier))
-    batch.sequences = [SequenceRows(0, torch.tensor(earlier), batch.sequences[0].block_ids)]
-    graph.replay()
-    assert_same(output, plain(batch))

@@ -78,16 +78,6 @@ class GroupedWorker(RecordingWorker):
         self.record.calls.pop()
 
 
-class BrokenScheduler(RecordingScheduler):
-    def __init__(self, llm_args):
-        raise KeyError("broken")
-
-
-class BrokenWorker(RecordingWorker):
-    def __init__(self, llm_args):
-        raise KeyError("broken")
-
-
 @pytest.fixture
 def make_engine(make_llm):
     def make(contract, groups, **fields):
@@ -384,14 +374,6 @@ def test_flashinfer_orders_heads_and_tokens_as_the_version_does(make_engine, con
         assert not torch.equal(registered, heads_first)
         registered = registered.view(-1, LAYERS, 2, BLOCK, 2, 16).transpose(3, 4).reshape(heads_first.shape)
     assert torch.equal(registered, heads_first)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "worker"), [("BrokenScheduler", "GroupedWorker"), ("GroupedScheduler", "BrokenWorker")]
-)
-def test_what_a_constructor_raises_in_its_thread_is_passed_on(make_llm, scheduler, worker):
-    with pytest.raises(KeyError, match="broken"):
-        make_llm(scheduler, worker, module=__name__)
 
 
 # -- what a version refuses -------------------------------------------------------------------------------------------
