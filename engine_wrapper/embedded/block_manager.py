@@ -197,7 +197,7 @@ class RadixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that `evict` could free, one after another."""
+        """Blocks that `evict` could free."""
         return len(self._unreferenced)
 
     def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:

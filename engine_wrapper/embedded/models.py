@@ -2,8 +2,7 @@
 
 Several ranks split each layer as Megatron-LM does (arXiv 1909.08053, section 3): a rank keeps some of the query and KV
 heads and some of the MLP's channels. Projections into these are split by their outputs, projections out of them by
-their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank. Of every expert of a
-mixture a rank keeps some channels, and all ranks route alike.
+their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank.
 """
 
 from __future__ import annotations
@@ -230,8 +229,8 @@ def _rank_part(model: Any, ranks: Ranks) -> Any:
 def keep_shard(model: Any, ranks: Ranks) -> None:
     """Cuts `model` to this rank's part of the layers, and its configuration to the part's sizes.
 
-    Raises ConfigurationError when the ranks do not divide KV heads or channels, or a norm needs all heads; nothing is
-    changed then.
+    Raises ConfigurationError for a mixture of experts or latent rows, and when the ranks do not divide KV heads or
+    channels or a norm needs all heads; nothing is changed then.
     """
     if ranks.size == 1:
         return
@@ -239,75 +238,43 @@ def keep_shard(model: Any, ranks: Ranks) -> None:
     config = model.config
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in model.model.layers:
-        attention, experts = layer.self_attn, getattr(layer.mlp, "experts", None)
-        dense = layer.mlp if experts is None else getattr(layer.mlp, "shared_experts", None)
-        into = [attention.q_proj, attention.k_proj, attention.v_proj]
-        attention.o_proj = SharedLinear(attention.o_proj, ranks)
-        if getattr(attention, "sinks", None) is not None:
-            attention.sinks = nn.Parameter(attention.sinks[_part(len(attention.sinks), ranks)].clone())
-        if dense is not None:
-            into += [dense.gate_proj, dense.up_proj]
-            dense.down_proj = SharedLinear(dense.down_proj, ranks)
-        for linear in into:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
             kept = _part(linear.out_features, ranks)
             linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
             if linear.bias is not None:
                 linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
             linear.out_features //= ranks.size
-        if experts is not None:
-            (_keep_gpt_oss_experts if hasattr(experts, "down_proj_bias") else _keep_experts)(experts, ranks)
+        attention.o_proj = SharedLinear(attention.o_proj, ranks)
+        mlp.down_proj = SharedLinear(mlp.down_proj, ranks)
     config.num_attention_heads //= ranks.size
     config.num_key_value_heads //= ranks.size
 
 
 def _check_divisible(model: Any, ranks: Ranks) -> None:
-    config = model.config
-    if not hasattr(model.model.layers[0], "mlp"):
-        raise ConfigurationError(
-            f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
-        if (count := getattr(config, name, 0)) % ranks.size:
-            raise ConfigurationError(
-                f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
-            )
+    config, layers = model.config, model.model.layers
     if getattr(config, "kv_lora_rank", None):
         raise ConfigurationError(
             f"model type {config.model_type} keeps one latent row a token for all heads, which ranks cannot "
             "share; use 1 rank"
         )
-    attention = model.model.layers[0].self_attn
+    # A mixture's layers have experts, and some have another name for them.
+    if not all(hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers):
+        raise ConfigurationError(
+            f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (count := getattr(config, name)) % ranks.size:
+            raise ConfigurationError(
+                f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
+            )
+    attention = layers[0].self_attn
     norm = getattr(attention, "k_norm", None)
     if norm is not None and len(norm.weight) != attention.head_dim:
         raise ConfigurationError(
             f"model type {config.model_type} norms the keys of all heads at once, {len(norm.weight)} channels, "
             "which ranks with some of the heads cannot; use 1 rank"
         )
-
-
-def _keep_experts(experts: Any, ranks: Ranks) -> None:
-    """Cuts all experts. `gate_up_proj`: [experts, 2 * channels, hidden], `down_proj`: [experts, hidden, channels]."""
-    kept = _part(experts.down_proj.shape[2], ranks)
-    gate_up = [each[:, kept] for each in experts.gate_up_proj.chunk(2, 1)]
-    experts.gate_up_proj = nn.Parameter(torch.cat(gate_up, 1), requires_grad=False)
-    experts.down_proj = nn.Parameter(experts.down_proj[:, :, kept].clone(), requires_grad=False)
-    experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
-
-
-def _keep_gpt_oss_experts(experts: Any, ranks: Ranks) -> None:
-    """As `_keep_experts`, of experts with biases whose gate and up channels alternate. `gate_up_proj`: [experts,
-    hidden, 2 * channels], `down_proj`: [experts, channels, hidden]. Rank 0 alone adds the bias after the sum."""
-    kept = _part(experts.down_proj.shape[1], ranks)
-    pairs = slice(2 * kept.start, 2 * kept.stop)
-    parts = {
-        "gate_up_proj": experts.gate_up_proj[:, :, pairs],
-        "gate_up_proj_bias": experts.gate_up_proj_bias[:, pairs],
-        "down_proj": experts.down_proj[:, kept],
-        "down_proj_bias": experts.down_proj_bias * (ranks.rank == 0),
-    }
-    for name, part in parts.items():
-        setattr(experts, name, nn.Parameter(part.clone(), requires_grad=False))
-    experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
 
 
 def _part(count: int, ranks: Ranks) -> slice:
