@@ -59,7 +59,7 @@ def _kernel_ms(span: Move, fresh: Fresh) -> float:
     from kernels.deviation import triton_deviation
 
     output = torch.empty(2, span.length, device="cuda")
-    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION, triton_deviation.DEFAULT))
+    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION))
 
 
 def _check() -> float:

@@ -9,13 +9,11 @@ pool, after `tensorrt_llm/_torch/pyexecutor/connectors/kv_cache_layout.py`.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from kernels.layout import pool_view
 from semblend_trt.errors import CapacityError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -32,40 +30,21 @@ DEFAULT_POOL_BYTES = 1 << 30
 
 
 class KvPool:
-    """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone, in
-    `layout` inside a block: "HND" or "NHD". A model runs on `computed`, which is always HND: `tensor` itself, or a copy
-    of it for a forward.
+    """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone.
 
     It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
     CapacityError when there is no memory for it.
     """
 
-    def __init__(
-        self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device, layout: str
-    ) -> None:
-        self.geometry = geometry
+    def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
         try:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-            self.computed = self.tensor if layout == "HND" else torch.zeros_like(self.tensor)
         except RuntimeError as error:
             raise CapacityError(
                 f"a KV pool of {num_blocks} blocks of {geometry.block_size} tokens does not fit into the memory of "
                 f"{device}; lower kv_cache_config.max_tokens"
             ) from error
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Brings `computed` up to date for a forward, and writes it back unless the forward fails."""
-        if self.computed is self.tensor:
-            yield
-            return
-        sizes, rows = self.geometry, pool_view(self.computed, self.geometry)
-        inside = (sizes.block_size, sizes.kv_heads, sizes.head_dim)
-        registered = self.tensor.view(*self.tensor.shape[:3], *inside).transpose(3, 4)
-        rows.copy_(registered)
-        yield
-        registered.copy_(rows)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV of all layers."""

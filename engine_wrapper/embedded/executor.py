@@ -68,9 +68,8 @@ class Executor:
             facts.num_layers, runner.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor
         )
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
-        layout = llm_args.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
-        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device, layout)
-        self.model_runner.attach_pool(self.pool.computed, geometry, llm_args.max_num_tokens)
+        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
+        self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
         self.block_manager = BlockManager(
             blocks, cache, self.pool.copy_block, guarantees=not self._is_v2, replaces=self._holds_saved_blocks
         )
@@ -81,7 +80,6 @@ class Executor:
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._interrupt: KeyboardInterrupt | None = None
         self._closed = False
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args, runner.ranks)
@@ -149,8 +147,7 @@ class Executor:
         """Runs one iteration; False when there was nothing to run.
 
         A request that fails ends with finish reason "error". So do all running requests when their forward fails, if
-        the contract's version survives that, and when it is interrupted; the interrupt is raised. Any other error ends
-        all requests and the engine, and is raised.
+        the contract's version survives that. Any other error ends all requests and the engine, and is raised.
         """
         with self._guarded():
             batch = self._scheduler.schedule()
@@ -167,9 +164,6 @@ class Executor:
             elif (logits := self._forward(batch, stream)) is not None:
                 self._update(batch, logits)
             self._poll_transfers()
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
         return ran
 
     def poll_transfers(self) -> None:
@@ -211,30 +205,25 @@ class Executor:
         """Returns logits of each request's last row, float32 [requests, vocabulary]. When the forward fails, ends all
         running requests and returns None."""
         connector = self.connector
-        error: Exception
         try:
             if connector is not None:
                 worker = connector.worker
                 self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
                 self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
-            with self.pool.computing():
-                logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
+            logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
             if connector is not None:
                 connector.after_forward(stream)
             return logits
-        except KeyboardInterrupt as interrupt:
-            self._interrupt, error = interrupt, SemBlendError("it was interrupted")
-        except Exception as failure:
+        except Exception as error:
             if not self._version.survives_failed_forward:
                 raise
             logger.exception("a forward failed; the running requests end")
-            error = failure
-        self._sampled.clear()
-        for request in list(self._active.values()):
-            if not request.is_finished:
-                request.error = f"request {request.request_id} ran in a forward that failed: {error}"
-                self._cut_short(request, "error")
-        return None
+            self._sampled.clear()
+            for request in list(self._active.values()):
+                if not request.is_finished:
+                    request.error = f"request {request.request_id} ran in a forward that failed: {error}"
+                    self._cut_short(request, "error")
+            return None
 
     def _slice(self, request: LlmRequest) -> SequenceSlice:
         block_ids = tuple(self.block_manager.block_ids(request.request_id))

@@ -45,7 +45,7 @@ IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can ru
 
 
 class RequestStream:
-    """Iterator over one request's outputs. `request_id` may be given to `LLM.abort`."""
+    """Iterator over one request's outputs."""
 
     def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
         self.request_id = request.request_id

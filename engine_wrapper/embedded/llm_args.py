@@ -79,8 +79,7 @@ class LlmArgs(StrictModel):
     - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
     - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
-    - `attn_backend`: sets the order of heads and tokens in the pool's blocks.
-    - `cache_transceiver_config`: read by the connector alone, which refuses a disaggregated engine.
+    - `attn_backend`, `cache_transceiver_config`: read by the connector alone, which refuses some.
     - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
     """
 
@@ -118,7 +117,7 @@ class LlmArgs(StrictModel):
 
     @property
     def flashinfer_layout(self) -> str:
-        """The order of heads and tokens in a block under `attn_backend` FLASHINFER."""
+        """What the version orders a block by under `attn_backend` FLASHINFER; here it is HND, and NHD is refused."""
         return "NHD" if self.contract == "1.2" else "HND"
 
     @field_validator("model", "tokenizer", mode="before")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kernels.rope import RopeRotation
 
-DEFAULT = Tiling(tile_bytes=4096)
+TILING = Tiling(tile_bytes=4096)
 
 
 def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
@@ -49,12 +49,7 @@ def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRota
 
 
 def prepared(
-    output: torch.Tensor,
-    spans: Sequence[Move],
-    fresh: Fresh,
-    layer: int,
-    rotation: RopeRotation,
-    tiling: Tiling = DEFAULT,
+    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation
 ) -> Callable[[], None]:
     """Uploads the table of spans, which all have a length; returns a function that launches the kernel on the current
     stream.
@@ -63,7 +58,7 @@ def prepared(
     """
     base = fresh.planes[0]
     _, kv_factor, kv_heads, head_dim = spans[0].source.sizes
-    tokens = tiling.tokens(head_dim, base.dtype)
+    tokens = TILING.tokens(head_dim, base.dtype)
     if isinstance(fresh, FreshRows):
         targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.planes[-1])
         table = span_table(spans, base, targets, fresh.first_position, rotation, tokens)
@@ -87,7 +82,7 @@ def prepared(
             TOKENS=tokens,
             HEADS=kv_heads,
             KINDS=kv_factor if output.ndim == 3 else 0,
-            num_warps=tiling.warps,
+            num_warps=TILING.warps,
         )
         keep_until_read([span.source.planes[0] for span in spans], base)
 

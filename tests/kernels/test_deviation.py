@@ -148,27 +148,6 @@ def test_zero_rows_and_no_rows(device):
         assert deviation(spans, fresh, 0, ROTATION).shape == (2, 0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: only a CUDA device compiles")
-def test_no_plan_compiles_the_kernel_again():
-    from kernels.deviation import triton_deviation
-
-    fresh = on(kv_of(2, head_dim=64), "cuda")
-    donors = [on(kv_of(seed, tokens, head_dim=64), "cuda") for seed, tokens in enumerate((1, 9, 16, 20))]
-
-    def variants():
-        return len(triton_deviation.deviation_kernel.device_caches[torch.cuda.current_device()][0])
-
-    deviation([Move(donors[3], 0, 0, 16)], fresh, 1, rotation_of(64))
-    compiled = variants()
-    for layer, spans in (
-        (0, [Move(donors[0], 0, 5, 1)]),
-        (2, [Move(donors[3], 7, 0, 13)]),
-        (1, [Move(donors[1], 0, 0, 9), Move(donors[2], 0, 9, 1)]),
-    ):
-        deviation(spans, fresh, layer, rotation_of(64))
-    assert variants() == compiled
-
-
 K = torch.zeros(8, 2, 8)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-import torch
 
 from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES, ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
@@ -358,22 +357,6 @@ def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, c
     assert (data.computed_position, data.num_scheduled_tokens) == (-39 if contract == "main" else 0, 40)
     assert (output.cached_tokens, output.reused_tokens) == (0, 0)
     assert answers([output]) == cold([donor])
-
-
-@pytest.mark.parametrize("contract", V1_CONTRACTS)
-def test_flashinfer_orders_heads_and_tokens_as_the_version_does(make_engine, contract):
-    pools, outputs = [], []
-    for backend in ("TRTLLM", "FLASHINFER"):
-        llm, _ = make_engine(contract, None, attn_backend=backend, max_num_tokens=24)
-        outputs.append(answers(llm.generate([prompt(50), prompt(13, 1), prompt(30)], SIX)))
-        assert llm.generate([prompt(45)], TWO)[0].cached_tokens == 44  # with a part of a block, which is copied
-        pools.append(llm.executor.pool.tensor.view(-1, LAYERS, 2, 2 * BLOCK, 16))
-    assert outputs[0] == outputs[1]
-    heads_first, registered = pools
-    if contract == "1.2":
-        assert not torch.equal(registered, heads_first)
-        registered = registered.view(-1, LAYERS, 2, BLOCK, 2, 16).transpose(3, 4).reshape(heads_first.shape)
-    assert torch.equal(registered, heads_first)
 
 
 # -- what a version refuses -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The public face: prompts in, outputs and streams out, bad input refused at the door."""
 
 import shutil
-from itertools import count
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from tests.conftest import FAMILIES
-from tests.engine_wrapper.embedded.conftest import answers
 from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
 
@@ -325,31 +323,3 @@ def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(t
     assert unknown_fields(namespace_of(adopted)) == ["model_revision"]
     monkeypatch.setenv("SEMBLEND_MODEL_REVISION", "mine")
     assert unknown_fields(namespace_of(adopted)) == []
-
-
-# -- Ctrl-C in a forward ends the running requests, and the engine serves on -----------------------------------
-
-EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
-PROMPTS = [[*range(1, 60)], [*range(100, 130)]]
-
-
-@pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("fields", [{}, {"contract": "1.2", "disable_overlap_scheduler": False}])
-def test_the_engine_serves_on_after_an_interrupted_forward(make_recorded_llm, make_llm, fields, number):
-    expected = answers(make_llm().generate(PROMPTS, EIGHT))
-    llm, _ = make_recorded_llm(max_num_tokens=32, **fields)
-    free, forward, numbers = llm.block_manager.num_free_blocks, llm.executor.model_runner.forward, count(1)
-
-    def interrupted(slices):
-        result = forward(slices)
-        if next(numbers) == number:
-            raise KeyboardInterrupt
-        return result
-
-    llm.executor.model_runner.forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, EIGHT)
-    llm.settle()
-    assert llm.executor.num_unfinished == 0
-    assert llm.block_manager.num_free_blocks == free
-    assert answers(llm.generate(PROMPTS, EIGHT)) == expected
