@@ -223,12 +223,7 @@ class LLM:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        cache_salt: str | None,
-        lora_request: str | None,
-        **kind: Any,
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None, **kind: Any
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:

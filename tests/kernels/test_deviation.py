@@ -10,29 +10,12 @@ from kernels.deviation import FreshRows, Move, deviation, naive, relative, squar
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import still
-from tests.kernels.builders import (
-    BLOCK,
-    FP8,
-    TOLERANCE,
-    donor_of,
-    error_of,
-    geometry_of,
-    on,
-    paged,
-    rotation_of,
-)
+from tests.kernels.builders import BLOCK, FP8, TOLERANCE, donor_of, error_of, geometry_of, on, paged, rotation_of
 
 ROTATION = rotation_of()
 
 
-def kv_of(
-    seed,
-    tokens=21,
-    kv_heads=2,
-    head_dim=8,
-    dtype=torch.float32,
-    kinds=2,
-):
+def kv_of(seed, tokens=21, kv_heads=2, head_dim=8, dtype=torch.float32, kinds=2):
     return donor_of(geometry_of(kv_heads, head_dim, kv_factor=kinds, layers=3), tokens, seed, dtype)
 
 
@@ -48,14 +31,7 @@ def on_device(spans, device):
     return [replace(span, source=on(span.source, device)) for span in spans]
 
 
-def assert_matches_naive(
-    device,
-    spans,
-    fresh,
-    layer=1,
-    rotation=ROTATION,
-    tolerance=1e-5,
-):
+def assert_matches_naive(device, spans, fresh, layer=1, rotation=ROTATION, tolerance=1e-5):
     actual = deviation(on_device(spans, device), on(fresh, device), layer, rotation).cpu()
     expected = naive.deviation(spans, fresh, layer, rotation)
     assert (actual.dtype, actual.shape) == (torch.float32, expected.shape)

@@ -8,15 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    Glm4MoeConfig,
-    GlmConfig,
-    LlamaConfig,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import Glm4MoeConfig, GlmConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.glm import modeling_glm
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama

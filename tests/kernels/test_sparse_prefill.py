@@ -51,14 +51,7 @@ def plain(batch, window=None, sinks=None):
     return naive.sparse_prefill(batch.q, kv, batch.sequences, SCALE, window, sinks)
 
 
-def tiled(
-    device,
-    batch,
-    config=None,
-    piece=None,
-    window=None,
-    sinks=None,
-):
+def tiled(device, batch, config=None, piece=None, window=None, sinks=None):
     """By the Triton kernels, with a tile and a piece of KV of one's own."""
     from kernels.sparse_prefill import triton_attention
 
@@ -98,16 +91,7 @@ def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, wind
         (8, BLOCK, 4, 2, torch.bfloat16),
     ],
 )
-def test_widths_blocks_groups_and_dtypes(
-    device,
-    head_dim,
-    block_size,
-    heads,
-    kv_heads,
-    dtype,
-    window,
-    kv_dtype,
-):
+def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, window, kv_dtype):
     """As near to naive as the queries' dtype allows: KV in fp8 is read as the numbers that it holds."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
     positions = [[*range(50, 75), 200, 201], [9], [2 * block_size], list(range(7))]
@@ -126,14 +110,7 @@ def test_widths_blocks_groups_and_dtypes(
     kv_dtype=st.sampled_from([None, FP8]),
 )
 def test_any_positions_and_any_window_match_naive(
-    device,
-    positions,
-    kv_heads,
-    block_size,
-    window,
-    with_sinks,
-    dtype,
-    kv_dtype,
+    device, positions, kv_heads, block_size, window, with_sinks, dtype, kv_dtype
 ):
     sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
     batch = Batch(positions, dtype=dtype, window=window, kv_dtype=kv_dtype, **sizes)

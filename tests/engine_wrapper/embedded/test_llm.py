@@ -8,13 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.block_manager import DEFAULT_POOL_BYTES, pool_blocks
-from engine_wrapper.embedded.llm import (
-    LLM,
-    KvCacheConfig,
-    KvCacheConnectorConfig,
-    LlmArgs,
-    SamplingParams,
-)
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, LlmArgs, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
