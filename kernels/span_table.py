@@ -213,14 +213,13 @@ def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], n
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How much a program does: a tile of about `tile_bytes` of each of `heads` heads in turn.
+    """How much a program does: a tile of about `tile_bytes`.
 
     With `tokens_first`, neighbouring programs take neighbouring tokens of one layer, else neighbouring layers.
     """
 
-    tile_bytes: int = 16384
+    tile_bytes: int
     warps: int = 4
-    heads: int = 1
     tokens_first: bool = True
 
     def tokens(self, head_dim: int, dtype: torch.dtype) -> int:
