@@ -29,7 +29,7 @@ _PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRES
 
 
 def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = False) -> None:
-    """Adds a request behind those of its priority, or with `first` in front of them."""
+    """Adds a request after those of its priority, or with `first` before them."""
     find = bisect_left if first else bisect_right
     waiting.insert(find(waiting, request.priority, key=attrgetter("priority")), request)
 

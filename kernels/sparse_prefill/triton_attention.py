@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
-# With at least so many rounds of programs, the tiles of one KV head alone fill the card: its KV then stays in L2.
+# From this number of rounds of programs on, the tiles of one KV head alone fill the card: its KV then stays in L2.
 HEAD_MAJOR_ROUNDS = 4
 INTERPRETED_PROCESSORS = 4
 ROWS_PER_TILE = 16
@@ -279,7 +279,7 @@ def _attend(
 ):
     """Attends to tokens begin..end-1; `MASKED` compares them with the rows' positions, and `WINDOWED` with the window.
 
-    No row sees a token in front of `first_seen`.
+    No row sees a token before `first_seen`.
     """
     channels = tl.arange(0, BLOCK_D)
     # The block ids of a tile are loaded while the tile before it is attended to.
