@@ -25,9 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from engine_wrapper.layer_schedule import follow, follow_all, schedule_of
-from engine_wrapper.self_check import KEEP_ALL, MAX_TOKENS, check_plan
-from engine_wrapper.token_schedule import SequenceSlice, works_of
+from engine_wrapper.layer_schedule import follow, follow_all
 from kernels.layout import PoolLayer, indexable, layer_view
 from kernels.sparse_prefill import SequenceRows, in_chunks, sparse_prefill, write_rows
 from semblend_trt.errors import ConfigurationError
@@ -313,15 +311,5 @@ class SparseForward:
         return logits if cap is None else (logits / cap).tanh() * cap
 
     @torch.inference_mode()
-    def compile_kernels(self) -> None:
-        """Runs checked plans over a small pool, so that no request waits for a kernel to be compiled."""
-        geometry, tokens = self._geometry, (0,) * MAX_TOKENS
-        blocks = tuple(range(geometry.blocks_for(len(tokens))))
-        pool = self._pool.new_zeros(len(blocks), *self._pool.shape[1:])
-        forward = SparseForward(self._model, pool, geometry, self._ranks)
-        # The first plan computes every token; from that KV the second plan does not deviate.
-        for threshold in (0.0, KEEP_ALL):
-            plan = check_plan(tokens, geometry, min(1, geometry.num_layers - 1), threshold)
-            sequence = SequenceSlice(0, plan.prefix_end, tokens[plan.prefix_end :], blocks, plan)
-            works = works_of([sequence], geometry.num_layers)
-            forward(schedule_of(works, geometry.num_layers).to(pool.device))
+    def _rows(self, schedule: LayerSchedule) -> PagedDecoder:
+        return PagedDecoder(self._model.model, schedule, self._pool, self._geometry)

@@ -1,4 +1,5 @@
-"""How KV lies in memory: TensorRT-LLM's paged pool in one tensor, vLLM's layer by layer, and a donor's tensor.
+"""How KV lies in memory (TensorRT-LLM's paged pool in one tensor, vLLM's layer by layer, a donor's tensor), the tokens
+of it that are moved or compared, and the checks of both on the host.
 
 The inner order of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + channel, as in
 TensorRT-LLM's `getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h).
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Pools and donors may be in fp8 too: a rotation keeps the tensor's one scale, so that kv_move and deviation need not
@@ -55,15 +59,15 @@ class KvGeometry:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayeredPool:
     """A pool whose layers lie apart, as vLLM's do: K and V of each layer, [blocks, kv_heads, block_size, head_dim] with
-    any strides; without values, K is a latent row that is both (MLA). It has a tensor's `device`, `dtype` and `shape`,
-    that of the pool in one tensor."""
+    any strides; without values, K is a latent row that is both (MLA). `device`, `dtype` and `shape` are those of the
+    pool in one tensor."""
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...] = ()
 
     @property
     def kinds(self) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """K and V, or the latent rows, of all layers each."""
+        """K, then V, of all layers; or the latent rows alone."""
         return (self.keys, self.values) if self.values else (self.keys,)
 
     @property
@@ -117,6 +121,19 @@ class PagedKv:
         """Positions that the blocks hold."""
         return self.block_ids.numel() * self.geometry.block_size
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Layers, kv_factor, kv_heads and head_dim."""
+        geometry = self.geometry
+        return geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """All its memory: the pool, or K and V of each layer where the layers lie apart."""
+        if isinstance(self.pool, LayeredPool):
+            return tuple(plane for kind in self.pool.kinds for plane in kind)
+        return (self.pool,)
+
     def places(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
         positions, size = torch.arange(start, start + length), self.geometry.block_size
@@ -140,9 +157,67 @@ class ContiguousKv:
         """Positions that the tensor holds."""
         return self.tensor.shape[3]
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Layers, kv_factor, kv_heads and head_dim."""
+        layers, kv_factor, kv_heads, _, head_dim = self.tensor.shape
+        return layers, kv_factor, kv_heads, head_dim
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        return (self.tensor,)
+
     def layers(self, first: int, end: int) -> ContiguousKv:
         """Layers `first .. end - 1`, without a copy."""
         return ContiguousKv(self.tensor[first:end])
+
+
+Kv = PagedKv | ContiguousKv
+
+
+@dataclass(frozen=True, slots=True)
+class FreshRows:
+    """K (rotated) and V of one layer from a forward; row i is of position `first_position + i`.
+
+    `k`, `v`: [tokens, kv_heads, head_dim], any strides. `v` is None with kv_factor 1 (MLA).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    first_position: int = 0
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """K, then V if there is one."""
+        return (self.k,) if self.v is None else (self.k, self.v)
+
+
+Fresh = Kv | FreshRows
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`length` tokens of `source`, from index `source_start`, go to (or are compared with) the target's index
+    `target_start`.
+
+    An index is a position, unless `turn` says by how many positions K rotates: a staged copy begins anywhere.
+    """
+
+    source: Kv
+    source_start: int
+    target_start: int
+    length: int
+    turn: int | None = None
+
+    @property
+    def shift(self) -> int:
+        """Positions by which K is rotated."""
+        return self.target_start - self.source_start if self.turn is None else self.turn
+
+
+def lie_alike(*each: Kv) -> bool:
+    """Whether K and V of all layers have the same strides, in each by itself: the Triton kernels know one set."""
+    return all(len({plane.stride() for plane in kv.planes}) == 1 for kv in each)
 
 
 def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
@@ -167,10 +242,70 @@ def indexable(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
+def check_sources(
+    moves: Sequence[Move], name: str, other: str, sizes: tuple[int, int, int, int], memory: torch.Tensor
+) -> None:
+    """Raises ValueError unless every source holds its range and has `sizes` and the dtype of `memory`, called `other`.
+
+    A PagedKv source must be on `memory`'s device. `sizes`: layers, kv_factor, kv_heads, head_dim.
+    """
+    checked: set[int] = set()
+    for index, move in enumerate(moves):
+        source = f"{name}[{index}].source"
+        if id(move.source) not in checked:
+            checked.add(id(move.source))
+            check_kv(move.source, source)
+            if move.source.sizes != sizes:
+                raise ValueError(
+                    f"{source} has (layers, kv_factor, kv_heads, head_dim) {move.source.sizes}; the {other} has {sizes}"
+                )
+            tensor = move.source.planes[0]
+            if tensor.dtype != memory.dtype:
+                raise ValueError(f"{source} is {tensor.dtype}; the {other} is {memory.dtype}")
+            if isinstance(move.source, PagedKv) and tensor.device != memory.device:
+                raise ValueError(f"{source}.pool is on {tensor.device}; the {other} is on {memory.device}")
+        check_range(f"{source} from source_start", move.source_start, move.length, move.source.capacity)
+
+
+def check_range(what: str, start: int, length: int, capacity: int) -> None:
+    """Raises ValueError unless `start .. start + length` lies in 0..capacity."""
+    if start < 0 or length < 0 or start + length > capacity:
+        raise ValueError(f"{what} {start} with length {length} leaves 0..{capacity}, the positions it holds")
+
+
+def check_kv(kv: Kv, name: str) -> None:
+    """Raises ValueError unless `kv` is well formed in itself."""
+    if isinstance(kv, ContiguousKv):
+        if kv.tensor.ndim != 5 or kv.tensor.shape[1] not in (1, 2):
+            raise ValueError(
+                f"{name}.tensor has shape {list(kv.tensor.shape)}; [layers, 2 (1 in MLA), kv_heads, tokens, head_dim] "
+                "is needed"
+            )
+        check_dtype(kv.tensor.dtype, f"{name}.tensor")
+        return
+    check_pool(kv.pool, kv.geometry, f"{name}.pool")
+    ids, last = kv.block_ids, kv.pool.shape[0] - 1
+    if ids.dtype != torch.int64 or ids.ndim != 1:
+        raise ValueError(f"{name}.block_ids is {ids.dtype} of shape {list(ids.shape)}; an int64 vector is needed")
+    if ids.numel():
+        held = ids.cpu().numpy()
+        lowest, highest = int(held.min()), int(held.max())
+        if lowest < 0 or highest > last:
+            raise ValueError(f"{name}.block_ids spans {lowest}..{highest}, outside 0..{last}, the blocks of the pool")
+
+
 def check_pool(pool: Pool, geometry: KvGeometry, name: str = "pool") -> None:
     """Raises ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
     if isinstance(pool, LayeredPool):
-        _check_layers(pool, geometry, name)
+        check_dtype(pool.dtype, name)
+        row = (pool.shape[0], geometry.kv_heads, geometry.block_size, geometry.head_dim)
+        found = {(tuple(each.shape), each.dtype, each.device) for kind in pool.kinds for each in kind}
+        counts = [len(kind) for kind in pool.kinds]
+        if found != {(row, pool.dtype, pool.device)} or counts != [geometry.num_layers] * geometry.kv_factor:
+            raise ValueError(
+                f"{name} has {counts} layers of {sorted(map(str, found))}; {geometry.num_layers} of {list(row)} in "
+                f"each of {geometry.kv_factor} kinds, all of one dtype on one device, are needed for {geometry}"
+            )
         return
     expected = (geometry.num_layers, geometry.kv_factor, geometry.row_elements)
     if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
@@ -180,19 +315,6 @@ def check_pool(pool: Pool, geometry: KvGeometry, name: str = "pool") -> None:
     check_dtype(pool.dtype, name)
     if pool.stride(3) != 1:
         raise ValueError(f"{name} has stride {pool.stride(3)} in its last dimension; it must be 1")
-
-
-def _check_layers(pool: LayeredPool, geometry: KvGeometry, name: str) -> None:
-    check_dtype(pool.dtype, name)
-    blocks = pool.shape[0]
-    row = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_dim)
-    found = {(tuple(each.shape), each.dtype, each.device) for kind in pool.kinds for each in kind}
-    counts = [len(kind) for kind in pool.kinds]
-    if found != {(row, pool.dtype, pool.device)} or counts != [geometry.num_layers] * geometry.kv_factor:
-        raise ValueError(
-            f"{name} has {counts} layers of {sorted(map(str, found))}; {geometry.num_layers} of {list(row)} in each of "
-            f"{geometry.kv_factor} kinds, all of one dtype on one device, are needed for {geometry}"
-        )
 
 
 def check_dtype(dtype: torch.dtype, name: str) -> None:

@@ -41,7 +41,7 @@ class RopeRotation:
 
     @property
     def end_channel(self) -> int:
-        """The channel behind the last one that rotates."""
+        """The channel after the last one that rotates."""
         return self.first_channel + self.rotary_dim
 
     @property
@@ -67,8 +67,8 @@ class RopeRotation:
 class LayerRotations:
     """Rotations that differ by layer: layer i turns by `kinds[kind_of_layer[i]]`.
 
-    All kinds turn the same channels in the same planes; they differ in their frequencies. Raises ValueError otherwise,
-    and for a layer whose kind there is not.
+    All kinds turn the same channels in the same planes and differ in their frequencies. Raises ValueError otherwise,
+    and for a layer of no kind.
     """
 
     kinds: tuple[RopeRotation, ...]
@@ -93,16 +93,6 @@ class LayerRotations:
     def interleaved(self) -> bool:
         """Whether a plane is two neighbouring channels."""
         return self.kinds[0].interleaved
-
-    @property
-    def first_channel(self) -> int:
-        """The first channel that rotates."""
-        return self.kinds[0].first_channel
-
-    @property
-    def end_channel(self) -> int:
-        """The channel behind the last one that rotates."""
-        return self.kinds[0].end_channel
 
     def of_layer(self, layer: int) -> RopeRotation:
         """The rotation of `layer`."""
@@ -173,9 +163,10 @@ def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def check_head_dim(head_dim: int, rotation: Rotation, name: str) -> None:
     """Raises ValueError when `rotation` turns channels that a head of `head_dim` does not have."""
-    if head_dim < rotation.end_channel:
-        behind = f" behind the first_channel {rotation.first_channel}" if rotation.first_channel else ""
-        raise ValueError(f"{name} has head_dim {head_dim}, below the rotary_dim {rotation.rotary_dim}{behind}")
+    planes = rotation.kinds[0]
+    if head_dim < planes.end_channel:
+        behind = f" behind the first_channel {planes.first_channel}" if planes.first_channel else ""
+        raise ValueError(f"{name} has head_dim {head_dim}, below the rotary_dim {planes.rotary_dim}{behind}")
 
 
 def rotary_planes(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,8 @@ All that changes with a plan is in the table, so no plan compiles a kernel again
 A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
 block; the word of its first block id. A contiguous tensor is one block. A span record continues with the source's first
 position, the target's, the length, the row of factors (or the word of its layers' rows; -1: K is copied) and the first
-output column. One address for
-each layer and kind costs a kernel no time: it is read beside the block ids, and both need the record first.
+output column. One address for each layer and kind costs a kernel no time: it is read beside the block ids, and both
+need the record first.
 
 Addresses and strides are counted in units of `unit_bytes`; addresses count from the tensor that the kernel gets as an
 argument. So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time; of a loaded
@@ -34,8 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv
-from kernels.moves import sizes_of
+from kernels.layout import ContiguousKv, Kv, LayeredPool, Move
 from kernels.rope import LayerRotations
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kernels.moves import Move
     from kernels.rope import RopeRotation, Rotation
 
 RECORD_WORDS = 16
@@ -83,23 +81,18 @@ class SpanTable:
     unit_bytes: int
 
 
-def memory_of(kv: PagedKv | ContiguousKv) -> Memory:
+def memory_of(kv: Kv) -> Memory:
     """The rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
-    planes = None
+    tensor = kv.planes[0]
     if isinstance(kv, ContiguousKv):
-        tensor, block_size, block_ids = kv.tensor, max(1, kv.capacity), np.zeros(1, np.int64)
-        strides = (0, *tensor.stride()[:4])
-    else:
-        geometry, block_size, block_ids = kv.geometry, kv.geometry.block_size, kv.block_ids.cpu().numpy()
-        if isinstance(kv.pool, LayeredPool):
-            tensor = kv.pool.keys[0]
-            planes = np.array([[each.data_ptr() for each in kind] for kind in kv.pool.kinds], np.int64).T
-            block, head, token, _ = tensor.stride()
-            strides = (block, 0, 0, head, token)
-        else:
-            tensor = kv.pool
-            strides = (*tensor.stride()[:3], block_size * geometry.head_dim, geometry.head_dim)
-    return memory_at(tensor, strides, block_size, block_ids, planes)
+        return memory_at(tensor, (0, *tensor.stride()[:4]), max(1, kv.capacity), np.zeros(1, np.int64))
+    size, block_ids = kv.geometry.block_size, kv.block_ids.cpu().numpy()
+    if isinstance(kv.pool, LayeredPool):
+        planes = np.array([[each.data_ptr() for each in kind] for kind in kv.pool.kinds], np.int64).T
+        block, head, token, _ = tensor.stride()
+        return memory_at(tensor, (block, 0, 0, head, token), size, block_ids, planes)
+    head_dim = kv.geometry.head_dim
+    return memory_at(tensor, (*tensor.stride()[:3], size * head_dim, head_dim), size, block_ids)
 
 
 def memory_at(
@@ -129,10 +122,9 @@ def span_table(
     row stands at position `target_position`, and they have `target_layers`, if those are more than the sources'. On
     CUDA the upload is queued on the current stream of `base`'s device and the host does not wait for it.
     """
-    held = {id(move.source): move.source for move in moves}
-    sources = {key: memory_of(source) for key, source in held.items()}
+    sources = {key: memory_of(source) for key, source in {id(move.source): move.source for move in moves}.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
-    layers, kinds = max(sizes_of(source)[:2] for source in held.values())
+    layers, kinds = max(move.source.sizes[:2] for move in moves)
     layers = max(layers, target_layers)
     lengths = np.array([move.length for move in moves], np.int64)
     tiles = -(-lengths // tile_tokens)
@@ -156,8 +148,8 @@ def span_table(
     records = _write_block_ids(words, addresses_at, ids_at, memories, layers * kinds, unit_bytes)
     for index, target in enumerate(targets):
         words[index * RECORD_WORDS : index * RECORD_WORDS + 6] = records[id(target)]
-    factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(shifts)}
-    factor_of = factor_of if turning else {}
+    known = shifts if turning else []
+    factor_of = {shift: rows_at + at * rows.shape[1] if rows.size else at for at, shift in enumerate(known)}
     places = [
         (*records[id(sources[id(move.source)])], move.source_start, move.target_start - target_position)
         for move in moves
@@ -165,10 +157,16 @@ def span_table(
     factors = [factor_of.get(move.shift, -1) for move in moves]
     spans = words[SPANS_AT:tiles_at].reshape(-1, RECORD_WORDS)
     spans[:, :8], spans[:, 8:11] = places, np.stack((lengths, factors, np.cumsum(lengths) - lengths), axis=1)
-    _write_tiles(words[tiles_at:factors_at], tiles, tile_tokens)
+    pairs = words[tiles_at:factors_at].reshape(-1, 2)
+    pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
+    pairs[:, 1] = (np.arange(num_tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
     words[rows_at:addresses_at] = rows.reshape(-1)
-    if shifts and turning:
-        _write_factors(words[factors_at:], shifts, turning)
+    if known:
+        # In float64: a shift times a frequency loses its fraction in float32.
+        frequencies = np.array([each.inverse_frequencies for each in turning], np.float64)
+        angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
+        written = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
+        words[factors_at:].view(np.float32)[: written.size] = written.reshape(-1)
     return SpanTable(host.to(base.device, non_blocking=True), tiles_at, factors_at, num_tiles, unit_bytes)
 
 
@@ -202,12 +200,6 @@ def _write_block_ids(
     return records
 
 
-def _write_tiles(words: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], tile_tokens: int) -> None:
-    pairs = words.reshape(-1, 2)
-    pairs[:, 0] = np.repeat(np.arange(len(tiles)), tiles)
-    pairs[:, 1] = (np.arange(len(pairs)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
-
-
 def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], npt.NDArray[np.int64]]:
     """The rotations that have factors, and the row of each shift and layer among them, int64 [shifts, layers]; without
     rows, each shift has its own for all layers."""
@@ -219,24 +211,15 @@ def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], n
     return turning, np.where(layers < 0, -1, layers + np.arange(shifts)[:, None])
 
 
-def _write_factors(words: npt.NDArray[np.int64], shifts: Sequence[int], turning: Sequence[RopeRotation]) -> None:
-    """Angles are taken in float64: a shift times a frequency loses its fraction in float32."""
-    frequencies = np.array([rotation.inverse_frequencies for rotation in turning], np.float64)
-    angles = np.array(shifts, np.float64)[:, None] * frequencies[:, None]
-    factors = np.stack((np.cos(angles), np.sin(angles)), axis=2).astype(np.float32)
-    words.view(np.float32)[: factors.size] = factors.reshape(-1)
-
-
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How much a program does: a tile of about `tile_bytes` of each of `heads` heads in turn.
+    """How much a program does: a tile of about `tile_bytes`.
 
     With `tokens_first`, neighbouring programs take neighbouring tokens of one layer, else neighbouring layers.
     """
 
-    tile_bytes: int = 16384
+    tile_bytes: int
     warps: int = 4
-    heads: int = 1
     tokens_first: bool = True
 
     def tokens(self, head_dim: int, dtype: torch.dtype) -> int:
@@ -247,25 +230,25 @@ class Tiling:
 
 def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rotation) -> dict[str, Any]:
     """The compile-time arguments that the kernels share: they follow from the model, not from a plan."""
-    half = rotation.rotary_dim // 2
-    after = head_dim - rotation.end_channel
+    planes = rotation.kinds[0]
+    before, half, after = planes.first_channel, planes.rotary_dim // 2, head_dim - planes.end_channel
     return {
         "UNIT": table.unit_bytes // dtype.itemsize,
         "HEAD_DIM": head_dim,
-        "FIRST": rotation.first_channel,
+        "FIRST": before,
         "HALF": half,
-        "INTERLEAVED": rotation.interleaved,
+        "INTERLEAVED": planes.interleaved,
         "PAD_HEAD": triton.next_power_of_2(head_dim),
-        "PAD_BEFORE": triton.next_power_of_2(rotation.first_channel) if rotation.first_channel else 0,
+        "PAD_BEFORE": triton.next_power_of_2(before) if before else 0,
         "PAD_HALF": triton.next_power_of_2(half),
         "PAD_AFTER": triton.next_power_of_2(after) if after else 0,
     }
 
 
 def keep_until_read(sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Keeps pinned sources from being handed out anew before a kernel that was just launched has read them.
+    """Keeps pinned sources from being handed out again before a kernel that was just launched has read them.
 
-    torch's allocator of pinned memory knows only of copies, so one element of each is copied behind the kernel.
+    torch's allocator of pinned memory knows only of copies, so one element of each is copied after the kernel.
     """
     if not target.is_cuda:
         return

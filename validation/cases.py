@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import read_input
 from validation import prompts

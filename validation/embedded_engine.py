@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_wrapper.embedded.llm import LLM
 from engine_wrapper.embedded.llm_args import KvCacheConfig, KvCacheConnectorConfig, LlmArgs
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from validation.engines import connector_variables, environment, token_bytes
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
-from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, one_each
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import CompletionOutput, RequestOutput, SamplingParams, one_each
 from semblend_trt.errors import SemBlendError
 from semblend_trt.files import open_input
 

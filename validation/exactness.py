@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import SemBlendError
 from validation import metrics
 from validation.arms import COLD, COLD_AGAIN, COLD_ARM, EXACT_PREFIX, Arm

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from engine_wrapper.embedded.request import RequestOutput
-    from engine_wrapper.embedded.sampling import SamplingParams
+    from engine_wrapper.embedded.request import RequestOutput, SamplingParams
     from validation.arms import Arm
     from validation.engines import AllParams, AllSalts, ArmEngine, Asked, EngineSettings
 

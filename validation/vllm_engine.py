@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.connector.model_facts import model_facts
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.model_tokenizer import load_tokenizer

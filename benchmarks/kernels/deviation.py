@@ -27,8 +27,7 @@ from kernels.deviation import FreshRows, Move, deviation, relative, squares_by_t
 from validation.results import say
 
 if TYPE_CHECKING:
-    from kernels.layout import ContiguousKv, PagedKv
-    from kernels.moves import Fresh
+    from kernels.layout import ContiguousKv, Fresh, PagedKv
     from validation.results import Results
 
 LAYER = 2
@@ -60,7 +59,7 @@ def _kernel_ms(span: Move, fresh: Fresh) -> float:
     from kernels.deviation import triton_deviation
 
     output = torch.empty(2, span.length, device="cuda")
-    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION, triton_deviation.DEFAULT))
+    return time_ms(triton_deviation.prepared(output, [span], fresh, LAYER, ROTATION))
 
 
 def _check() -> float:

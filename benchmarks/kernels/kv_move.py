@@ -32,7 +32,6 @@ from benchmarks.kernels.ceilings import (
 )
 from kernels.kv_move import Move, kv_move, kv_move_by_torch
 from kernels.layout import ContiguousKv
-from kernels.moves import planes_of, sizes_of
 from validation.results import say
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def kernel_ms(move: Move, target: PagedKv | ContiguousKv, rotation: Rotation = R
     from kernels.kv_move import triton_move
 
     run = triton_move.prepared([move], target, rotation)
-    return time_ms(lambda: run(range(sizes_of(target)[0]), 0))
+    return time_ms(lambda: run(range(target.sizes[0]), 0))
 
 
 def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeometry = QWEN_7B) -> int:
@@ -78,13 +77,13 @@ def bytes_moved(tokens: int, dtype: torch.dtype = torch.bfloat16, sizes: KvGeome
 
 
 def _check(actual: PagedKv, expected: PagedKv, rotation: Rotation = ROTATION) -> None:
-    for ours, theirs in zip(planes_of(actual), planes_of(expected), strict=True):
+    for ours, theirs in zip(actual.planes, expected.planes, strict=True):
         theirs.copy_(ours)
     donor = random_donor(200, sizes=actual.geometry)
     moves = [Move(donor, 3, 40, 150), Move(donor, 160, 200, 33), Move(donor, 0, 0, 32)]
     kv_move(moves, actual, rotation)
     kv_move_by_torch(moves, expected, rotation)
-    pairs = zip(planes_of(actual), planes_of(expected), strict=True)
+    pairs = zip(actual.planes, expected.planes, strict=True)
     say(f"relative error against torch: {max(check_close('kv_move', *pair, 1e-2) for pair in pairs):.1e}")
 
 

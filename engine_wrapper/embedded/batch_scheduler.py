@@ -29,7 +29,7 @@ _PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRES
 
 
 def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = False) -> None:
-    """Adds a request behind those of its priority, or with `first` in front of them."""
+    """Adds a request after those of its priority, or with `first` before them."""
     find = bisect_left if first else bisect_right
     waiting.insert(find(waiting, request.priority, key=attrgetter("priority")), request)
 
@@ -53,11 +53,9 @@ class BatchScheduler:
     ) -> None:
         self._args, self._blocks, self._connector = llm_args, blocks, connector
         self._active, self._waiting, self._pause = active, waiting, pause
-        self._is_v2 = pause is not None
         # With block reuse off the engine skips no loaded token; most versions then do not ask the connector.
         self._applies = llm_args.kv_cache_config.enable_block_reuse
-        asks_anyway = connector is not None and not self._is_v2 and connector.version.asks_without_reuse
-        self._asks = self._applies or asks_anyway
+        self._asks = self._applies or (connector is not None and pause is None and connector.version.asks_without_reuse)
 
     def schedule(self) -> ScheduledBatch:
         """Picks the next iteration, asks the connector about new requests, and allocates all blocks.
@@ -73,7 +71,7 @@ class BatchScheduler:
                 budget = self._add_context(batch, request, budget)
         while self._waiting and len(self._active) < self._args.max_batch_size and self._admit(batch, budget):
             budget = self._add_context(batch, batch.admitted[-1], budget)
-        if self._is_v2:
+        if self._pause is not None:
             self._prepare_chunks(batch)
         else:
             self._prepare_prompts(batch)
@@ -95,7 +93,7 @@ class BatchScheduler:
         match = blocks.match(request.root_key, request.all_tokens)
         matched = len(match.nodes) * blocks.block_size + match.partial_tokens
         chunk = self._chunk(request.prompt_len - matched, matched, self._allowance(budget))
-        if not chunk or not blocks.fits(match, matched + chunk if self._is_v2 else request.max_total_tokens):
+        if not chunk or not blocks.fits(match, matched + chunk if self._pause else request.max_total_tokens):
             return False
         blocks.add_sequence(request.request_id, request.root_key, match, request.max_total_tokens)
         request.set_prepopulated_prompt_len(matched, 0)
@@ -112,8 +110,7 @@ class BatchScheduler:
             return budget
         batch.context_requests.append(request)
         # A chunk that is not the last takes its whole allowance: the connector may still move its start.
-        taken = request.context_chunk_size if request.is_last_context_chunk else request.chunk_allowance
-        return budget - taken
+        return budget - (request.context_chunk_size if request.is_last_context_chunk else request.chunk_allowance)
 
     def _allowance(self, budget: int) -> int:
         """The most tokens of one prompt within the budget."""
@@ -134,21 +131,16 @@ class BatchScheduler:
         """As the V1 cache manager: blocks for whole prompts."""
         for request in batch.admitted:
             if self._connector is not None and self._asks:
-                self._ask(self._connector, request)
+                local = request.cached_tokens
+                if self._connector.version.floors_local_match:
+                    local -= local % self._blocks.block_size
+                matched = self._connector.ask(request, local)
+                if matched and self._applies:
+                    request.set_prepopulated_prompt_len(local, matched)
                 self.resize_chunk(request)
             self._allocate_new(request, request.prompt_len)
         for request in batch.generation_requests:
             self._blocks.allocate(request.request_id, request.next_row()[0] + 1)
-
-    def _ask(self, connector: KvCacheConnectorManager, request: LlmRequest) -> None:
-        local = told = request.cached_tokens
-        if connector.version.floors_local_match:
-            told -= told % self._blocks.block_size
-        matched = connector.get_num_new_matched_tokens(request, told)
-        if matched and self._applies:
-            request.set_prepopulated_prompt_len(told, matched)
-        else:
-            request.set_prepopulated_prompt_len(local, 0)
 
     def _allocate_new(self, request: LlmRequest, end: int) -> None:
         block_ids = self._blocks.allocate(request.request_id, end)
@@ -189,10 +181,7 @@ class BatchScheduler:
         if room <= local:
             return False
         if self._connector is not None and self._asks:
-            matched, asynchronous = self._connector.query(request, local)
-            honoured = min(matched, room - local - 1)
-            request.set_prepopulated_prompt_len(local, honoured)
-            self._connector.commit(request, honoured, asynchronous=asynchronous)
+            request.set_prepopulated_prompt_len(local, self._connector.ask(request, local, room - local - 1))
         self.resize_chunk(request)
         request.context_chunk_size = min(request.context_chunk_size, room - request.context_current_position)
         self._allocate_new(request, request.chunk_end)

@@ -1,8 +1,9 @@
-"""Owns the blocks of the pool.
+"""The KV pool, one tensor laid out as TensorRT-LLM's primary pool, and the owner of its blocks.
 
 Every block is in exactly one place: free, private to one sequence (which may write it), or in the reuse tree (read by
 any number of sequences, written by none). Shaped after TensorRT-LLM's V1 `KVCacheManager` and its block reuse
-(`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`).
+(`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`). `KvCacheLayout` is the V2 cache manager's description of the
+pool, after `tensorrt_llm/_torch/pyexecutor/connectors/kv_cache_layout.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,121 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
+
+from semblend_trt.errors import CapacityError, ConfigurationError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine_wrapper.embedded.llm_args import KvCacheConfig
+    from engine_wrapper.embedded.llm_args import KvCacheConfig, LlmArgs
+    from kernels.layout import KvGeometry
     from semblend_trt.runtime import ActivePlans
+
+DEFAULT_POOL_BYTES = 1 << 30
+
+
+# -- the pool ---------------------------------------------------------------------------------------------------------
+
+
+class KvPool:
+    """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone.
+
+    It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
+    CapacityError when there is no memory for it.
+    """
+
+    def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_blocks, geometry.num_layers, geometry.kv_factor, geometry.row_elements)
+        try:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"a KV pool of {num_blocks} blocks of {geometry.block_size} tokens does not fit into the memory of "
+                f"{device}; lower kv_cache_config.max_tokens"
+            ) from error
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block's KV of all layers."""
+        self.tensor[target].copy_(self.tensor[source])
+
+
+def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV of a model in `dtype`. "fp8" is e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint
+    without scales (`KvCacheConfig.dtype` of `llmapi/llm_args.py`).
+
+    Raises ConfigurationError for another dtype than the model's.
+    """
+    if asked == "fp8":
+        return torch.float8_e4m3fn
+    if asked not in ("auto", str(dtype).removeprefix("torch.")):
+        raise ConfigurationError(
+            f"kv_cache_config.dtype {asked} differs from the model's {dtype}; use auto or fp8, or load the model in it"
+        )
+    return dtype
+
+
+def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
+    """Blocks of the pool: `kv_cache_config.max_tokens` rounded down. By default `max_batch_size` sequences of
+    `max_seq_len` tokens, in at most DEFAULT_POOL_BYTES.
+
+    Raises CapacityError when that is no block at all.
+    """
+    block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
+    if wanted is not None:
+        if wanted < block_size:
+            raise CapacityError(
+                f"kv_cache_config.max_tokens {wanted} holds no block of {block_size} tokens; give at least {block_size}"
+            )
+        return wanted // block_size
+    affordable = DEFAULT_POOL_BYTES // (geometry.bytes_per_token(dtype) * block_size)
+    if affordable < 1:
+        raise CapacityError(
+            f"one block of this model needs more than the default pool of {DEFAULT_POOL_BYTES} bytes; "
+            "set kv_cache_config.max_tokens"
+        )
+    return min(args.max_batch_size * geometry.blocks_for(max_seq_len), affordable)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose blocks share one space of ids; `window_size` None is full attention."""
+
+    layer_ids: tuple[int, ...]
+    window_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheLayout:
+    """All layer groups of `pool`, [blocks, layers, 2, row]."""
+
+    pool: torch.Tensor
+    tokens_per_block: int
+    groups: tuple[LayerGroup, ...]
+
+    def as_single_pool_tensor(self) -> torch.Tensor | None:
+        """The pool as V1 registers it; None for several groups."""
+        return self.pool if len(self.groups) == 1 else None
+
+
+def cache_layout(
+    pool: torch.Tensor, tokens_per_block: int, groups: Sequence[Sequence[int]] | None = None
+) -> KvCacheLayout:
+    """Describes `pool`; `groups` lists each group's layers, all in one group by default.
+
+    Raises ConfigurationError unless every layer is in exactly one group.
+    """
+    num_layers = pool.shape[1]
+    listed = [tuple(sorted(layers)) for layers in (groups or [range(num_layers)])]
+    if sorted(layer for layers in listed for layer in layers) != list(range(num_layers)):
+        raise ConfigurationError(
+            f"layer_groups is {[list(layers) for layers in listed]}; each of the model's {num_layers} layers must be "
+            "in exactly one group"
+        )
+    return KvCacheLayout(pool, tokens_per_block, tuple(map(LayerGroup, listed)))
+
+
+# -- the reuse tree ---------------------------------------------------------------------------------------------------
 
 
 class RootKey(NamedTuple):
@@ -65,14 +176,14 @@ class RadixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that `evict` could free, one after another."""
+        """Blocks that `evict` could free."""
         return len(self._unreferenced)
 
     def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:
         """Returns the longest prefix of `tokens` that the tree holds below `key`; changes nothing.
 
         The last token is never matched: its row has to run, for its logits. With `partial`, the match also names the
-        child that shares the longest beginning with the rest.
+        child that shares the longest beginning with the rest, the first of several.
         """
         node = self._roots.get(key)
         nodes: list[BlockNode] = []
@@ -81,10 +192,15 @@ class RadixTree:
             start = len(nodes) * self._block_size
             rest = tuple(tokens[start : min(start + self._block_size, limit)])
             child = node.children.get(rest) if len(rest) == self._block_size else None
-            if child is None:
-                return PrefixMatch(tuple(nodes), *(_longest_beginning(node, rest) if partial else ()))
-            nodes.append(child)
-            node = child
+            if child is not None:
+                nodes.append(child)
+                node = child
+                continue
+            # Of thousands of children, few stay after the first tokens.
+            left, length = list(node.children) if partial else [], 0
+            while length < len(rest) and (fitting := [each for each in left if each[length] == rest[length]]):
+                left, length = fitting, length + 1
+            return PrefixMatch(tuple(nodes), node.children[left[0]] if length else None, length)
         return PrefixMatch()
 
     def child(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...]) -> BlockNode | None:
@@ -122,21 +238,15 @@ class RadixTree:
 
     def evict(self) -> int | None:
         """Removes the least recently used unreferenced leaf and returns its block, None when there is none."""
-        node = next(iter(self._unreferenced), None)
-        if node is None:
+        if not self._unreferenced:
             return None
-        self.remove(node)
-        return node.block_id
-
-    def remove(self, node: BlockNode) -> None:
-        """Takes an unreferenced leaf out of the tree; its block belongs to the caller from now on."""
-        parent = node.parent
-        assert parent is not None
-        del self._unreferenced[node]
+        node, _ = self._unreferenced.popitem(last=False)
+        parent = cast("BlockNode", node.parent)
         del parent.children[node.tokens]
         self._num_nodes -= 1
         if parent.parent is None and not parent.children:
             del self._roots[cast("RootKey", parent.tokens)]
+        return node.block_id
 
     def walk(self) -> Iterator[tuple[RootKey, BlockNode]]:
         """All nodes with the key of their root, parents first."""
@@ -148,13 +258,7 @@ class RadixTree:
                 stack.extend(node.children.values())
 
 
-def _longest_beginning(parent: BlockNode, tokens: tuple[int, ...]) -> tuple[BlockNode | None, int]:
-    """The child that shares the longest beginning with `tokens`, the first of several, and its length; None and 0
-    without one. Of thousands of children, few stay after the first tokens."""
-    left, length = list(parent.children), 0
-    while length < len(tokens) and (fitting := [each for each in left if each[length] == tokens[length]]):
-        left, length = fitting, length + 1
-    return (parent.children[left[0]], length) if length else (None, 0)
+# -- the blocks -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -198,8 +302,6 @@ class BlockManager:
         self._sequences: dict[int, _Sequence] = {}
         self._pins: dict[int, list[BlockNode]] = {}
 
-    # -- capacity -------------------------------------------------------------------------------------------------
-
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds: free ones, and reusable ones that none reads."""
@@ -218,27 +320,24 @@ class BlockManager:
         shared = sum(node.references > 0 for node in match.nodes)
         return self.blocks_for(total_tokens) - shared <= self._num_unpromised_blocks
 
-    # -- a sequence's life ----------------------------------------------------------------------------------------
-
     def match(self, key: RootKey, tokens: Sequence[int]) -> PrefixMatch:
         """The longest exact prefix held, never the last token of `tokens`; changes nothing."""
         if not self._config.enable_block_reuse:
             return PrefixMatch()
-        match = self._tree.match(key, tokens, partial=self._config.enable_partial_reuse)
-        source = match.partial
-        if source is not None and not self._config.copy_on_partial_reuse and (source.references or source.children):
-            return PrefixMatch(match.nodes)
-        return match
+        return self._tree.match(key, tokens, partial=self._config.enable_partial_reuse)
 
     def add_sequence(self, request_id: int, key: RootKey, match: PrefixMatch, total_tokens: int) -> int:
         """Admits a request on a fresh `match` that fits; returns its matched tokens. `allocate` then gives it blocks,
         at most for `total_tokens`."""
         self._tree.acquire(match.nodes)
         blocks = [node.block_id for node in match.nodes]
-        sequence = _Sequence(key, self.blocks_for(total_tokens), list(match.nodes), blocks)
-        self._sequences[request_id] = sequence
+        self._sequences[request_id] = _Sequence(key, self.blocks_for(total_tokens), list(match.nodes), blocks)
         if match.partial is not None:
-            self._take_partial(sequence, match.partial)
+            # Evicted last. If it is the only block left, its KV is already in place.
+            self._tree.touch(match.partial)
+            blocks.append(self._take_block())
+            if blocks[-1] != match.partial.block_id:
+                self._copy_block(match.partial.block_id, blocks[-1])
         return len(match.nodes) * self.block_size + match.partial_tokens
 
     def room_for(self, request_id: int) -> int:
@@ -248,10 +347,7 @@ class BlockManager:
     def allocate(self, request_id: int, num_tokens: int) -> list[int]:
         """Grows the sequence to hold `num_tokens` and returns all its block ids in order of position."""
         blocks = self._sequences[request_id].block_ids
-        missing = max(0, self.blocks_for(num_tokens) - len(blocks))
-        free = min(missing, len(self._free))
-        blocks += [self._free.popleft() for _ in range(free)]
-        blocks += [self._take_block() for _ in range(missing - free)]
+        blocks += [self._take_block() for _ in range(self.blocks_for(num_tokens) - len(blocks))]
         return list(blocks)
 
     def block_ids(self, request_id: int) -> list[int]:
@@ -265,13 +361,24 @@ class BlockManager:
         publishing costs no block. Without `replaces`, publication stops at the first block that would cost one promised
         to others.
         """
-        sequence, size = self._sequences[request_id], self.block_size
+        sequence, tree, size = self._sequences[request_id], self._tree, self.block_size
         if not self._config.enable_block_reuse:
             return
         end = len(tokens) if self.publication is None else self.publication.publishable(request_id, len(tokens))
         for index in range(len(sequence.path), end // size):
-            if not self._publish_block(sequence, index, tuple(tokens[index * size : (index + 1) * size])):
-                return
+            block = tuple(tokens[index * size : (index + 1) * size])
+            parent = sequence.path[index - 1] if index else None
+            node = tree.child(sequence.key, parent, block)
+            if node is None:
+                node = tree.insert(sequence.key, parent, block, sequence.block_ids[index])
+            else:
+                if not node.references and self._replaces:
+                    self._free.append(node.block_id)
+                    node.block_id = sequence.block_ids[index]
+                elif not node.references and self._num_unpromised_blocks < 1:
+                    return
+                tree.acquire([node])
+            sequence.path.append(node)
 
     def reset_reuse_state(self) -> bool:
         """Free all reusable blocks. Returns False, and frees none, while a sequence or a pin reads one."""
@@ -311,8 +418,6 @@ class BlockManager:
         """Removes the request's pins, if it has any."""
         self._tree.release(self._pins.pop(request_id, []))
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
     @property
     def _num_unpromised_blocks(self) -> int:
         """Free blocks that no running sequence may still need."""
@@ -325,32 +430,3 @@ class BlockManager:
         block = self._free.popleft() if self._free else self._tree.evict()
         assert block is not None, "the scheduler has checked for room"
         return block
-
-    def _take_partial(self, sequence: _Sequence, source: BlockNode) -> None:
-        if not self._config.copy_on_partial_reuse:
-            self._tree.remove(source)
-            sequence.block_ids.append(source.block_id)
-            return
-        # Evicted last. If it is the only block left all the same, its KV is already in place.
-        self._tree.touch(source)
-        target = self._take_block()
-        if target != source.block_id:
-            self._copy_block(source.block_id, target)
-        sequence.block_ids.append(target)
-
-    def _publish_block(self, sequence: _Sequence, index: int, tokens: tuple[int, ...]) -> bool:
-        """Hands a block over to the tree, or references its equal there; False when that would cost too much."""
-        parent = sequence.path[index - 1] if index else None
-        block_id = sequence.block_ids[index]
-        node = self._tree.child(sequence.key, parent, tokens)
-        if node is None:
-            sequence.path.append(self._tree.insert(sequence.key, parent, tokens, block_id))
-            return True
-        if not node.references and not self._replaces and self._num_unpromised_blocks < 1:
-            return False
-        if not node.references and self._replaces:
-            self._free.append(node.block_id)
-            node.block_id = block_id
-        self._tree.acquire([node])
-        sequence.path.append(node)
-        return True

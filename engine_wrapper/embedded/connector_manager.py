@@ -1,8 +1,8 @@
-"""Builds a connector, calls it in TensorRT-LLM's order and holds it to the contract.
+"""Builds a connector, calls it in TensorRT-LLM's order and holds it to a contract: that of 1.2, of main, or our own.
 
-Shaped after `KvCacheConnectorManager` (tensorrt_llm/_torch/pyexecutor/kv_cache_connector.py); `Contract` says how
-versions differ. The scheduler is on rank 0, and its answers are sent to every rank. With one rank, metadata still
-goes through pickle, as sending needs it.
+Shaped after `KvCacheConnectorManager`; facts: NVIDIA/TensorRT-LLM, under `tensorrt_llm/_torch/pyexecutor/`:
+`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main). The scheduler is on rank 0, and its answers
+are sent to every rank. With one rank, metadata still goes through pickle, as sending needs it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ import importlib
 import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from engine_wrapper.embedded.contracts import CONTRACTS, EMBEDDED
 from engine_wrapper.embedded.request import BoundRequest, LlmRequestState
-from semblend_trt.connector.contract import GROUPED_SCHEDULER_METHODS, KvCacheConnectorScheduler
+from semblend_trt.connector.contract import (
+    GROUPED_SCHEDULER_METHODS,
+    KvCacheConnectorScheduler,
+    RequestData,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.ranks import Ranks
 from semblend_trt.runtime import runtime_for
@@ -25,13 +31,87 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_wrapper.embedded.contracts import Contract
+    from engine_wrapper.embedded.block_manager import KvCacheLayout
     from engine_wrapper.embedded.llm_args import LlmArgs
-    from engine_wrapper.embedded.pool import KvCacheLayout
     from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
-    from semblend_trt.connector.contract import ScheduledRequest
 
 logger = logging.getLogger(__name__)
+
+# Bound by nanobind; what V1 hands to the query has these and nothing else.
+_BOUND_ATTRIBUTES = (
+    "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
+    "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
+    "is_last_context_chunk prepopulated_prompt_len lora_task_id multimodal_hashes sampling_config "
+    "is_context_only_request is_generation_only_request is_dummy_request client_id"
+)
+BOUND_ATTRIBUTES = frozenset(_BOUND_ATTRIBUTES.split())
+
+
+# -- contracts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SchedulerOutputV12:
+    """What one iteration runs in 1.2: requests seen for the first time, and requests seen before."""
+
+    new_requests: list[ScheduledRequest] = field(default_factory=list)
+    cached_requests: list[ScheduledRequest] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """One contract: what the engine gives to a connector, and how the engine behaves.
+
+    `request_attributes` are what the query can read of a request under the V1 cache manager, which hands it another
+    object than the later calls. The rest:
+
+    - `allows_v2`: a connector may be attached to the V2 cache manager; otherwise the engine takes V1.
+    - `waits_for_initialization`: the scheduler is called once after the caches are registered.
+    - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
+    - `floors_local_match`: the query's local match under V1 counts whole shared blocks only.
+    - `asks_without_reuse`: with block reuse off, V1 still asks for tokens, and applies none of the offer.
+    - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
+      disappears.
+    - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
+    """
+
+    name: str
+    request_data: type[ScheduledRequest]
+    scheduler_output: type[SchedulerOutputV12] | type[SchedulerOutput]
+    request_attributes: frozenset[str]
+    allows_v2: bool = False
+    waits_for_initialization: bool = False
+    defers_cancel: bool = False
+    floors_local_match: bool = False
+    asks_without_reuse: bool = False
+    tells_cut_short: bool = False
+    survives_failed_forward: bool = True
+
+
+V12 = Contract("1.2", ScheduledRequest, SchedulerOutputV12, BOUND_ATTRIBUTES | {"cache_salt_id"})
+MAIN = Contract(
+    "main",
+    RequestData,
+    SchedulerOutput,
+    BOUND_ATTRIBUTES | {"cache_salt", "kv_cache_retention_config"},
+    allows_v2=True,
+    waits_for_initialization=True,
+    defers_cancel=True,
+    floors_local_match=True,
+    asks_without_reuse=True,
+)
+# What the engine does by default: as main, but the connector learns of parts of blocks, of every end and of requests
+# that are to be exact, and gets prompts as arrays, which are faster to read.
+EMBEDDED = replace(
+    MAIN,
+    name="embedded",
+    request_attributes=MAIN.request_attributes | {"cache_salt_id", "token_array", "exact_only", "cold"},
+    floors_local_match=False,
+    asks_without_reuse=False,
+    tells_cut_short=True,
+    survives_failed_forward=False,
+)
+CONTRACTS = {contract.name: contract for contract in (V12, MAIN, EMBEDDED)}
 
 
 class ConnectorContractError(SemBlendError, RuntimeError):
@@ -40,6 +120,9 @@ class ConnectorContractError(SemBlendError, RuntimeError):
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"connector contract, {rule}: {message}")
         self.rule = rule
+
+
+# -- the manager ------------------------------------------------------------------------------------------------------
 
 
 class Transfers:
@@ -114,35 +197,41 @@ class KvCacheConnectorManager:
         self._forward_pass_callable: Callable[[], None] | None = None
 
     def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
-        """Registers the pool, by its `layout` under V2, and finishes initialisation. Call once, before any request."""
+        """Registers the pool, by its `layout` under V2, and finishes initialisation. Call once, before any request.
+
+        Raises ConnectorContractError for a scheduler that takes flat block ids only if several layer groups have none.
+        """
         self._forward_pass_callable = self.worker.register_forward_pass_callable()
         if layout is None:
             self.worker.register_kv_caches(pool)
         else:
-            self._check_grouped_methods()
+            base, own = KvCacheConnectorScheduler, type(self.scheduler)
+            flat = [
+                name for name in sorted(GROUPED_SCHEDULER_METHODS) if getattr(own, name, None) is getattr(base, name)
+            ]
+            if self.scheduler is not None and self._num_groups > 1 and flat:
+                raise ConnectorContractError(
+                    "grouped_methods",
+                    f"the cache has {self._num_groups} layer groups, and the scheduler must implement "
+                    f"{' and '.join(flat)}",
+                )
             self.worker.register_kv_cache_layout(layout)
         if self.scheduler is not None and self.version.waits_for_initialization:
             self.scheduler.wait_for_initialization()
 
     # -- a new request --------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
-        """Asks once how many tokens beyond `num_computed_tokens` the connector provides, and takes them all (V1).
+    def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
+        """Asks once how many tokens beyond `num_computed_tokens` the connector provides; returns how many the engine
+        takes: V1 all, V2 at most `most` and never the prompt's last one.
 
-        The request counts as loading from now on when the connector provides them asynchronously.
+        If the connector provides them asynchronously, the request counts as loading from now on, even if none is taken.
         """
-        matched, asynchronous = self.query(request, num_computed_tokens)
-        self.commit(request, matched, asynchronous=asynchronous)
-        return matched
-
-    def query(self, request: LlmRequest, num_computed_tokens: int) -> tuple[int, bool]:
-        """Asks once; returns the tokens offered and whether they come asynchronously. V2 cuts an offer that is too
-        long."""
-        request_id, most = request.request_id, request.prompt_len - 1 - num_computed_tokens
+        request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
         if request_id in self._asked:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
         self._asked.add(request_id)
-        handed = self._handed(request)
+        handed: Any = request if self._num_groups else BoundRequest(request, self.version.request_attributes)
         answer = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(handed, num_computed_tokens))
         if not (isinstance(answer, tuple) and [type(each) for each in answer] == [int, bool]):
             raise ConnectorContractError(
@@ -157,21 +246,18 @@ class KvCacheConnectorManager:
             raise ConnectorContractError(
                 "asynchronous_needs_tokens", f"request {request_id} was answered with (0, True); nothing can be awaited"
             )
-        if matched > most and not self._num_groups:
+        if matched > left and not self._num_groups:
             raise ConnectorContractError(
                 "one_token_left",
                 f"request {request_id} was offered {matched} tokens beyond {num_computed_tokens} of a prompt of "
                 f"{request.prompt_len}; at least one must stay uncomputed",
             )
-        return min(matched, most), asynchronous
-
-    def commit(self, request: LlmRequest, honoured: int, *, asynchronous: bool) -> None:
-        """Notes how many offered tokens the engine takes. It awaits an asynchronous load even if it takes none."""
+        taken: int = min(matched, left if most is None else min(left, most))
         if asynchronous:
             self._loads.begin(request)
-        elif honoured:
-            self._synchronous_loads[request.request_id] = honoured
-        request.py_num_connector_matched_tokens = honoured
+        elif taken:
+            self._synchronous_loads[request_id] = taken
+        return taken
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
         """Tells the scheduler, on its own rank, which blocks the request has."""
@@ -222,9 +308,6 @@ class KvCacheConnectorManager:
 
         self.worker.bind_connector_meta(pickle.loads(self._on_leader(build)))
 
-    def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
-        self.worker.start_load_kv(stream)
-
     def after_forward(self, stream: torch.cuda.Stream | None) -> None:
         if self._forward_pass_callable is not None:
             self._forward_pass_callable()
@@ -234,7 +317,7 @@ class KvCacheConnectorManager:
 
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
         """Tells the connector that the request is over; True when its blocks must be held for a save. Some versions do
-        not tell of a request that failed or was cancelled."""
+        not call it for a request that failed or was cancelled."""
         self.forget(request.request_id)
         if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
             return False
@@ -291,36 +374,32 @@ class KvCacheConnectorManager:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _handed(self, request: LlmRequest) -> Any:
-        """The request as the connector's query sees it."""
-        return request if self._num_groups else BoundRequest(request, self.version.request_attributes)
-
     def _on_leader(self, call: Callable[[], Any]) -> Any:
         """Runs `call` on rank 0 and returns its result on every rank. Its error is raised on every rank: a rank that
-        went on would hang."""
+        went on would wait for ever."""
         answer = failure = None
         if self.scheduler is not None:
             try:
                 answer = call()
             except Exception as error:
                 failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answer, told = self._ranks.broadcast((answer, told))
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answer, said = self._ranks.broadcast((answer, said))
         if failure is not None:
             raise failure
-        if told is not None:
-            raise SemBlendError(f"the connector failed on rank 0 ({told})")
+        if said is not None:
+            raise SemBlendError(f"the connector failed on rank 0 ({said})")
         return answer
 
     def _request_data(self, request: LlmRequest, block_ids: list[int]) -> ScheduledRequest:
-        told_tokens, told_blocks = self._reported.get(request.request_id, (0, 0))
+        known_tokens, known_blocks = self._reported.get(request.request_id, (0, 0))
         num_tokens = request.get_num_tokens(0)
         self._reported[request.request_id] = num_tokens, len(block_ids)
         position = request.context_current_position if request.is_in_context else num_tokens - 1
-        new_block_ids = block_ids[told_blocks:]
+        new_block_ids = block_ids[known_blocks:]
         values: dict[str, Any] = {
             "request_id": request.request_id,
-            "new_tokens": request.tokens(told_tokens, num_tokens),
+            "new_tokens": request.tokens(known_tokens, num_tokens),
             "new_block_ids": new_block_ids if self._num_groups < 2 else [],
             # A synchronous load has not run yet: the position is that of its first token.
             "computed_position": position - self._synchronous_loads.get(request.request_id, 0),
@@ -328,23 +407,14 @@ class KvCacheConnectorManager:
             "cache_salt": request.cache_salt,
             "new_block_ids_by_layer_group": self._by_group(new_block_ids),
         }
-        known = self.version.request_fields
-        return self.version.request_data(**{name: value for name, value in values.items() if name in known})
+        names = {each.name for each in fields(self.version.request_data)}
+        return self.version.request_data(**{name: value for name, value in values.items() if name in names})
 
     def _by_group(self, block_ids: Sequence[int]) -> list[list[int]]:
         return [list(block_ids) for _ in range(self._num_groups)]
 
-    def _check_grouped_methods(self) -> None:
-        """Refuses a scheduler that takes flat block ids only if there are several layer groups, which have none."""
-        if self.scheduler is None or self._num_groups < 2:
-            return
-        base, own = KvCacheConnectorScheduler, type(self.scheduler)
-        names = sorted(GROUPED_SCHEDULER_METHODS)
-        if flat := [name for name in names if getattr(own, name, None) is getattr(base, name, None)]:
-            raise ConnectorContractError(
-                "grouped_methods",
-                f"the cache has {self._num_groups} layer groups, and the scheduler must implement {' and '.join(flat)}",
-            )
+
+# -- building it ------------------------------------------------------------------------------------------------------
 
 
 def uses_v2(llm_args: LlmArgs) -> bool:
@@ -352,10 +422,8 @@ def uses_v2(llm_args: LlmArgs) -> bool:
 
     Raises ConfigurationError for layer groups under V1, which has none.
     """
-    version = CONTRACTS[llm_args.contract]
-    has_connector = llm_args.kv_connector_config is not None
-    wanted = llm_args.kv_cache_config.use_kv_cache_manager_v2
-    if wanted and has_connector and not version.allows_v2:
+    version, wanted = CONTRACTS[llm_args.contract], llm_args.kv_cache_config.use_kv_cache_manager_v2
+    if wanted and llm_args.kv_connector_config is not None and not version.allows_v2:
         logger.warning(
             "contract %s knows the V1 cache manager only; with a connector the engine takes it", version.name
         )

@@ -15,12 +15,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
-from engine_wrapper.embedded.block_manager import BlockManager
-from engine_wrapper.embedded.connector_manager import load_connector, uses_v2
-from engine_wrapper.embedded.contracts import CONTRACTS
-from engine_wrapper.embedded.pool import KvPool, cache_layout, pool_blocks, pool_dtype
-from engine_wrapper.embedded.request import LlmRequestState
-from engine_wrapper.embedded.sampling import largest_of, sample
+from engine_wrapper.embedded.block_manager import BlockManager, KvPool, cache_layout, pool_blocks, pool_dtype
+from engine_wrapper.embedded.connector_manager import CONTRACTS, load_connector, uses_v2
+from engine_wrapper.embedded.request import LlmRequestState, largest_of, sample
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
@@ -51,34 +48,30 @@ class Executor:
     def __init__(self, llm_args: LlmArgs, runner: ModelRunner) -> None:
         self.llm_args = llm_args
         self.model_runner = runner.share()
-        cache, context = llm_args.kv_cache_config, runner.facts.max_positions
-        self.max_seq_len = llm_args.max_seq_len or context
-        if self.max_seq_len > context:
+        cache, facts = llm_args.kv_cache_config, runner.facts
+        self.max_seq_len = llm_args.max_seq_len or facts.max_positions
+        if self.max_seq_len > facts.max_positions:
             raise ConfigurationError(
-                f"max_seq_len {self.max_seq_len} exceeds the model's context of {context} tokens; lower it"
+                f"max_seq_len {self.max_seq_len} exceeds the model's context of {facts.max_positions} tokens; lower it"
             )
         kv_dtype = pool_dtype(cache.dtype, runner.dtype)
-        if (runner.facts.chunk or 0) % cache.tokens_per_block:
+        if (facts.chunk or 0) % cache.tokens_per_block:
             raise ConfigurationError(
                 f"kv_cache_config.tokens_per_block {cache.tokens_per_block} does not divide the chunks of "
-                f"{runner.facts.chunk} tokens that the model attends in; use a number that does"
+                f"{facts.chunk} tokens that the model attends in; use a number that does"
             )
         self._version = CONTRACTS[llm_args.contract]
         self._is_v2 = uses_v2(llm_args)
         self._holds_saved_blocks = self._is_v2 or llm_args.holds_saved_blocks
         self._eos_token_ids = runner.eos_token_ids
-        facts, block = runner.facts, cache.tokens_per_block
-        geometry = KvGeometry(facts.num_layers, runner.kv_heads, facts.head_dim, block, facts.kv_factor)
+        geometry = KvGeometry(
+            facts.num_layers, runner.kv_heads, facts.head_dim, cache.tokens_per_block, facts.kv_factor
+        )
         blocks = pool_blocks(llm_args, self.max_seq_len, geometry, kv_dtype)
-        layout = llm_args.flashinfer_layout if llm_args.attn_backend == "FLASHINFER" else "HND"
-        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device, layout)
-        self.model_runner.attach_pool(self.pool.computed, geometry, llm_args.max_num_tokens)
+        self.pool = KvPool(blocks, geometry, kv_dtype, runner.device)
+        self.model_runner.attach_pool(self.pool.tensor, geometry, llm_args.max_num_tokens)
         self.block_manager = BlockManager(
-            blocks,
-            cache,
-            self.pool.copy_block,
-            guarantees=not self._is_v2,
-            replaces=self._holds_saved_blocks,
+            blocks, cache, self.pool.copy_block, guarantees=not self._is_v2, replaces=self._holds_saved_blocks
         )
         self._lock = threading.RLock()
         self._waiting: deque[LlmRequest] = deque()
@@ -87,14 +80,12 @@ class Executor:
         self._sampled: list[LlmRequest] = []
         # Why the engine takes no more requests; None while it does.
         self.failure: str | None = None
-        self._interrupt: KeyboardInterrupt | None = None
         self._closed = False
         runtime_for(llm_args).engine = self
         self.connector = load_connector(llm_args, runner.ranks)
         if self.connector is not None:
-            groups = llm_args.layer_groups
-            described = cache_layout(self.pool.tensor, cache.tokens_per_block, groups) if self._is_v2 else None
-            self.connector.register(self.pool.tensor, described)
+            pool, groups = self.pool.tensor, llm_args.layer_groups
+            self.connector.register(pool, cache_layout(pool, cache.tokens_per_block, groups) if self._is_v2 else None)
         pause = self._pause if self._is_v2 else None
         self._scheduler = BatchScheduler(
             llm_args, self.block_manager, self._active, self._waiting, self.connector, pause
@@ -129,7 +120,7 @@ class Executor:
             else:
                 self._cut_short(request, "cancelled")
                 if request.state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS:
-                    # TensorRT-LLM handles cancels behind a forward and then polls, so the save begins before the next.
+                    # TensorRT-LLM handles cancels after a forward and then polls, so the save begins before the next.
                     self._poll_transfers()
             return True
 
@@ -153,17 +144,26 @@ class Executor:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one iteration; True when a forward ran, False when there was nothing to run.
+        """Runs one iteration; False when there was nothing to run.
 
         A request that fails ends with finish reason "error". So do all running requests when their forward fails, if
-        the contract's version survives that, and when it is interrupted; the interrupt is raised. Any other error ends
-        all requests and the engine, and is raised.
+        the contract's version survives that. Any other error ends all requests and the engine, and is raised.
         """
         with self._guarded():
-            ran = self._iterate()
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
+            batch = self._scheduler.schedule()
+            stream = current_stream(self.model_runner.device)
+            if self.connector is not None:
+                self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
+                if len(batch):
+                    self.connector.take_scheduled_requests_pending_load(batch)
+                    self.connector.handle_metadata()
+                    self.connector.worker.start_load_kv(stream)
+            ran = len(batch) > 0 or len(self._sampled) > 0
+            if not len(batch):
+                self._take_tokens()
+            elif (logits := self._forward(batch, stream)) is not None:
+                self._update(batch, logits)
+            self._poll_transfers()
         return ran
 
     def poll_transfers(self) -> None:
@@ -201,53 +201,29 @@ class Executor:
                 self._fail(error)
                 raise
 
-    def _iterate(self) -> bool:
-        batch = self._scheduler.schedule()
-        stream = current_stream(self.model_runner.device)
-        if self.connector is not None:
-            self.connector.build_scheduler_output(batch, self.block_manager.block_ids)
-            if len(batch):
-                self.connector.take_scheduled_requests_pending_load(batch)
-                self.connector.handle_metadata()
-                self.connector.start_load_kv(stream)
-        ran = len(batch) > 0 or len(self._sampled) > 0
-        if not len(batch):
-            self._take_tokens()
-        elif (logits := self._forward(batch, stream)) is not None:
-            self._update(batch, logits)
-        self._poll_transfers()
-        return ran
-
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
         """Returns logits of each request's last row, float32 [requests, vocabulary]. When the forward fails, ends all
         running requests and returns None."""
-        error: Exception
+        connector = self.connector
         try:
-            return self._run(batch, stream)
-        except KeyboardInterrupt as interrupt:
-            self._interrupt, error = interrupt, SemBlendError("it was interrupted")
-        except Exception as failure:
+            if connector is not None:
+                worker = connector.worker
+                self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
+                self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
+            logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
+            if connector is not None:
+                connector.after_forward(stream)
+            return logits
+        except Exception as error:
             if not self._version.survives_failed_forward:
                 raise
             logger.exception("a forward failed; the running requests end")
-            error = failure
-        self._sampled.clear()
-        for request in list(self._active.values()):
-            if not request.is_finished:
-                request.error = f"request {request.request_id} ran in a forward that failed: {error}"
-                self._cut_short(request, "error")
-        return None
-
-    def _run(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        if self.connector is not None:
-            worker = self.connector.worker
-            self.model_runner.before_layer = lambda layer: worker.wait_for_layer_load(layer, stream)
-            self.model_runner.after_layer = lambda layer: worker.save_kv_layer(layer, stream)
-        with self.pool.computing():
-            logits = self.model_runner.forward([self._slice(request) for request in batch.requests])
-        if self.connector is not None:
-            self.connector.after_forward(stream)
-        return logits
+            self._sampled.clear()
+            for request in list(self._active.values()):
+                if not request.is_finished:
+                    request.error = f"request {request.request_id} ran in a forward that failed: {error}"
+                    self._cut_short(request, "error")
+            return None
 
     def _slice(self, request: LlmRequest) -> SequenceSlice:
         block_ids = tuple(self.block_manager.block_ids(request.request_id))
@@ -260,8 +236,8 @@ class Executor:
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
         """Updates every request of the batch: positions, new tokens, ends, and publication of the prompts' blocks.
 
-        With the overlap scheduler it handles the tokens of the iteration before. A request that ends with them was in
-        this batch in vain.
+        With the overlap scheduler it handles the tokens of the iteration before; of a request that ends with them,
+        this batch's row is ignored.
         """
         if not self.llm_args.disable_overlap_scheduler:
             self._take_tokens()
@@ -298,7 +274,7 @@ class Executor:
         elif not math.isfinite(best):
             request.error = f"request {request.request_id} failed: the model's logits are not finite"
             logger.error(request.error)
-            self._finish(request, "error", publish=False)
+            self._finish(request, "error")
             return
         elif not params.is_greedy:
             token = sample(logits, params, request.generator)
@@ -327,21 +303,21 @@ class Executor:
         params = request.sampling_params
         is_end = token in (params.stop_token_ids or ()) or (not params.ignore_eos and token in self._eos_token_ids)
         if is_end and params.forced_token_ids is None:
-            self._finish(request, "stop", publish=True)
+            self._finish(request, "stop")
         elif request.num_generated == request.max_new_tokens:
-            self._finish(request, "length", publish=True)
+            self._finish(request, "length")
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def _finish(self, request: LlmRequest, reason: str, *, publish: bool) -> None:
-        """Ends a running request: with `publish` offers its blocks for reuse, then frees or saves them.
+    def _finish(self, request: LlmRequest, reason: str) -> None:
+        """Ends a running request: offers its blocks for reuse if it came to its end, then frees or saves them.
 
         During a save it keeps all its blocks or only those in the reuse tree, as the cache manager has it.
         """
         request_id = request.request_id
         request.finish_reason = reason
         del self._active[request_id]
-        if publish:
+        if reason in ("stop", "length"):
             written = request.num_written_tokens
             end = min(written, request.prompt_len) if self._is_v2 else written  # V2 publishes prompts only
             self.block_manager.publish(request_id, request.tokens(0, end))
@@ -363,7 +339,7 @@ class Executor:
         if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
             request.finish_reason = reason
         else:
-            self._finish(request, reason, publish=False)
+            self._finish(request, reason)
 
     def _poll_transfers(self) -> None:
         """Asks the connector which transfers have ended, and frees the blocks that they held."""
@@ -378,7 +354,7 @@ class Executor:
             request.state = LlmRequestState.GENERATION_COMPLETE
         for request in loaded:
             if request.finish_reason is not None and request.request_id in self._active:
-                self._finish(request, request.finish_reason, publish=False)
+                self._finish(request, request.finish_reason)
 
     def _pause(self, request: LlmRequest) -> None:
         """Puts a running request back among the waiting ones, unless its pending token ends it."""

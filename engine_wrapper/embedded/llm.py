@@ -18,14 +18,14 @@ from engine_wrapper.embedded.request import (
     LlmRequest,
     Prompt,
     RequestOutput,
+    SamplingParams,
     as_prompts,
     one_each,
     output_of,
     token_ids_of,
 )
-from engine_wrapper.embedded.sampling import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.ranks import Ranks, joined_ranks
+from semblend_trt.ranks import joined_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ IDLE_PAUSE = 0.001  # seconds between two looks at transfers when nothing can ru
 
 
 class RequestStream:
-    """Iterator over one request's outputs. `request_id` may be given to `LLM.abort`."""
+    """Iterator over one request's outputs."""
 
     def __init__(self, llm: LLM, request: LlmRequest, prompt: str | None, streaming: bool) -> None:
         self.request_id = request.request_id
@@ -60,11 +60,9 @@ class RequestStream:
         if self._ended:
             raise StopIteration
         self._llm.run_until(self.has_news)
-        if self._has_token():
-            self._given += 1
-            output = output_of(self._request, self._llm.tokenizer, self._prompt, self._given)
-        else:
-            output = output_of(self._request, self._llm.tokenizer, self._prompt)
+        self._given += self._has_token()
+        given = self._given if self._streaming else None
+        output = output_of(self._request, self._llm.tokenizer, self._prompt, given)
         if output.finished:
             self.close()
         return output
@@ -101,19 +99,20 @@ class LLM:
 
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
+        size = asked.tensor_parallel_size
         if runner is None:
-            runner = ModelRunner(
-                asked.model,
-                asked.dtype,
-                asked.device,
-                tokenizer=asked.tokenizer,
-                revision=asked.revision,
-                ranks=_ranks(asked.tensor_parallel_size),
-            )
-        if runner.ranks.size != asked.tensor_parallel_size:
+            ranks = joined_ranks(size)
+            if ranks is None:
+                raise ConfigurationError(
+                    f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of "
+                    f"{size}; start as many processes, and call torch.distributed.init_process_group in each"
+                )
+            named = {"tokenizer": asked.tokenizer, "revision": asked.revision}
+            runner = ModelRunner(asked.model, asked.dtype, asked.device, **named, ranks=ranks)
+        if runner.ranks.size != size:
             raise ConfigurationError(
-                f"tensor_parallel_size is {asked.tensor_parallel_size}, and the runner holds one of "
-                f"{runner.ranks.size} parts of its model; both must be the same"
+                f"tensor_parallel_size is {size}, and the runner holds one of {runner.ranks.size} parts of its model; "
+                "both must be the same"
             )
         # The connector binds KV to these fields, so they name what runs, not "auto" or what was asked for.
         running = {**runner.source.arguments_for(asked), "dtype": str(runner.dtype).removeprefix("torch.")}
@@ -183,16 +182,12 @@ class LLM:
         `cold` nothing at all, under a salt of its own, so that no other request reuses anything of it.
         """
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
-        params = sampling_params or SamplingParams()
         if cold:
             salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
-        request = self._request(prompt, params, salt, lora_request, priority, exact_only=exact_only, cold=cold)
+        kind = {"priority": priority, "exact_only": exact_only, "cold": cold}
+        request = self._request(prompt, sampling_params or SamplingParams(), salt, lora_request, **kind)
         self._enqueue([request])
         return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
-
-    def warm_up(self) -> None:
-        """Compiles the card's kernels, so that no request waits for them; on the CPU it does nothing."""
-        self.executor.model_runner.warm_up()
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
@@ -228,15 +223,7 @@ class LLM:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        cache_salt: str | None,
-        lora_request: str | None,
-        priority: int = 0,
-        *,
-        exact_only: bool = False,
-        cold: bool = False,
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None, lora_request: str | None, **kind: Any
     ) -> LlmRequest:
         arrival_time = perf_counter()
         if params.seed is None and not params.is_greedy:
@@ -246,30 +233,22 @@ class LLM:
             raise ConfigurationError(
                 f"forced_token_ids holds {max(forced)}; the model's token ids end at {vocabulary - 1}"
             )
-        token_ids, token_array = token_ids_of(prompt, self.tokenizer, vocabulary)
+        token_ids = token_ids_of(prompt, self.tokenizer, vocabulary)
+        adapters = self.llm_args.lora_config or {}
+        if lora_request is not None and (not isinstance(lora_request, str) or lora_request not in adapters):
+            names = ", ".join(adapters) or "no adapter"
+            raise ConfigurationError(f"lora_request {lora_request!r} is not in lora_config, which names {names}")
         return LlmRequest(
             next(self._ids),
             token_ids,
             params,
-            prompt_token_array=token_array,
             max_new_tokens=params.max_tokens if forced is None else len(forced),
             cache_salt=cache_salt,
-            lora_task_id=self._lora_task_id(lora_request),
+            lora_task_id=None if lora_request is None else adapters[lora_request],
             lora_path=lora_request,
             arrival_time=arrival_time,
-            priority=priority,
-            exact_only=exact_only,
-            cold=cold,
+            **kind,
         )
-
-    def _lora_task_id(self, lora_request: str | None) -> int | None:
-        adapters = self.llm_args.lora_config or {}
-        if lora_request is None:
-            return None
-        if not isinstance(lora_request, str) or lora_request not in adapters:
-            names = ", ".join(adapters) or "no adapter"
-            raise ConfigurationError(f"lora_request {lora_request!r} is not in lora_config, which names {names}")
-        return adapters[lora_request]
 
     def _enqueue(self, requests: list[LlmRequest]) -> None:
         self.executor.enqueue(requests)
@@ -305,13 +284,3 @@ class LLM:
                 f"{self.llm_args.transfer_timeout} seconds (transfer_timeout); see what its get_finished waits for"
             )
         time.sleep(IDLE_PAUSE)
-
-
-def _ranks(size: int) -> Ranks:
-    ranks = joined_ranks(size)
-    if ranks is None:
-        raise ConfigurationError(
-            f"tensor_parallel_size is {size}, but this process has joined no torch.distributed group of {size}; start "
-            "as many processes, and call torch.distributed.init_process_group in each"
-        )
-    return ranks

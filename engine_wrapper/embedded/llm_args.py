@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from engine_wrapper.embedded.contracts import CONTRACTS
 from semblend_trt.errors import ConfigurationError
 
 
@@ -20,19 +19,21 @@ class StrictModel(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ConfigurationError(_sentence(type(self).__name__, error)) from None
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            given = f" (given: {first['input']!r})" if where else ""
+            sentence = f"{type(self).__name__}{'.' + where if where else ''}: {first['msg']}{given}"
+            raise ConfigurationError(sentence.replace("Value error, ", "", 1)) from None
 
 
 class KvCacheConfig(StrictModel):
-    """The KV pool. `max_tokens` is its size; by default it holds `max_batch_size` sequences of `max_seq_len`, in at
-    most `engine_wrapper.embedded.pool.DEFAULT_POOL_BYTES`. `dtype` is the model's or "fp8", which is e4m3 by a scale of
-    1. `use_kv_cache_manager_v2` allocates chunk by chunk, publishes prompts only, and pauses requests when blocks run
-    out."""
+    """The KV pool. `max_tokens` is its size, by default that of `block_manager.pool_blocks`. `dtype` is the model's or
+    "fp8": e4m3 by a scale of 1. `use_kv_cache_manager_v2` allocates chunk by chunk, publishes prompts only, and pauses
+    requests when blocks run out."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=1024)
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
-    copy_on_partial_reuse: bool = True
     max_tokens: int | None = Field(default=None, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     host_cache_size: int = Field(default=0, ge=0)
@@ -75,11 +76,10 @@ class LlmArgs(StrictModel):
     - `tensor_parallel_size`: the processes of one `torch.distributed` group that share the model.
     - `lora_config`: adapter names and their task ids. The engine holds no adapter weights; a name only keeps the KV of
       its requests apart.
-    - `disable_overlap_scheduler`: off handles an iteration's results after the next one was launched.
+    - `disable_overlap_scheduler`: if off, an iteration's results are handled after the next one was launched.
     - `contract`: the version of TensorRT-LLM whose connector contract the engine follows, or "embedded" for its own.
     - `layer_groups`: the layers of each group in the V2 cache manager's description of the pool, None for one group.
-    - `attn_backend`: sets the order of heads and tokens inside the pool's blocks, which depends on the version.
-    - `cache_transceiver_config`: makes the engine treat saved requests as in a disaggregated set-up.
+    - `attn_backend`, `cache_transceiver_config`: read by the connector alone, which refuses some.
     - `transfer_timeout`: seconds to wait for a connector's asynchronous transfers when no request can run.
     """
 
@@ -117,8 +117,8 @@ class LlmArgs(StrictModel):
 
     @property
     def flashinfer_layout(self) -> str:
-        """How a block is ordered under `attn_backend` FLASHINFER."""
-        return CONTRACTS[self.contract].flashinfer_layout
+        """What the version orders a block by under `attn_backend` FLASHINFER; here it is HND, and NHD is refused."""
+        return "NHD" if self.contract == "1.2" else "HND"
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod
@@ -140,11 +140,3 @@ class LlmArgs(StrictModel):
                     "a chunk of a prompt ends on a block boundary"
                 )
         return self
-
-
-def _sentence(owner: str, error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{owner}{'.' + where if where else ''}: {first['msg'].removeprefix('Value error, ')}" + (
-        f" (given: {first['input']!r})" if where else ""
-    )

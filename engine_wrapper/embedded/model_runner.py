@@ -111,16 +111,6 @@ class ModelRunner:
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._max_rows = max_rows
 
-    def warm_up(self) -> None:
-        """Compiles the card's kernels, so that no request waits for them. Does nothing on the CPU.
-
-        Call it after `attach_pool`. Raises ConfigurationError without a pool.
-        """
-        if self._forward is None:
-            raise ConfigurationError("the model runner has no pool; call attach_pool before warm_up")
-        if self.device.type == "cuda":
-            self._forward.compile_kernels()
-
     @overload
     def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[False] = ...) -> torch.Tensor: ...
 
@@ -136,7 +126,9 @@ class ModelRunner:
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         num_layers, max_rows, sink = self.facts.num_layers, self._max_rows, self.evidence_sink
-        works = works_of([self._with_plan(each) for each in slices], num_layers)
+        if (source := self.plan_source) is not None:
+            slices = [replace(each, plan=source(each.request_id)) if each.plan is None else each for each in slices]
+        works = works_of(slices, num_layers)
         if not all_rows:
             works = [replace(work, outputs=1) for work in works]
         run = partial(self._run_divided, all_rows=all_rows)
@@ -144,7 +136,7 @@ class ModelRunner:
         return run_works(works, num_layers, max_rows, self._run_lowest, sink, run, is_arriving=arriving)
 
     def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:
-        """Runs works that can be divided, one forward behind the other; returns logits as `forward` does."""
+        """Runs works that can be divided, one forward after the other; returns logits as `forward` does."""
         found: list[list[torch.Tensor]] = [[] for _ in works]
         batches = micro_batches(works, self.facts.num_layers, self._max_rows)
         for parts in batches:
@@ -188,9 +180,3 @@ class ModelRunner:
                 hook(layer)
 
         return wait_and_call
-
-    def _with_plan(self, scheduled: SequenceSlice) -> SequenceSlice:
-        if scheduled.plan is not None or self.plan_source is None:
-            return scheduled
-        plan = self.plan_source(scheduled.request_id)
-        return scheduled if plan is None else replace(scheduled, plan=plan)

@@ -2,8 +2,7 @@
 
 Several ranks split each layer as Megatron-LM does (arXiv 1909.08053, section 3): a rank keeps some of the query and KV
 heads and some of the MLP's channels. Projections into these are split by their outputs, projections out of them by
-their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank. Of every expert of a
-mixture a rank keeps some channels, and all ranks route alike.
+their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ class SharedLinear(nn.Linear):
     Rank 0 alone adds the bias.
     """
 
-    def __init__(self, linear: nn.Linear, inputs: slice, ranks: Ranks) -> None:
+    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
         nn.Module.__init__(self)
+        inputs = _part(linear.in_features, ranks)
         self.weight = nn.Parameter(linear.weight[:, inputs].clone(), requires_grad=False)
         self.bias = linear.bias if ranks.rank == 0 else None  # type: ignore[assignment]
         self.out_features, self.in_features = self.weight.shape
@@ -99,17 +99,14 @@ def load_model(
     """Loads `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
     Returns the model, its tokenizer, the whole model's facts, and its source. Several `ranks` load one model, and each
-    keeps its part. Raises ConfigurationError when something cannot be read or
-    a setting is unknown, UnsupportedModelError when the model's architecture or positions are not supported.
+    keeps its part. Raises ConfigurationError when something cannot be read or a setting is unknown,
+    UnsupportedModelError when the model's architecture or positions are not supported.
     """
     target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
     facts = _supported_facts(model, revision)
     files = _states(str(model), revision)
     loaded_tokenizer = load_tokenizer(str(tokenizer or model), None if tokenizer else revision)
-    weights = _text_part(_load_weights(str(model), target_dtype, revision))
-    check_latent_cache(weights)
-    keep_shard(weights, ranks)
-    weights.to(target_device).eval().requires_grad_(False)
+    weights = _rank_part(_load_weights(str(model), target_dtype, revision), ranks).to(target_device)
     files = files or _states(str(model), revision)  # the model was downloaded just now
     source = ModelSource(str(model), revision, None if tokenizer is None else str(tokenizer), files)
     return weights, loaded_tokenizer, facts, source
@@ -130,12 +127,8 @@ def adopt_model(
             f"{config_path} describes a model that computes otherwise than the one in memory; save its own "
             "configuration there"
         )
-    text = _text_part(model)
-    check_latent_cache(text)
-    keep_shard(text, ranks)
-    text.eval().requires_grad_(False)
     source = ModelSource(str(config_path), None, getattr(tokenizer, "name_or_path", None) or None, None)
-    return text, tokenizer, facts, source
+    return _rank_part(model, ranks), tokenizer, facts, source
 
 
 def _digest(config: Any) -> str:
@@ -218,111 +211,70 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
     return model
 
 
-def _text_part(model: Any) -> Any:
-    """The model as one of text alone: of one that takes images, what reads and writes text."""
+def _rank_part(model: Any, ranks: Ranks) -> Any:
+    """This rank's part of the model. Of one that takes images, only what reads and writes text."""
+    text = model
     if hasattr(getattr(model, "language_model", None), "lm_head"):  # as Llama 4 keeps it
-        return model.language_model
-    if not hasattr(model.model, "language_model"):
-        return model
-    with torch.device("meta"):
-        text: Any = AutoModelForCausalLM.from_config(model.config.text_config)
-    text.model, text.lm_head = model.model.language_model, model.lm_head
-    text.config, text.generation_config = text.model.config, model.generation_config
-    return text
+        text = model.language_model
+    elif hasattr(model.model, "language_model"):
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(model.config.text_config)
+        text.model, text.lm_head = model.model.language_model, model.lm_head
+        text.config, text.generation_config = text.model.config, model.generation_config
+    check_latent_cache(text)
+    keep_shard(text, ranks)
+    return text.eval().requires_grad_(False)
 
 
 def keep_shard(model: Any, ranks: Ranks) -> None:
     """Cuts `model` to this rank's part of the layers, and its configuration to the part's sizes.
 
-    Raises ConfigurationError when the ranks do not divide KV heads or channels, or a norm needs all heads; nothing is
-    changed then.
+    Raises ConfigurationError for a mixture of experts or latent rows, and when the ranks do not divide KV heads or
+    channels or a norm needs all heads; nothing is changed then.
     """
     if ranks.size == 1:
         return
+    _check_divisible(model, ranks)
     config = model.config
-    if not hasattr(model.model.layers[0], "mlp"):
-        raise ConfigurationError(
-            f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
-        if (count := getattr(config, name, 0)) % ranks.size:
-            raise ConfigurationError(
-                f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
-            )
-    _refuse_latent_rows(model)
-    _refuse_norms_of_all_heads(model)
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in model.model.layers:
-        attention, experts = layer.self_attn, getattr(layer.mlp, "experts", None)
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
-            _keep_outputs(linear, ranks)
-        attention.o_proj = SharedLinear(attention.o_proj, _part(attention.o_proj.in_features, ranks), ranks)
-        if getattr(attention, "sinks", None) is not None:
-            attention.sinks = nn.Parameter(attention.sinks[_part(len(attention.sinks), ranks)].clone())
-        if experts is not None:
-            (_keep_gpt_oss_experts if hasattr(experts, "down_proj_bias") else _keep_experts)(experts, ranks)
-        dense = layer.mlp if experts is None else getattr(layer.mlp, "shared_experts", None)
-        if dense is not None:
-            _keep_mlp(dense, ranks)
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            kept = _part(linear.out_features, ranks)
+            linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
+            linear.out_features //= ranks.size
+        attention.o_proj = SharedLinear(attention.o_proj, ranks)
+        mlp.down_proj = SharedLinear(mlp.down_proj, ranks)
     config.num_attention_heads //= ranks.size
     config.num_key_value_heads //= ranks.size
 
 
-def _refuse_latent_rows(model: Any) -> None:
-    if getattr(model.config, "kv_lora_rank", None):
+def _check_divisible(model: Any, ranks: Ranks) -> None:
+    config, layers = model.config, model.model.layers
+    if getattr(config, "kv_lora_rank", None):
         raise ConfigurationError(
-            f"model type {model.config.model_type} keeps one latent row a token for all heads, which ranks cannot "
+            f"model type {config.model_type} keeps one latent row a token for all heads, which ranks cannot "
             "share; use 1 rank"
         )
-
-
-def _refuse_norms_of_all_heads(model: Any) -> None:
-    attention = model.model.layers[0].self_attn
+    # A mixture's layers have experts, and some have another name for them.
+    if not all(hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers):
+        raise ConfigurationError(
+            f"layers of model type {config.model_type} are not known to be divided among ranks; use 1 rank"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (count := getattr(config, name)) % ranks.size:
+            raise ConfigurationError(
+                f"the model's {name} is {count}, which {ranks.size} ranks do not divide; use fewer"
+            )
+    attention = layers[0].self_attn
     norm = getattr(attention, "k_norm", None)
     if norm is not None and len(norm.weight) != attention.head_dim:
         raise ConfigurationError(
-            f"model type {model.config.model_type} norms the keys of all heads at once, {len(norm.weight)} channels, "
+            f"model type {config.model_type} norms the keys of all heads at once, {len(norm.weight)} channels, "
             "which ranks with some of the heads cannot; use 1 rank"
         )
-
-
-def _keep_mlp(mlp: Any, ranks: Ranks) -> None:
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        _keep_outputs(linear, ranks)
-    mlp.down_proj = SharedLinear(mlp.down_proj, _part(mlp.down_proj.in_features, ranks), ranks)
-
-
-def _keep_experts(experts: Any, ranks: Ranks) -> None:
-    """Cuts all experts. `gate_up_proj`: [experts, 2 * channels, hidden], `down_proj`: [experts, hidden, channels]."""
-    kept = _part(experts.down_proj.shape[2], ranks)
-    gate_up = [each[:, kept] for each in experts.gate_up_proj.chunk(2, 1)]
-    experts.gate_up_proj = nn.Parameter(torch.cat(gate_up, 1), requires_grad=False)
-    experts.down_proj = nn.Parameter(experts.down_proj[:, :, kept].clone(), requires_grad=False)
-    experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
-
-
-def _keep_gpt_oss_experts(experts: Any, ranks: Ranks) -> None:
-    """As `_keep_experts`, of experts with biases whose gate and up channels alternate. `gate_up_proj`: [experts,
-    hidden, 2 * channels], `down_proj`: [experts, channels, hidden]. Rank 0 alone adds the bias behind the sum."""
-    kept = _part(experts.down_proj.shape[1], ranks)
-    pairs = slice(2 * kept.start, 2 * kept.stop)
-    parts = {
-        "gate_up_proj": experts.gate_up_proj[:, :, pairs],
-        "gate_up_proj_bias": experts.gate_up_proj_bias[:, pairs],
-        "down_proj": experts.down_proj[:, kept],
-        "down_proj_bias": experts.down_proj_bias * (ranks.rank == 0),
-    }
-    for name, part in parts.items():
-        setattr(experts, name, nn.Parameter(part.clone(), requires_grad=False))
-    experts.register_forward_hook(lambda *called: ranks.add_up(called[-1]))
-
-
-def _keep_outputs(linear: nn.Linear, ranks: Ranks) -> None:
-    kept = _part(linear.out_features, ranks)
-    linear.weight = nn.Parameter(linear.weight[kept].clone(), requires_grad=False)
-    if linear.bias is not None:
-        linear.bias = nn.Parameter(linear.bias[kept].clone(), requires_grad=False)
-    linear.out_features //= ranks.size
 
 
 def _part(count: int, ranks: Ranks) -> slice:

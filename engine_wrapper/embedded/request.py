@@ -1,11 +1,12 @@
-"""Requests: prompts as callers give them, requests as executor and connector see them, and outputs.
+"""Requests: prompts and sampling as callers give them, requests as executor and connector see them, and outputs.
 
-Attributes have the names of TensorRT-LLM's LlmRequest, outputs those of its RequestOutput and CompletionOutput.
+Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and CompletionOutput.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from engine_wrapper.embedded.sampling import SamplingParams
-
 Prompt = Union[str, "Sequence[int]"]
 
 T = TypeVar("T")
@@ -49,9 +48,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Token ids of a prompt, as a new list and as int32 [n]. Raises ConfigurationError for ids outside of
-    0..`vocabulary` - 1."""
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> npt.NDArray[np.int32]:
+    """Token ids of a prompt, int32 [n]. Raises ConfigurationError for ids outside of 0..`vocabulary` - 1."""
     listed = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     # A tokenizer may begin even an empty text with a token of its own.
     if len(prompt) == 0 or not listed:
@@ -66,12 +64,11 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> tuple[list[
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
         raise ConfigurationError(f"the prompt holds token id {outside}; the model's ids are 0..{vocabulary - 1}")
-    # A list holds either NumPy's integers or Python's; a connector is promised Python's.
-    return listed if type(listed[0]) is int else tokens.tolist(), tokens.astype(np.int32)
+    return tokens.astype(np.int32)
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
-    """`values`, one of `kind` (or None) for all or a sequence with one each, as a list of `number`."""
+    """`values` as a list of `number`: one of `kind` (or None) for all, or a sequence with one each."""
     if values is None or isinstance(values, kind):
         return [cast("T", values)] * number
     if not isinstance(values, (list, tuple)) or not all(value is None or isinstance(value, kind) for value in values):
@@ -79,6 +76,100 @@ def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
     if len(values) != number:
         raise ConfigurationError(f"{name} has {len(values)} entries for {number} prompts; give one for each")
     return list(values)
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Checked on construction; ConfigurationError names the field, its value and its bound.
+
+    `temperature` 0 is greedy. `top_p` 1 leaves every token in. `seed` None draws a new one. Generation ends at
+    `stop_token_ids`, at the model's end tokens unless `ignore_eos`, or after `max_tokens`. `forced_token_ids` are taken
+    in place of sampled tokens, and generation ends with the last of them (teacher forcing).
+    """
+
+    max_tokens: int = 32
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    return_generation_logits: bool = False
+    forced_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_a(int, self.max_tokens) or self.max_tokens < 1:
+            raise ConfigurationError(f"max_tokens is {self.max_tokens!r}; it must be an integer >= 1")
+        if self.seed is not None and not (_is_a(int, self.seed) and 0 <= self.seed < 1 << 63):
+            raise ConfigurationError(f"seed is {self.seed!r}; it must be an integer in 0..{(1 << 63) - 1}")
+        if not _is_a((int, float), self.temperature) or not 0.0 <= self.temperature < math.inf:
+            raise ConfigurationError(
+                f"temperature is {self.temperature!r}; it must be a number >= 0, where 0 is greedy"
+            )
+        if not _is_a((int, float), self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise ConfigurationError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1")
+        for name in ("stop_token_ids", "forced_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if not isinstance(ids, (list, tuple, set, frozenset)):
+                raise ConfigurationError(f"{name} is {ids!r}; it must be a list of token ids")
+            for token in ids:
+                if not _is_a(int, token) or token < 0:
+                    raise ConfigurationError(f"{name} holds {token!r}; token ids are integers >= 0")
+            object.__setattr__(self, name, tuple(ids))
+        if self.forced_token_ids is not None and not 1 <= len(self.forced_token_ids) <= self.max_tokens:
+            raise ConfigurationError(
+                f"forced_token_ids has {len(self.forced_token_ids)} tokens; it must have 1 to max_tokens "
+                f"({self.max_tokens})"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _is_a(kind: type | tuple[type, ...], value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
+    """The largest logit of every row of `logits`, [requests, vocabulary], and the first token that has it.
+
+    One transfer fetches all of them from the device: each transfer may wait for a donor's.
+    """
+    best, tokens = logits.max(1)
+    return [(value, int(token)) for value, token in torch.stack((best.double(), tokens.double()), 1).tolist()]
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """The next token by `logits`, [vocabulary]: temperature, then top-p (nucleus sampling, Holtzman et al. 2020).
+
+    Each token takes one uniform number of the request's own generator, so a request's tokens depend on its logits and
+    seed alone, never on its neighbours in the batch.
+    """
+    probabilities, tokens = candidates(logits, params)
+    cumulative = probabilities.cumsum(0)
+    drawn = torch.rand((), generator=generator, dtype=torch.float64).to(cumulative.device) * cumulative[-1]
+    # The first candidate whose cumulative probability is not below the draw: never one of probability 0.
+    return int(tokens[torch.searchsorted(cumulative, drawn)])
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that may be drawn, most probable first, with their probabilities: float64 [n] and int64 [n].
+
+    Top-p keeps the smallest set whose probability reaches it.
+    """
+    ordered, tokens = logits.float().sort(descending=True, stable=True)
+    # Differences, in double precision: a tiny temperature must neither overflow nor round to 0.
+    probabilities = ((ordered - ordered[0]).double() / params.temperature).softmax(0)
+    if params.top_p < 1.0:
+        before = probabilities.cumsum(0) - probabilities
+        kept = int((before < params.top_p).sum())
+        probabilities, tokens = probabilities[:kept], tokens[:kept]
+    return probabilities, tokens
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -101,11 +192,10 @@ class LlmRequest:
 
     `context_current_position` is the first prompt token not computed yet. `prepopulated_prompt_len` tokens needed no
     computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `prompt_token_array`: the prompt as int32 [prompt_len]; with it, the given list becomes the request's own.
     `priority`: it waits while a request with a lower number waits or runs. `exact_only`: our connector reuses nothing
     for it that differs from a cold run, so that it becomes a donor. `cold`: it reuses nothing and keeps nothing.
-    `pending_token` was sampled and is not handled yet. `reuse_report` is the connector's, for which it was asked in the
-    present run if `is_reported`. Times are those of `time.perf_counter`.
+    `pending_token` was sampled and is not handled yet. `reuse_report` is the connector's; `is_reported` if it was asked
+    for in the present run. Times are those of `time.perf_counter`.
     """
 
     # Attributes that the connector may read and that have one value in this engine.
@@ -133,11 +223,10 @@ class LlmRequest:
     def __init__(
         self,
         request_id: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         sampling_params: SamplingParams,
         *,
         max_new_tokens: int,
-        prompt_token_array: npt.NDArray[np.int32] | None = None,
         cache_salt: str | None = None,
         lora_task_id: int | None = None,
         lora_path: str | None = None,
@@ -150,15 +239,16 @@ class LlmRequest:
         self.prompt_len = self.py_prompt_len = self.orig_prompt_len = len(prompt_token_ids)
         self.max_new_tokens = max_new_tokens
         self.sampling_params = sampling_params
-        self.cache_salt, self.cache_salt_id = cache_salt, _salt_id(cache_salt)
+        self.cache_salt, self.cache_salt_id = cache_salt, None
+        if cache_salt is not None:
+            digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
+            self.cache_salt_id = int.from_bytes(digest[:8], "little")
         self.lora_task_id, self.py_lora_path = lora_task_id, lora_path
         self.arrival_time = perf_counter() if arrival_time is None else arrival_time
         self.priority, self.exact_only, self.cold = priority, exact_only, cold
         self.generation_logits: list[torch.Tensor] = []
-        if prompt_token_array is None:
-            prompt_token_array = np.array(prompt_token_ids, dtype=np.int32)
-            prompt_token_ids = prompt_token_array.tolist()
-        self.prompt_token_array, self._tokens = prompt_token_array, prompt_token_ids
+        self._prompt = np.asarray(prompt_token_ids, dtype=np.int32)
+        self._tokens: list[int] = self._prompt.tolist()
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
         """Prompt and generated tokens."""
@@ -181,8 +271,8 @@ class LlmRequest:
     def token_array(self, end: int) -> npt.NDArray[np.int32]:
         """The first `end` tokens, int32 [end]; not a copy as long as they are the prompt's."""
         if end <= self.prompt_len:
-            return self.prompt_token_array[:end]
-        return np.concatenate([self.prompt_token_array, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
+            return self._prompt[:end]
+        return np.concatenate([self._prompt, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
 
     def add_new_token(self, token: int) -> None:
         self._tokens.append(token)
@@ -194,15 +284,14 @@ class LlmRequest:
     @cached_property
     def generator(self) -> torch.Generator:
         """The request's own random numbers; a greedy request needs none."""
-        return self.sampling_params.generator()
+        seed = self.sampling_params.seed
+        assert seed is not None, "LLM draws one where the caller gives none"
+        # Of the CPU, so that a seed means the same on every device.
+        return torch.Generator().manual_seed(seed)
 
     @property
     def root_key(self) -> RootKey:
         return RootKey(self.lora_task_id, self.cache_salt)
-
-    @property
-    def generated_token_ids(self) -> list[int]:
-        return self._tokens[self.orig_prompt_len :]
 
     @property
     def num_generated(self) -> int:
@@ -261,18 +350,11 @@ class LlmRequest:
 
     def pause(self) -> None:
         """Its blocks are gone: generated tokens become part of the prompt, which will be computed again."""
-        self.prompt_token_array = self.token_array(len(self._tokens))
+        self._prompt = self.token_array(len(self._tokens))
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
         self.set_prepopulated_prompt_len(0, 0)
         self.state, self.is_paused, self.is_reported = LlmRequestState.QUEUED, True, False
-
-
-def _salt_id(cache_salt: str | None) -> int | None:
-    if cache_salt is None:
-        return None
-    digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "little")
 
 
 class BoundRequest:
@@ -352,7 +434,7 @@ class RequestOutput:
 
 def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
     """The output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
-    token_ids = request.generated_token_ids[:num_tokens]
+    token_ids = request.tokens(request.orig_prompt_len, request.get_num_tokens())[:num_tokens]
     finished = request.is_finished and len(token_ids) == request.num_generated
     reason = request.finish_reason if finished else None
     shown = token_ids[:-1] if reason == "stop" else token_ids

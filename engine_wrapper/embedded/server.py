@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_wrapper.embedded.llm import IDLE_PAUSE, LLM, RequestStream
 from engine_wrapper.embedded.llm_args import KvCacheConnectorConfig
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.chats import PromptError
 from semblend_trt.command_line import ended, named, printable
 from semblend_trt.errors import CapacityError, ConfigurationError
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 BOUNDS = serving.ServerBounds()
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos", "stop_token_ids"}
 # Fields that change no answer, and those of which PromptReader makes the prompt of a completion and of a chat.
-_IGNORED = ["metadata", "request_id", "return_token_ids", "user"]
-_COMPLETION = ["prompt", "add_special_tokens"]
-_CHAT = ["messages", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens"]
+_PASSED_OVER = ["metadata", "request_id", "return_token_ids", "user", "add_special_tokens"]
+_COMPLETION = [*_PASSED_OVER, "prompt"]
+_CHAT = [*_PASSED_OVER, "messages", "documents", "add_generation_prompt", "continue_final_message"]
 _CHAT += ["chat_template_kwargs", "reasoning_effort"]
 
 
@@ -64,7 +64,7 @@ class Body(BaseModel):
 
 def read_body(body: dict[str, Any], *, is_chat: bool) -> Body:
     """Return the checked fields of a request. Raises RequestRefusedError for a wrong value and an unknown field."""
-    passed_over = (_CHAT if is_chat else _COMPLETION) + _IGNORED
+    passed_over = _CHAT if is_chat else _COMPLETION
     given = {name: value for name, value in body.items() if value is not None and name not in passed_over}
     try:
         return Body.model_validate(given)
@@ -95,8 +95,11 @@ class Worker:
         app.router.add_post("/v1/chat/completions", partial(self._serve, is_chat=True))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", _metrics)
+        app.router.add_get("/metrics", self._metrics)
         return app
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return serving.metrics_page()
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.name, "max_model_len": self._llm.executor.max_seq_len}]})
@@ -111,7 +114,20 @@ class Worker:
         fields = read_body(body, is_chat=is_chat)
         if fields.model not in (None, self.name):
             raise RequestRefusedError(404, "model_not_found", f"this worker serves the model {self.name} alone")
-        output = await self._output(partial(self._enqueue, body, fields, is_chat=is_chat))
+        prompt = self._reader.chat if is_chat else self._reader.completion
+
+        def enqueue() -> RequestStream:
+            return self._llm.generate_async(
+                prompt(body),
+                SamplingParams(**fields.model_dump(include=_SAMPLING, exclude_none=True)),
+                streaming=False,
+                cache_salt=fields.cache_salt,
+                priority=fields.priority,
+                exact_only=fields.kv_transfer_params.get("semblend.exact_only", False),
+                cold=fields.kv_transfer_params.get("semblend.cold", False),
+            )
+
+        output = await self._output(enqueue)
         answer = output.outputs[0]
         content = {"message": {"role": "assistant", "content": answer.text}} if is_chat else {"text": answer.text}
         choice = {"index": 0, "logprobs": None, **content, "finish_reason": answer.finish_reason}
@@ -144,17 +160,6 @@ class Worker:
     def _on_thread(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         return asyncio.wrap_future(self._thread.submit(work))
 
-    def _enqueue(self, body: dict[str, Any], fields: Body, *, is_chat: bool) -> RequestStream:
-        return self._llm.generate_async(
-            self._reader.chat(body) if is_chat else self._reader.completion(body),
-            SamplingParams(**fields.model_dump(include=_SAMPLING, exclude_none=True)),
-            streaming=False,
-            cache_salt=fields.cache_salt,
-            priority=fields.priority,
-            exact_only=fields.kv_transfer_params.get("semblend.exact_only", False),
-            cold=fields.kv_transfer_params.get("semblend.cold", False),
-        )
-
     def _advance(self, stream: RequestStream) -> RequestOutput | None:
         """Run one iteration of all requests, unless the output is ready; return the output if it is."""
         if not stream.has_news():
@@ -169,10 +174,6 @@ class Worker:
         while not self._running and executor.failure is None and executor.pending_transfers:
             executor.poll_transfers()
             time.sleep(IDLE_PAUSE)
-
-
-async def _metrics(_: web.Request) -> web.Response:
-    return serving.metrics_page()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.dispatch import triton_serves
-from kernels.layout import ContiguousKv, PagedKv, indexable, layer_view
-from kernels.moves import Fresh, FreshRows, Move, check_spans, lie_alike, sizes_of, tensor_of
-from kernels.rope import RopeRotation, rotate_keys
+from kernels.layout import (
+    ContiguousKv,
+    Fresh,
+    FreshRows,
+    Kv,
+    Move,
+    PagedKv,
+    check_dtype,
+    check_kv,
+    check_range,
+    check_sources,
+    indexable,
+    layer_view,
+    lie_alike,
+)
+from kernels.rope import RopeRotation, check_head_dim, rotate_keys
 from kernels.sparse_prefill.rows import all_to_device
 
 if TYPE_CHECKING:
@@ -32,12 +45,12 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     the KV; the host does not wait for the card. Raises ValueError, naming the tensor and its bound.
     """
     if not spans:
-        return torch.empty(2, 0, device=_tensors(fresh)[0].device)
+        return torch.empty(2, 0, device=fresh.planes[0].device)
     if not _triton_serves(spans, fresh, layer, rotation):
         return relative(squares_by_torch(spans, fresh, layer, rotation))
     from kernels.deviation import triton_deviation
 
-    return triton_deviation.deviation(spans, fresh, layer, rotation)
+    return triton_deviation.compared(spans, fresh, layer, rotation)
 
 
 def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
@@ -48,26 +61,21 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
     over all heads. The rest is as in `deviation`.
     """
     if not spans:
-        return torch.empty(2, 2, 0, device=_tensors(fresh)[0].device)
+        return torch.empty(2, 2, 0, device=fresh.planes[0].device)
     if not _triton_serves(spans, fresh, layer, rotation):
         return squares_by_torch(spans, fresh, layer, rotation)
     from kernels.deviation import triton_deviation
 
-    return triton_deviation.squares(spans, fresh, layer, rotation)
+    return triton_deviation.compared(spans, fresh, layer, rotation, 2)
 
 
 def _triton_serves(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> bool:
     """Checks the spans; returns whether Triton serves them."""
     check_spans(spans, fresh, layer, rotation)
-    tensors, sources = _tensors(fresh), [span.source for span in spans]
-    alike = lie_alike(*sources, *(() if isinstance(fresh, FreshRows) else (fresh,)))
-    return alike and triton_serves(tensors[0], (*tensors[1:], *map(tensor_of, sources)))
-
-
-def _tensors(fresh: Fresh) -> tuple[torch.Tensor, ...]:
-    if not isinstance(fresh, FreshRows):
-        return (tensor_of(fresh),)
-    return (fresh.k,) if fresh.v is None else (fresh.k, fresh.v)
+    if not lie_alike(*(span.source for span in spans), *(() if isinstance(fresh, FreshRows) else (fresh,))):
+        return False
+    base, *others = fresh.planes if isinstance(fresh, FreshRows) else fresh.planes[:1]
+    return triton_serves(base, (*others, *(span.source.planes[0] for span in spans)))
 
 
 def relative(squares: torch.Tensor) -> torch.Tensor:
@@ -78,8 +86,7 @@ def relative(squares: torch.Tensor) -> torch.Tensor:
 
 def squares_by_torch(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
     """As `squares`, of spans that were checked, in chunks of tokens to keep temporaries small."""
-    device = fresh.k.device if isinstance(fresh, FreshRows) else tensor_of(fresh).device
-    kv_factor = sizes_of(spans[0].source)[1]
+    device, kv_factor = fresh.planes[0].device, spans[0].source.sizes[1]
     output = torch.empty(2, kv_factor, sum(span.length for span in spans), device=device)
     column = 0
     for span in spans:
@@ -102,28 +109,23 @@ def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: to
     `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
     host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
     """
-    rows, blocks, slots = all_to_device((rows, *_places(kv, positions)), fresh.k.device)
-    own = [indexable(each).index_select(0, rows) for each in (fresh.k, fresh.v) if each is not None]
+    size = kv.geometry.block_size
+    places = kv.block_ids[positions // size], positions % size
+    rows, blocks, slots = all_to_device((rows, *places), fresh.k.device)
+    own = [indexable(each).index_select(0, rows) for each in fresh.planes]
     held = [indexable(layer_view(kv.pool, kv.geometry, layer, kind)) for kind in range(len(own))]
     donor = [each[blocks, :, slots] for each in held]
     ours, theirs = torch.stack(own).view(fresh.k.dtype).float(), torch.stack(donor).view(kv.pool.dtype).float()
     return torch.stack([each.square().sum(dim=(-2, -1)) for each in (ours - theirs, theirs)])
 
 
-def _places(kv: PagedKv, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and slots of single positions, each int64 [tokens], on the host."""
-    size = kv.geometry.block_size
-    return kv.block_ids[positions // size], positions % size
-
-
 def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
     if not isinstance(fresh, FreshRows):
         return _rows(fresh, kind, layer, start, length)
-    rows = fresh.k if kind == 0 or fresh.v is None else fresh.v
-    return rows[start - fresh.first_position :][:length].transpose(0, 1)
+    return fresh.planes[kind][start - fresh.first_position :][:length].transpose(0, 1)
 
 
-def _rows(kv: PagedKv | ContiguousKv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
+def _rows(kv: Kv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
     """K or V of some positions: [kv_heads, length, head_dim]."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, :, start : start + length]
@@ -131,3 +133,33 @@ def _rows(kv: PagedKv | ContiguousKv, kind: int, layer: int, start: int, length:
     # paged has shape [kv_heads, blocks, block_size, head_dim]
     paged = layer_view(kv.pool, kv.geometry, layer, kind).transpose(0, 1)
     return paged[:, blocks, slots]
+
+
+def check_spans(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> None:
+    """Raises ValueError, naming the tensor and its bound, unless every span can be compared."""
+    memory = fresh.planes[0]
+    if isinstance(fresh, FreshRows):
+        for name, tensor in zip("kv", fresh.planes, strict=False):
+            if tensor.ndim != 3 or tensor.shape != memory.shape:
+                raise ValueError(
+                    f"fresh.{name} has shape {list(tensor.shape)}; [tokens, kv_heads, head_dim], the same for k and v, "
+                    "is needed"
+                )
+            check_dtype(tensor.dtype, f"fresh.{name}")
+            if tensor.dtype != memory.dtype or tensor.device != memory.device:
+                raise ValueError(
+                    f"fresh.{name} is {tensor.dtype} on {tensor.device}; fresh.k is {memory.dtype} on {memory.device}"
+                )
+        tokens, kv_heads, head_dim = memory.shape
+        sizes = spans[0].source.sizes[0], len(fresh.planes), kv_heads, head_dim
+        first, capacity = fresh.first_position, tokens
+    else:
+        check_kv(fresh, "fresh")
+        sizes, first, capacity = fresh.sizes, 0, fresh.capacity
+    check_head_dim(sizes[3], rotation, "fresh")
+    check_sources(spans, "spans", "fresh KV", sizes, memory)
+    if not 0 <= layer < sizes[0]:
+        raise ValueError(f"layer is {layer}, outside 0..{sizes[0] - 1}")
+    for index, span in enumerate(spans):
+        what = f"fresh of spans[{index}] from target_start minus first_position"
+        check_range(what, span.target_start - first, span.length, capacity)

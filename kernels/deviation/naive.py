@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.deviation import check_spans
 from kernels.kv_move.naive import rotated_key, row_of
-from kernels.moves import Fresh, FreshRows, Move, check_spans, sizes_of
+from kernels.layout import Fresh, FreshRows, Move
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
     if not spans:
         return torch.empty(2, 0)
     check_spans(spans, fresh, layer, rotation)
-    _, kv_factor, kv_heads, _ = sizes_of(spans[0].source)
+    _, kv_factor, kv_heads, _ = spans[0].source.sizes
     columns = []
     for span in spans:
         for token in range(span.length):
@@ -48,5 +49,4 @@ def _relative(difference: float, norm: float) -> float:
 def _fresh_row(fresh: Fresh, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
     if not isinstance(fresh, FreshRows):
         return row_of(fresh, kind, layer, head, position)
-    rows = fresh.k if kind == 0 or fresh.v is None else fresh.v
-    return rows[position - fresh.first_position, head]
+    return fresh.planes[kind][position - fresh.first_position, head]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
-from kernels.moves import Fresh, FreshRows, Move, sizes_of, tensor_of
+from kernels.layout import Fresh, FreshRows, Move
 from kernels.span_table import (
     Memory,
     Tiling,
@@ -35,45 +35,32 @@ if TYPE_CHECKING:
 
     from kernels.rope import RopeRotation
 
-DEFAULT = Tiling(tile_bytes=4096)
+TILING = Tiling(tile_bytes=4096)
 
 
-def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """As `kernels.deviation.deviation`; the spans were checked, and `triton_serves` them all."""
-    return _compared(spans, fresh, layer, rotation)
-
-
-def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """As `kernels.deviation.squares`; the spans were checked, and `triton_serves` them all."""
-    return _compared(spans, fresh, layer, rotation, 2)
-
-
-def _compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
-    shape = (*sums, sizes_of(spans[0].source)[1], sum(span.length for span in spans))
-    output = torch.empty(shape, dtype=torch.float32, device=_base_of(fresh).device)
+def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
+    """As `kernels.deviation.deviation`, or with `sums` 2 as its `squares`; the spans were checked, and `triton_serves`
+    them all."""
+    shape = (*sums, spans[0].source.sizes[1], sum(span.length for span in spans))
+    output = torch.empty(shape, dtype=torch.float32, device=fresh.planes[0].device)
     if compared := [span for span in spans if span.length]:
         prepared(output, compared, fresh, layer, rotation)()
     return output
 
 
 def prepared(
-    output: torch.Tensor,
-    spans: Sequence[Move],
-    fresh: Fresh,
-    layer: int,
-    rotation: RopeRotation,
-    tiling: Tiling = DEFAULT,
+    output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation
 ) -> Callable[[], None]:
     """Uploads the table of spans, which all have a length; returns a function that launches the kernel on the current
     stream.
 
     `output` has three axes for the squares and two for the deviation.
     """
-    base = _base_of(fresh)
-    _, kv_factor, kv_heads, head_dim = sizes_of(spans[0].source)
-    tokens = tiling.tokens(head_dim, base.dtype)
+    base = fresh.planes[0]
+    _, kv_factor, kv_heads, head_dim = spans[0].source.sizes
+    tokens = TILING.tokens(head_dim, base.dtype)
     if isinstance(fresh, FreshRows):
-        targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.k if fresh.v is None else fresh.v)
+        targets = _memory_of_rows(fresh.k), _memory_of_rows(fresh.planes[-1])
         table = span_table(spans, base, targets, fresh.first_position, rotation, tokens)
     else:
         both = memory_of(fresh)
@@ -95,15 +82,11 @@ def prepared(
             TOKENS=tokens,
             HEADS=kv_heads,
             KINDS=kv_factor if output.ndim == 3 else 0,
-            num_warps=tiling.warps,
+            num_warps=TILING.warps,
         )
-        keep_until_read([tensor_of(span.source) for span in spans], base)
+        keep_until_read([span.source.planes[0] for span in spans], base)
 
     return run
-
-
-def _base_of(fresh: Fresh) -> torch.Tensor:
-    return fresh.k if isinstance(fresh, FreshRows) else tensor_of(fresh)
 
 
 def _memory_of_rows(rows: torch.Tensor) -> Memory:
@@ -152,7 +135,7 @@ def deviation_kernel(
 ):
     """Program (tile, kind): kind 0 is K, which rotates unless its shift is 0. Each kind has its own target record.
 
-    With KINDS, of which there are so many, the sums of squares are stored, without them the deviation.
+    With KINDS, the number of kinds, the sums of squares are stored; with 0, the deviation.
     """
     kind = tl.program_id(1)
     span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))

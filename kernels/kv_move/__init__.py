@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.dispatch import triton_serves
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv, indexable, layer_view, pool_view
-from kernels.moves import Move, check_layers, check_moves, lie_alike, sizes_of, tensor_of
-from kernels.rope import RopeRotation, Rotation, rotate_keys
+from kernels.layout import (
+    ContiguousKv,
+    LayeredPool,
+    Move,
+    PagedKv,
+    check_kv,
+    check_range,
+    check_sources,
+    indexable,
+    layer_view,
+    lie_alike,
+    pool_view,
+)
+from kernels.rope import LayerRotations, RopeRotation, Rotation, check_head_dim, rotate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.layout import KvGeometry
+    from kernels.layout import Kv, KvGeometry
 
-__all__ = ["LayerMoves", "Move", "kv_move", "kv_move_by_torch", "prepared", "warm_up"]
+__all__ = ["LayerMoves", "Move", "check_moves", "kv_move", "kv_move_by_torch", "prepared", "warm_up"]
 
 
-def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     """Writes every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
 
     float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has as many layers as `target`. A
@@ -32,22 +44,22 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rot
     """
     if moves:
         check_moves(moves, target, rotation)
-        prepared(moves, target, rotation)(range(sizes_of(target)[0]), 0)
+        prepared(moves, target, rotation)(range(target.sizes[0]), 0)
 
 
 class LayerMoves:
     """The moves of `kv_move`, checked and laid out once; each call of `make` moves some layers."""
 
-    def __init__(self, moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+    def __init__(self, moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
         """Sources and target may have different numbers of layers; a rotation that differs by layer has the target's.
 
         Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream; `make` on
-        another one has to be ordered behind that.
+        another one has to be ordered after that.
         """
-        self._room = sizes_of(target)[0]
-        self._layers = min((sizes_of(move.source)[0] for move in moves), default=0)
+        self._room = target.sizes[0]
+        self._layers = min((move.source.sizes[0] for move in moves), default=0)
         common = min(self._room, self._layers)
-        check_layers(moves, target, rotation)
+        _check_layers(moves, target, rotation)
         part = target.layers(0, common)
         check_moves([_of_layers(move, range(common)) for move in moves], part, rotation.layers(0, common))
         self._make = prepared(moves, target, rotation)
@@ -78,14 +90,14 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
         LayerMoves([Move(source, 0, 0, 1)], target, rotation).make(range(geometry.num_layers))
 
 
-def prepared(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> Callable[[range, int], None]:
+def prepared(moves: Sequence[Move], target: Kv, rotation: Rotation) -> Callable[[range, int], None]:
     """A function that makes moves of some layers, to the target's from a first one on: by one Triton launch, and torch
     for what that cannot serve. `check_moves` must have passed them."""
-    is_alike = lie_alike(target)
+    is_alike, memory = lie_alike(target), target.planes[0]
     served: list[Move] = []
     rest: list[Move] = []
     for move in (move for move in moves if move.length):
-        is_served = is_alike and lie_alike(move.source) and triton_serves(tensor_of(target), [tensor_of(move.source)])
+        is_served = is_alike and lie_alike(move.source) and triton_serves(memory, move.source.planes[:1])
         (served if is_served else rest).append(move)
     launch: Callable[[range, int], None] | None = None
     if served:
@@ -108,53 +120,42 @@ def _of_layers(move: Move, layers: range) -> Move:
     return replace(move, source=move.source.layers(layers.start, layers.stop))
 
 
-def kv_move_by_torch(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     """As `kv_move`, of moves that were checked: one gather, one rotation and one scatter a span for all layers."""
-    device = tensor_of(target).device
+    device = target.planes[0].device
     for move in moves:
         if not move.length:
             continue
         # rows has shape [layers, kv_factor, kv_heads, length, head_dim]
         rows = _gather(move.source, move.source_start, move.length).to(device, non_blocking=True)
-        _scatter(target, move.target_start, 0, _rotated(rows[:, 0], move.shift, rotation))
+        if isinstance(rotation, RopeRotation) or move.shift == 0:
+            keys = rotate_keys(rows[:, 0], move.shift, rotation.of_layer(0))
+        else:
+            each = enumerate(rows[:, 0])
+            keys = torch.stack([rotate_keys(own, move.shift, rotation.of_layer(layer)) for layer, own in each])
+        _scatter(target, move.target_start, 0, keys)
         if rows.shape[1] == 2:
             _scatter(target, move.target_start, 1, rows[:, 1])
 
 
-def _rotated(keys: torch.Tensor, shift: int, rotation: Rotation) -> torch.Tensor:
-    """`keys` [layers, kv_heads, length, head_dim], each layer by its own rotation."""
-    if isinstance(rotation, RopeRotation) or shift == 0:
-        return rotate_keys(keys, shift, rotation.of_layer(0))
-    rotated = torch.empty_like(keys)
-    for layer, own in enumerate(keys):
-        rotated[layer] = rotate_keys(own, shift, rotation.of_layer(layer))
-    return rotated
-
-
-def _gather(source: PagedKv | ContiguousKv, start: int, length: int) -> torch.Tensor:
+def _gather(source: Kv, start: int, length: int) -> torch.Tensor:
     if isinstance(source, ContiguousKv):
         return source.tensor[:, :, :, start : start + length]
     block_size = source.geometry.block_size
     first_block = start // block_size
     blocks = source.block_ids[first_block : -(-(start + length) // block_size)].to(source.pool.device)
     # Whole blocks in the donor's order: [layers, kv_factor, kv_heads, blocks, block_size, head_dim]
-    gathered = _gather_blocks(source, blocks)
-    offset = start - first_block * block_size
-    return gathered.flatten(3, 4)[:, :, :, offset : offset + length]
-
-
-def _gather_blocks(source: PagedKv, blocks: torch.Tensor) -> torch.Tensor:
-    pool, geometry = source.pool, source.geometry
-    if isinstance(pool, LayeredPool):
-        planes = [each for layer in zip(*pool.kinds, strict=True) for each in layer]
+    if isinstance(source.pool, LayeredPool):
+        planes = [each for layer in zip(*source.pool.kinds, strict=True) for each in layer]
         found = torch.stack([indexable(each).index_select(0, blocks).transpose(0, 1) for each in planes])
-        rows: torch.Tensor = found.view(pool.dtype).unflatten(0, (geometry.num_layers, geometry.kv_factor))
-        return rows
-    paged = indexable(pool_view(pool, geometry)).permute(1, 2, 3, 0, 4, 5)
-    return paged.index_select(3, blocks).view(pool.dtype)
+        gathered: torch.Tensor = found.unflatten(0, source.sizes[:2])
+    else:
+        gathered = indexable(pool_view(source.pool, source.geometry)).permute(1, 2, 3, 0, 4, 5).index_select(3, blocks)
+    offset = start - first_block * block_size
+    return gathered.view(source.pool.dtype).flatten(3, 4)[:, :, :, offset : offset + length]
 
 
-def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.Tensor) -> None:
+def _scatter(target: Kv, start: int, kind: int, rows: torch.Tensor) -> None:
     """`rows`: [layers, kv_heads, length, head_dim], of K (kind 0) or V (kind 1)."""
     length = rows.shape[2]
     if isinstance(target, ContiguousKv):
@@ -169,3 +170,56 @@ def _scatter(target: PagedKv | ContiguousKv, start: int, kind: int, rows: torch.
     # paged has shape [layers, kv_heads, blocks, block_size, head_dim]
     paged = indexable(pool_view(target.pool, target.geometry))[:, :, kind].permute(1, 2, 0, 3, 4)
     paged[:, :, blocks, slots] = indexable(rows)
+
+
+def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
+    """Raises ValueError, naming the tensor and its bound, unless every move can be made.
+
+    The moves run in any order: no slot is written twice, and none is both read and written.
+    """
+    check_kv(target, "target")
+    check_head_dim(target.sizes[3], rotation, "target")
+    _check_layers(moves, target, rotation)
+    check_sources(moves, "moves", "target", target.sizes, target.planes[0])
+    for index, move in enumerate(moves):
+        check_range(f"target of moves[{index}] from target_start", move.target_start, move.length, target.capacity)
+    ranges = sorted((move.target_start, move.target_start + move.length) for move in moves if move.length)
+    for (_, end), (start, _) in pairwise(ranges):
+        if start < end:
+            raise ValueError(f"two moves write target position {start}; target ranges must be disjoint")
+    if isinstance(target, PagedKv) and len(set(blocks := target.block_ids.tolist())) < len(blocks):
+        raise ValueError("target.block_ids names a block twice; a block may hold one range of positions only")
+    for index, move in enumerate(moves):
+        if move.length and _overlaps(move, target, ranges):
+            raise ValueError(f"moves[{index}].source is written by the same call; source and target must not overlap")
+
+
+def _check_layers(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
+    """Raises ValueError where keys would turn by rotations of other layers than the target's."""
+    if not isinstance(rotation, LayerRotations) or not any(move.shift for move in moves):
+        return
+    layers, known = target.sizes[0], len(rotation.kind_of_layer)
+    if layers != known:
+        raise ValueError(f"target has {layers} layers, but the rotation is that of {known}; each layer needs its own")
+
+
+def _overlaps(move: Move, target: Kv, written: Sequence[tuple[int, int]]) -> bool:
+    source_storages, target_storages = (
+        {plane.untyped_storage().data_ptr() for plane in kv.planes} for kv in (move.source, target)
+    )
+    if source_storages.isdisjoint(target_storages):
+        return False
+    source, memory = move.source.planes[0], target.planes[0]
+    if source.data_ptr() != memory.data_ptr() or source.shape != memory.shape:
+        return True
+    read = _slots(move.source, [(move.source_start, move.source_start + move.length)])
+    return bool(torch.isin(read, _slots(target, written)).any())
+
+
+def _slots(kv: Kv, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Slot numbers of the positions in `ranges`, int64."""
+    positions = torch.cat([torch.arange(start, end) for start, end in ranges])
+    if isinstance(kv, ContiguousKv):
+        return positions
+    block_size = kv.geometry.block_size
+    return kv.block_ids.cpu()[positions // block_size] * block_size + positions % block_size

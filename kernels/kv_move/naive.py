@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kernels.layout import ContiguousKv, LayeredPool, PagedKv
-from kernels.moves import Move, check_moves, sizes_of
+from kernels.kv_move import check_moves
+from kernels.layout import ContiguousKv, Kv, LayeredPool, Move
 from kernels.rope import RopeRotation, Rotation, rotary_planes, saturated
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation) -> None:
+def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     """As `kernels.kv_move.kv_move`."""
     if not moves:
         return
     check_moves(moves, target, rotation)
-    layers, kv_factor, kv_heads, _ = sizes_of(target)
+    layers, kv_factor, kv_heads, _ = target.sizes
     for move in moves:
         for token in range(move.length):
             for layer in range(layers):
@@ -36,7 +36,7 @@ def kv_move(moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rot
                         row_of(target, 1, *destination).copy_(row_of(move.source, 1, *source))
 
 
-def row_of(kv: PagedKv | ContiguousKv, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
+def row_of(kv: Kv, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
     """The view [head_dim] of K (kind 0) or V (kind 1) at one position."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, head, position]

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.dispatch import launch
-from kernels.layout import ContiguousKv
-from kernels.moves import Move, sizes_of, tensor_of
+from kernels.layout import ContiguousKv, Kv, Move
 from kernels.rope import LayerRotations
 from kernels.span_table import (
     Tiling,
@@ -34,24 +33,23 @@ from kernels.span_table import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.layout import PagedKv
     from kernels.rope import Rotation
 
 
-def default_tiling(target: PagedKv | ContiguousKv) -> Tiling:
+def default_tiling(target: Kv) -> Tiling:
     """The fastest in the sweep on an H200: small tiles, and neighbouring programs write neighbouring memory.
 
     A paged pool keeps all layers of a block together; a contiguous tensor, all tokens of a layer, and so do the pools
     of latent rows (MLA), of which a warp takes twice as many.
     """
-    is_contiguous, is_latent = isinstance(target, ContiguousKv), sizes_of(target)[1] == 1
+    is_contiguous, is_latent = isinstance(target, ContiguousKv), target.sizes[1] == 1
     if is_latent and not is_contiguous:
         return Tiling(tile_bytes=4096, warps=1, tokens_first=True)
     return Tiling(tile_bytes=4096, warps=2, tokens_first=is_contiguous)
 
 
 def prepared(
-    moves: Sequence[Move], target: PagedKv | ContiguousKv, rotation: Rotation, tiling: Tiling | None = None
+    moves: Sequence[Move], target: Kv, rotation: Rotation, tiling: Tiling | None = None
 ) -> Callable[[range, int], None]:
     """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
 
@@ -59,13 +57,13 @@ def prepared(
     the sources to the target's layers from a first one on.
     """
     tiling = tiling or default_tiling(target)
-    memory, rows = tensor_of(target), memory_of(target)
-    layers, kv_factor, kv_heads, head_dim = sizes_of(target)
+    memory, rows = target.planes[0], memory_of(target)
+    layers, kv_factor, kv_heads, head_dim = target.sizes
     tokens = tiling.tokens(head_dim, memory.dtype)
     table = span_table(moves, memory, (rows, rows), 0, rotation, tokens, layers)
-    programs = table.num_tiles * kv_factor * triton.cdiv(kv_heads, tiling.heads)
+    programs = table.num_tiles * kv_factor * kv_heads
     fixed = constants(table, memory.dtype, head_dim, rotation)
-    sources = [tensor_of(move.source) for move in moves]
+    sources = [move.source.planes[0] for move in moves]
 
     def run(moved: range, first: int) -> None:
         launch(
@@ -84,7 +82,6 @@ def prepared(
             kv_heads,
             **fixed,
             TOKENS=tokens,
-            HEADS=tiling.heads,
             LAYERED=isinstance(rotation, LayerRotations),
             TOKENS_FIRST=tiling.tokens_first,
             num_warps=tiling.warps,
@@ -121,24 +118,22 @@ def move_kernel(
     PAD_HALF: tl.constexpr,
     PAD_AFTER: tl.constexpr,
     TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
     LAYERED: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """A tile of tokens of HEADS heads of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
+    """A tile of tokens of one head of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
 
-    LAYERED: the span names the factors' rows of all layers, one behind the other, instead of one row.
+    LAYERED: the span names the factors' rows of all layers, one after the other, instead of one row.
     """
     program = tl.program_id(0)
-    head_groups = (heads + HEADS - 1) // HEADS
-    groups = layers * kinds * head_groups
+    groups = layers * kinds * heads
     if TOKENS_FIRST:
         tile, group = program % num_tiles, program // num_tiles
     else:
         tile, group = program // groups, program % groups
-    layer = group // (kinds * head_groups)
-    kind = group // head_groups % kinds
-    first_head = group % head_groups * HEADS
+    layer = group // (kinds * heads)
+    kind = group // heads % kinds
+    head = group % heads
     from_index = (from_layer + layer) * kinds + kind
     to_index = (to_layer + layer) * kinds + kind
     span, first_token = span_of_tile(table, tiles_at, tile)
@@ -154,36 +149,30 @@ def move_kernel(
         from_rows = rows_at(table, span, from_positions, live, UNIT)
         to_rows = rows_at(table, table, to_positions, live, UNIT)
         cos, sin = factors_of(table, factors_at, factor, HALF, PAD_HALF)
-        for step in range(HEADS):
-            head = first_head + step
-            if head < heads:
-                source = plane_at(base, table, span, from_index, head, UNIT)
-                target = plane_at(base, table, table, to_index, head, UNIT)
-                # All loads come before the stores, which they could not pass: the memory is one for the compiler.
-                if PAD_BEFORE > 0:
-                    before = load_part(source, from_rows, live, 0, FIRST, PAD_BEFORE)
-                if PAD_AFTER > 0:
-                    after = load_part(source, from_rows, live, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
-                first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
-                rotated_first = as_element(first * cos - second * sin, base.dtype.element_ty)
-                rotated_second = as_element(second * cos + first * sin, base.dtype.element_ty)
-                if INTERLEAVED:
-                    both = tl.reshape(tl.join(rotated_first, rotated_second), (TOKENS, 2 * PAD_HALF))
-                    store_part(target, to_rows, live, both, FIRST, 2 * HALF, 2 * PAD_HALF)
-                else:
-                    store_part(target, to_rows, live, rotated_first, FIRST, HALF, PAD_HALF)
-                    store_part(target, to_rows, live, rotated_second, FIRST + HALF, HALF, PAD_HALF)
-                if PAD_BEFORE > 0:
-                    store_part(target, to_rows, live, before, 0, FIRST, PAD_BEFORE)
-                if PAD_AFTER > 0:
-                    store_part(target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
+        source = plane_at(base, table, span, from_index, head, UNIT)
+        target = plane_at(base, table, table, to_index, head, UNIT)
+        # All loads come before the stores, which they could not pass: the memory is one for the compiler.
+        if PAD_BEFORE > 0:
+            before = load_part(source, from_rows, live, 0, FIRST, PAD_BEFORE)
+        if PAD_AFTER > 0:
+            after = load_part(source, from_rows, live, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
+        first, second = load_planes(source, from_rows, live, FIRST, HALF, PAD_HALF, INTERLEAVED)
+        rotated_first = as_element(first * cos - second * sin, base.dtype.element_ty)
+        rotated_second = as_element(second * cos + first * sin, base.dtype.element_ty)
+        if INTERLEAVED:
+            both = tl.reshape(tl.join(rotated_first, rotated_second), (TOKENS, 2 * PAD_HALF))
+            store_part(target, to_rows, live, both, FIRST, 2 * HALF, 2 * PAD_HALF)
+        else:
+            store_part(target, to_rows, live, rotated_first, FIRST, HALF, PAD_HALF)
+            store_part(target, to_rows, live, rotated_second, FIRST + HALF, HALF, PAD_HALF)
+        if PAD_BEFORE > 0:
+            store_part(target, to_rows, live, before, 0, FIRST, PAD_BEFORE)
+        if PAD_AFTER > 0:
+            store_part(target, to_rows, live, after, FIRST + 2 * HALF, HEAD_DIM - FIRST - 2 * HALF, PAD_AFTER)
     else:
         from_rows = rows_at(table, span, from_positions, live, UNIT)
         to_rows = rows_at(table, table, to_positions, live, UNIT)
-        for step in range(HEADS):
-            head = first_head + step
-            if head < heads:
-                source = plane_at(base, table, span, from_index, head, UNIT)
-                target = plane_at(base, table, table, to_index, head, UNIT)
-                row = load_part(source, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
-                store_part(target, to_rows, live, row, 0, HEAD_DIM, PAD_HEAD)
+        source = plane_at(base, table, span, from_index, head, UNIT)
+        target = plane_at(base, table, table, to_index, head, UNIT)
+        row = load_part(source, from_rows, live, 0, HEAD_DIM, PAD_HEAD)
+        store_part(target, to_rows, live, row, 0, HEAD_DIM, PAD_HEAD)

@@ -58,8 +58,8 @@ def sparse_prefill(
     """Attends each query to positions 0..p of its own sequence, p being its position, or to the last `window` of them.
 
     `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
-    K and V of every position that a query sees must be in the pool; latent rows are none. `scale`, above 0, multiplies
-    the scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`,
+    K and V, not latent rows, of every position that a query sees must be in the pool. `scale`, above 0, multiplies the
+    scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`,
     sliding_window_overlay). `sinks`: a logit for each head, [heads], of any float dtype, which takes part in the
     softmax's denominator only (Transformers, `modeling_gpt_oss.py`, eager_attention_forward). K and V in float8_e4m3fn
     are read as numbers of q's dtype: their scale is 1. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError,
@@ -129,8 +129,9 @@ def sparse_prefill_by_torch(
         own = window if window is not None and window <= sequence.last_position else None
         first = 0 if own is None else max(0, sequence.first_position - own + 1)
         keys, values = _gather(kv, sequence, first, q.dtype)
-        if own is None and sinks is None:
-            output[rows] = _attend(q[rows], keys, values, sequence, scale)
+        nearly_whole = sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
+        if own is None and sinks is None and (sequence.count == 1 or nearly_whole):
+            output[rows] = _attend_square(q[rows], keys, values, scale)
         else:
             output[rows] = _attend_masked(q[rows], keys, values, sequence.host_positions - first, scale, own, sinks)
     return output
@@ -149,26 +150,17 @@ def _gather(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtyp
     return keys, values
 
 
-def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequence: SequenceRows, scale: float
-) -> torch.Tensor:
-    """Attention to all positions. `q`: [rows, heads, head_dim]; returns the same shape."""
-    grouped = q.shape[1] != keys.shape[0]
-    if sequence.count > 1 and not _nearly_whole(sequence):
-        return _attend_masked(q, keys, values, sequence.host_positions, scale, None, None)
+def _attend_square(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of one row to all positions, or of the last rows. `q`: [rows, heads, head_dim]; returns its shape."""
+    # Padding rows for the few positions before them makes it a square, for which the causal kernel needs no mask.
+    missing = keys.shape[1] - len(q) if len(q) > 1 else 0
     # queries has shape [1, heads, rows, head_dim]
-    queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
-    missing = sequence.first_position if sequence.count > 1 else 0
-    # Padding rows for the few positions in front makes it a square, for which the causal kernel needs no mask.
-    queries = pad(queries, (0, 0, missing, 0))
+    queries = pad(q.transpose(0, 1)[None], (0, 0, missing, 0))
+    grouped = q.shape[1] != keys.shape[0]
     attended = scaled_dot_product_attention(
-        queries, keys, values, is_causal=sequence.count > 1, scale=scale, enable_gqa=grouped
+        queries, keys[None], values[None], is_causal=len(q) > 1, scale=scale, enable_gqa=grouped
     )
     return attended[0, :, missing:].transpose(0, 1)
-
-
-def _nearly_whole(sequence: SequenceRows) -> bool:
-    return sequence.contiguous and sequence.first_position * LEAST_ROWS_PER_PADDING <= sequence.count
 
 
 def _attend_masked(

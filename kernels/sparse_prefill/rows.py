@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,17 @@ class SequenceRows:
         lowest, highest = int(blocks.min()), int(blocks.max())
         if first < 0 or lowest < 0:
             raise ValueError(f"positions start at {first} and block_ids at {lowest}; both must be at least 0")
-        object.__setattr__(self, "host_positions", positions)
-        object.__setattr__(self, "host_block_ids", block_ids)
-        self._set_bounds((first, last, highest))
+        self._set(
+            host_positions=positions,
+            host_block_ids=block_ids,
+            first_position=first,
+            last_position=last,
+            highest_block=highest,
+        )
 
-    def _set_bounds(self, bounds: tuple[int, int, int]) -> None:
-        names = ("first_position", "last_position", "highest_block")
-        for name, bound in zip(names, bounds, strict=True):
-            object.__setattr__(self, name, bound)
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def count(self) -> int:
@@ -78,14 +82,8 @@ class SequenceRows:
 
     def moved(self, positions: torch.Tensor, block_ids: torch.Tensor) -> SequenceRows:
         """The same rows with these copies of their tensors."""
-        moved = object.__new__(SequenceRows)
-        object.__setattr__(moved, "first_row", self.first_row)
-        object.__setattr__(moved, "positions", positions)
-        object.__setattr__(moved, "block_ids", block_ids)
-        object.__setattr__(moved, "host_positions", self.host_positions)
-        object.__setattr__(moved, "host_block_ids", self.host_block_ids)
-        object.__setattr__(moved, "memo", {})
-        moved._set_bounds((self.first_position, self.last_position, self.highest_block))
+        moved = copy(self)
+        moved._set(positions=positions, block_ids=block_ids, memo={})
         return moved
 
 
@@ -159,18 +157,11 @@ def check_written(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequen
 
 
 def _covered_rows(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:
-    """Rows that the checked sequences cover."""
-    if not sequences:
-        return 0
-    memo, key = sequences[0].memo, ("checked", sequences[1:], num_blocks, geometry)
-    if key not in memo:
-        memo[key] = _check_sequences(sequences, num_blocks, geometry)
-    covered: int = memo[key]
-    return covered
-
-
-def _check_sequences(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:
-    rows = 0
+    """Checks the sequences; returns the rows that they cover."""
+    memo, key = sequences[0].memo if sequences else {}, ("checked", sequences[1:], num_blocks, geometry)
+    rows: int = memo.get(key, 0)
+    if rows:
+        return rows
     for index, sequence in enumerate(sequences):
         if sequence.first_row != rows:
             raise ValueError(f"sequences[{index}].first_row is {sequence.first_row}; {rows} is the next free row")
@@ -185,4 +176,5 @@ def _check_sequences(sequences: tuple[SequenceRows, ...], num_blocks: int, geome
             raise ValueError(
                 f"sequences[{index}].positions reach {sequence.last_position}; its blocks hold 0..{capacity - 1}"
             )
+    memo[key] = rows
     return rows

@@ -122,7 +122,7 @@ def cut_rows(
     sequences: tuple[SequenceRows, ...], group: int, tile: int, window: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: only the first tile, which attends
-    to the fewest tokens, may be short. Rows in front of a wide gap have tiles of their own; with a `window`, rows whose
+    to the fewest tokens, may be short. Rows before a wide gap have tiles of their own; with a `window`, rows whose
     windows leave out tokens in between share none.
 
     Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and twice int64 [tiles],
@@ -157,24 +157,21 @@ def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int
 
 
 def _parts(positions: np.ndarray, window: int | None) -> list[int]:
-    """Where tiles have to begin, in rows of one sequence, and its end."""
-    if window is None:
-        return sorted({0, _rows_in_front_of_gap(positions), len(positions)})
-    return [0, *(np.flatnonzero(np.diff(positions) > window) + 1).tolist(), len(positions)]
+    """Where tiles have to begin, in rows of one sequence, and its end.
 
-
-def _rows_in_front_of_gap(positions: np.ndarray) -> int:
-    """How many rows stand in front of the widest gap that is worth a tile more; 0 without one.
-
-    A tile with rows on both sides compares all positions of the gap with the rows', which takes longer than a tile of
-    few rows that attends to all tokens in front of the gap.
+    Without a window a tile begins after the widest gap that is worth one more: a tile with rows on both sides compares
+    all positions of the gap with the rows', which takes longer than a tile of few rows that attends to all tokens
+    before the gap.
     """
-    if positions[-1] - positions[0] < max(MIN_PIECE, len(positions)):
-        return 0
     gaps = np.diff(positions)
-    wide = np.where(gaps > np.maximum(MIN_PIECE, 2 * positions[:-1]), gaps, 0)
-    widest = int(wide.argmax())
-    return widest + 1 if wide[widest] else 0
+    if window is not None:
+        return [0, *(np.flatnonzero(gaps > window) + 1).tolist(), len(positions)]
+    cut = 0
+    if positions[-1] - positions[0] >= max(MIN_PIECE, len(positions)):
+        wide = np.where(gaps > np.maximum(MIN_PIECE, 2 * positions[:-1]), gaps, 0)
+        widest = int(wide.argmax())
+        cut = widest + 1 if wide[widest] else 0
+    return sorted({0, cut, len(positions)})
 
 
 def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
-# With at least so many rounds of programs, the tiles of one KV head alone fill the card: its KV then stays in L2.
+# From this number of rounds of programs on, the tiles of one KV head alone fill the card: its KV then stays in L2.
 HEAD_MAJOR_ROUNDS = 4
 INTERPRETED_PROCESSORS = 4
 ROWS_PER_TILE = 16
@@ -90,7 +90,14 @@ def attend(
     geometry = kv.geometry
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
     memory, layer, strides, constants = _memory_of(kv)
-    group, block_d = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
+    shared = {
+        "SINKS": sinks is not None,
+        "KV_HEADS": kv_heads,
+        "GROUP": q.shape[1] // kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_M": config.block_m,
+    }
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lanes = work.slots * kv_heads * config.block_m
     lse = torch.empty(lanes, dtype=torch.float32, device=q.device)
@@ -118,16 +125,11 @@ def attend(
         *q.stride()[:2],
         *strides,
         **constants,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        **shared,
         BLOCK_SIZE=geometry.block_size,
-        BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         SPLIT=work.slots > 0,
         WINDOWED=window is not None,
-        SINKS=sinks is not None,
         HEAD_MAJOR=head_major,
         MATH=tl.float32 if exact else tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16,
         PRECISION="ieee" if exact else None,
@@ -147,12 +149,7 @@ def attend(
             output,
             work.tiles,
             sinks,
-            SINKS=sinks is not None,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_M=config.block_m,
+            **shared,
             ROWS=rows,
             WAYS=ways,
             SLOTS=slots,
@@ -282,7 +279,7 @@ def _attend(
 ):
     """Attends to tokens begin..end-1; `MASKED` compares them with the rows' positions, and `WINDOWED` with the window.
 
-    No row sees a token in front of `first_seen`.
+    No row sees a token before `first_seen`.
     """
     channels = tl.arange(0, BLOCK_D)
     # The block ids of a tile are loaded while the tile before it is attended to.

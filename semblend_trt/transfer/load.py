@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from kernels.kv_move import Move, prepared
+from kernels.kv_move import Move, check_moves, prepared
 from kernels.layout import PagedKv
-from kernels.moves import check_moves
 from semblend_trt.donors.store import HostKv
 from semblend_trt.errors import DonorUnavailableError, PlanError
 from semblend_trt.plan import PlanKind

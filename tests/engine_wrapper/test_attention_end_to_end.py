@@ -6,7 +6,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from engine_wrapper import sparse_forward
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.conftest import save_tiny_model
@@ -204,13 +203,6 @@ def test_text_from_position_0_is_reused_and_a_token_takes_one_row(engine, versio
     output = serve(llm, prompt)
     assert output.reused_tokens == 180
     assert_same(output, serve(engine.cold(), prompt))
-
-
-@with_latent_rows
-def test_the_layout_of_its_pool_has_no_values(engine):
-    (group,) = cache_layout(engine.cold().executor.pool.tensor, 16).groups
-    (region,) = group.regions
-    assert [(each.layer_id, each.role) for each in region.buffers] == [(layer, "key") for layer in range(LAYERS)]
 
 
 def test_transformers_that_caches_every_head_is_refused_when_the_model_is_loaded(tiny_model_paths, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.donors.disk_tier import FOLDER
 from tests.engine_wrapper.embedded_llm import disk_tier, drain, evict_prefixes, find_donors
 from validation.documents import stock_list

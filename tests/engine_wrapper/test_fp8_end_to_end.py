@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from engine_wrapper.embedded.llm import LLM, KvCacheConfig
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.sparse_forward import cache_keyword
 from kernels.layout import pool_view
 from kernels.rope import saturated

@@ -350,14 +350,6 @@ def test_the_kernels_find_the_same_tokens(tiny_qwen3_path, make_plan, interpret)
     assert found == replace(expected, largest_kept=pytest.approx(expected.largest_kept, abs=1e-4))
 
 
-def test_compiling_kernels_leaves_the_pool_alone(bench):
-    tokens = tokens_of(30)
-    logits, _ = bench.cold(tokens)
-    bench.forward.compile_kernels()
-    assert bench.pool.isnan().all()
-    assert torch.equal(bench.run(bench.slice(1, tokens))[0], logits)
-
-
 # -- latent attention --------------------------------------------------------------------------------------------------
 
 

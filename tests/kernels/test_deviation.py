@@ -10,29 +10,12 @@ from kernels.deviation import FreshRows, Move, deviation, naive, relative, squar
 from kernels.kv_move import kv_move
 from kernels.layout import ContiguousKv
 from kernels.rope import still
-from tests.kernels.builders import (
-    BLOCK,
-    FP8,
-    TOLERANCE,
-    donor_of,
-    error_of,
-    geometry_of,
-    on,
-    paged,
-    rotation_of,
-)
+from tests.kernels.builders import BLOCK, FP8, TOLERANCE, donor_of, error_of, geometry_of, on, paged, rotation_of
 
 ROTATION = rotation_of()
 
 
-def kv_of(
-    seed,
-    tokens=21,
-    kv_heads=2,
-    head_dim=8,
-    dtype=torch.float32,
-    kinds=2,
-):
+def kv_of(seed, tokens=21, kv_heads=2, head_dim=8, dtype=torch.float32, kinds=2):
     return donor_of(geometry_of(kv_heads, head_dim, kv_factor=kinds, layers=3), tokens, seed, dtype)
 
 
@@ -48,14 +31,7 @@ def on_device(spans, device):
     return [replace(span, source=on(span.source, device)) for span in spans]
 
 
-def assert_matches_naive(
-    device,
-    spans,
-    fresh,
-    layer=1,
-    rotation=ROTATION,
-    tolerance=1e-5,
-):
+def assert_matches_naive(device, spans, fresh, layer=1, rotation=ROTATION, tolerance=1e-5):
     actual = deviation(on_device(spans, device), on(fresh, device), layer, rotation).cpu()
     expected = naive.deviation(spans, fresh, layer, rotation)
     assert (actual.dtype, actual.shape) == (torch.float32, expected.shape)
@@ -146,27 +122,6 @@ def test_zero_rows_and_no_rows(device):
     assert bool(deviation([Move(zero, 0, 0, 4)], fresh, 0, ROTATION).isinf().all())
     for spans in ([], [Move(fresh, 0, 3, 0)]):
         assert deviation(spans, fresh, 0, ROTATION).shape == (2, 0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: only a CUDA device compiles")
-def test_no_plan_compiles_the_kernel_again():
-    from kernels.deviation import triton_deviation
-
-    fresh = on(kv_of(2, head_dim=64), "cuda")
-    donors = [on(kv_of(seed, tokens, head_dim=64), "cuda") for seed, tokens in enumerate((1, 9, 16, 20))]
-
-    def variants():
-        return len(triton_deviation.deviation_kernel.device_caches[torch.cuda.current_device()][0])
-
-    deviation([Move(donors[3], 0, 0, 16)], fresh, 1, rotation_of(64))
-    compiled = variants()
-    for layer, spans in (
-        (0, [Move(donors[0], 0, 5, 1)]),
-        (2, [Move(donors[3], 7, 0, 13)]),
-        (1, [Move(donors[1], 0, 0, 9), Move(donors[2], 0, 9, 1)]),
-    ):
-        deviation(spans, fresh, layer, rotation_of(64))
-    assert variants() == compiled
 
 
 K = torch.zeros(8, 2, 8)

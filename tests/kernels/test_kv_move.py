@@ -53,16 +53,6 @@ def move_on(device, moves, target, rotation):
     memory_of(target).copy_(memory_of(placed))
 
 
-def assert_matches_naive(device, moves, target, rotation=ROTATION):
-    """Moves into `target`, which holds nothing, and returns its memory."""
-    expected = on(target, "cpu")
-    expected = replace(expected, **{"pool" if isinstance(target, PagedKv) else "tensor": memory_of(target).clone()})
-    move_on(device, moves, target, rotation)
-    naive.kv_move(moves, expected, rotation)
-    assert_same(memory_of(target), memory_of(expected))
-    return memory_of(target)
-
-
 # Heads, channels, those that rotate, whether in neighbouring pairs, tokens of a block, dtype, elements before the pool.
 WIDTHS = [
     (4, 128, 128, False, 32, torch.bfloat16, 0),
@@ -71,7 +61,7 @@ WIDTHS = [
     (2, 256, 256, False, BLOCK, torch.bfloat16, 0),
     (3, 80, 32, True, 3, torch.float16, 0),
     (3, 24, 16, False, 5, torch.bfloat16, 1),
-    (1, 8, 8, False, 3, torch.float32, 0),
+    (1, 6, 6, False, 3, torch.float32, 1),
     (2, 64, 64, True, 16, FP8, 0),
     (2, 80, 8, False, BLOCK, FP8, 0),
 ]
@@ -123,24 +113,6 @@ def test_moves_into_every_pool_and_out_of_it(layout, sizes, rotation, dtype, ski
     if sizes.kv_factor == 1:  # what is free of position comes through two moves bit for bit
         latent = slice(rotation.first_channel)
         assert torch.equal(read.tensor[..., 1:10, latent].float().cpu(), donor.tensor[..., 2:11, latent].float())
-
-
-@pytest.mark.parametrize("layout", ["in_one_tensor", "kinds_blocks_nhd", "transposed_keys"])
-@pytest.mark.parametrize(
-    ("source_start", "target_start", "length"),
-    [(0, 0, 1), (3, 3, BLOCK - 1), (1, 6, BLOCK), (6, 2, BLOCK + 1), (7, 2, 13), (0, 19, 1)],
-)
-def test_spans_that_begin_and_end_within_blocks(layout, source_start, target_start, length, device):
-    sizes = geometry_of(layers=3)
-    actual, expected, donor = pool_of(layout, sizes, device), pool_of(layout, sizes), donor_of(sizes, 20, seed=length)
-    kv_move([Move(on(donor, device), source_start, target_start, length)], actual, ROTATION)
-    naive.kv_move([Move(donor, source_start, target_start, length)], expected, ROTATION)
-    assert_same(content(actual), content(expected))
-    read, wanted = ContiguousKv(torch.full_like(donor.tensor, math.nan).to(device)), donor_of(sizes, 20, seed=0)
-    wanted.tensor.fill_(math.nan)
-    kv_move([Move(actual, target_start, source_start, length)], read, ROTATION)
-    naive.kv_move([Move(expected, target_start, source_start, length)], wanted, ROTATION)
-    assert_same(read.tensor, wanted.tensor)
 
 
 @pytest.mark.parametrize("layout", ["in_one_tensor", *LAYOUTS, *LATENT_LAYOUTS])
@@ -226,14 +198,6 @@ def test_fp8_saturates_where_a_rotation_leaves_its_range(kv_factor, dim, latent,
     assert not bool(rows.isnan().any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_that_is_not_aligned_to_16_bytes(dtype, device):
-    geometry = geometry_of(head_dim=6)
-    donor = donor_of(geometry, 13, seed=7, dtype=dtype)
-    moves = [Move(ContiguousKv(donor.tensor[:, :, :, 1:]), 0, 5, 7), Move(paged(donor), 11, 13, 2)]
-    assert_matches_naive(device, moves, target_of(geometry, dtype), rotation_of(6))
-
-
 def test_a_tensor_whose_channels_are_apart_takes_the_other_path(device):
     donor, placed, expected = donor_of(geometry_of(), 9, seed=1), target_of(geometry_of()), target_of(geometry_of())
     apart = ContiguousKv(donor.tensor.transpose(3, 4).contiguous().transpose(3, 4))
@@ -242,11 +206,9 @@ def test_a_tensor_whose_channels_are_apart_takes_the_other_path(device):
     assert_same(placed.pool, expected.pool)
 
 
-@pytest.mark.parametrize(
-    ("heads", "tokens_first", "tile_bytes"),
-    [(1, False, 64), (1, True, 16384), (2, True, 64), (2, False, 16384), (4, False, 64), (4, True, 64)],
-)
-def test_tilings(heads, tokens_first, tile_bytes, triton_device):
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("tile_bytes", [64, 16384])
+def test_tilings(tokens_first, tile_bytes, triton_device):
     from kernels.kv_move import triton_move
     from kernels.span_table import Tiling
 
@@ -254,7 +216,7 @@ def test_tilings(heads, tokens_first, tile_bytes, triton_device):
     moves = [Move(donor_of(geometry, 12, seed), 1, 11 * seed, 6) for seed in range(2)]
     actual, expected = on(target_of(geometry), triton_device), target_of(geometry)
     placed = [replace(move, source=on(move.source, triton_device)) for move in moves]
-    tiling = Tiling(tile_bytes, heads=heads, tokens_first=tokens_first)
+    tiling = Tiling(tile_bytes, tokens_first=tokens_first)
     triton_move.prepared(placed, actual, ROTATION, tiling)(range(2), 0)
     naive.kv_move(moves, expected, ROTATION)
     assert_same(actual.pool, expected.pool)
@@ -320,9 +282,10 @@ def test_a_turn_replaces_the_difference_of_the_indices(turn, device):
     assert torch.equal(target[:, 1, :, 1:6], source[:, 1, :, 4:9])
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_disjoint_moves_match_naive(data, device):
+    layout = data.draw(st.sampled_from(["in_one_tensor", *LAYOUTS]))
     geometry = geometry_of(kv_heads=data.draw(st.integers(1, 3)), block_size=data.draw(st.integers(1, 5)))
     capacity, position, moves = 5 * geometry.block_size, 0, []
     for seed in range(data.draw(st.integers(1, 3))):
@@ -333,12 +296,13 @@ def test_any_disjoint_moves_match_naive(data, device):
         source_start = data.draw(st.integers(0, 5))
         moves.append(Move(donor_of(geometry, source_start + length, seed), source_start, target_start, length))
         position = target_start + length
-    target = target_of(geometry)
+    actual, expected = pool_of(layout, geometry, device), pool_of(layout, geometry)
+    kv_move([replace(move, source=on(move.source, device)) for move in moves], actual, ROTATION)
+    naive.kv_move(moves, expected, ROTATION)
     if any(move.length for move in moves):
-        assert_matches_naive(device, moves, target)
-        return
-    move_on(device, moves, target, ROTATION)
-    assert bool(target.pool.isnan().all())
+        assert_same(content(actual), content(expected))
+    else:
+        assert bool(content(actual).isnan().all())
 
 
 GOOD = {"source": donor_of(geometry_of(), 9, seed=2), "source_start": 2, "target_start": 10, "length": 3}
@@ -415,12 +379,15 @@ def test_each_layer_turns_by_its_own_rotation(
         Move(paged(other, block), 0, 0, 1),
         Move(other, 3, first + 1, min(3, block)),
     ]
-    pool = assert_matches_naive(device, moves, target_of(geometry, dtype), rotation)
+    target, expected = target_of(geometry, dtype), target_of(geometry, dtype)
+    move_on(device, moves, target, rotation)
+    naive.kv_move(moves, expected, rotation)
+    assert_same(target.pool, expected.pool)
     for layer in range(layers):
         own = target_of(replace(geometry, num_layers=1), dtype)
         alone = [replace(move, source=move.source.layers(layer, layer + 1)) for move in moves]
         naive.kv_move(alone, own, rotation.of_layer(layer))
-        assert_same(pool[:, layer : layer + 1], own.pool)
+        assert_same(target.pool[:, layer : layer + 1], own.pool)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])

@@ -17,13 +17,6 @@ def test_pool_view_follows_the_offset_formula_of_tensorrt_llm():
     assert view.data_ptr() == pool.data_ptr()
 
 
-def test_pool_view_of_some_of_a_pools_layers_is_no_copy():
-    geometry = KvGeometry(num_layers=2, kv_heads=1, head_dim=4, block_size=2)
-    pool = torch.zeros(3, 5, 2, 8)
-    pool_view(pool[:, 1:3], geometry)[2, 1, 0, 0, 1, 3] = 9
-    assert pool[2, 2, 0, 7] == 9
-
-
 def test_sizes():
     geometry = KvGeometry(num_layers=3, kv_heads=2, head_dim=8, block_size=4)
     assert geometry.row_elements == 64

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.layout import KvGeometry, LayeredPool, PoolLayer, pool_view
-from kernels.sparse_prefill import CHUNK_ROWS, SequenceRows, naive, sparse_prefill, write_rows
+from kernels.sparse_prefill import SequenceRows, naive, sparse_prefill, write_rows
 from kernels.sparse_prefill.tiles import TileConfig
 from tests.kernels.builders import (
     BLOCK,
@@ -51,14 +51,7 @@ def plain(batch, window=None, sinks=None):
     return naive.sparse_prefill(batch.q, kv, batch.sequences, SCALE, window, sinks)
 
 
-def tiled(
-    device,
-    batch,
-    config=None,
-    piece=None,
-    window=None,
-    sinks=None,
-):
+def tiled(device, batch, config=None, piece=None, window=None, sinks=None):
     """By the Triton kernels, with a tile and a piece of KV of one's own."""
     from kernels.sparse_prefill import triton_attention
 
@@ -98,16 +91,7 @@ def test_windows_with_and_without_sinks(device, positions, heads, kv_heads, wind
         (8, BLOCK, 4, 2, torch.bfloat16),
     ],
 )
-def test_widths_blocks_groups_and_dtypes(
-    device,
-    head_dim,
-    block_size,
-    heads,
-    kv_heads,
-    dtype,
-    window,
-    kv_dtype,
-):
+def test_widths_blocks_groups_and_dtypes(device, head_dim, block_size, heads, kv_heads, dtype, window, kv_dtype):
     """As near to naive as the queries' dtype allows: KV in fp8 is read as the numbers that it holds."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
     positions = [[*range(50, 75), 200, 201], [9], [2 * block_size], list(range(7))]
@@ -126,25 +110,11 @@ def test_widths_blocks_groups_and_dtypes(
     kv_dtype=st.sampled_from([None, FP8]),
 )
 def test_any_positions_and_any_window_match_naive(
-    device,
-    positions,
-    kv_heads,
-    block_size,
-    window,
-    with_sinks,
-    dtype,
-    kv_dtype,
+    device, positions, kv_heads, block_size, window, with_sinks, dtype, kv_dtype
 ):
     sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": 8, "block_size": block_size}
     batch = Batch(positions, dtype=dtype, window=window, kv_dtype=kv_dtype, **sizes)
     assert_matches_naive(device, batch, window, seeded(2 * kv_heads, seed=4) if with_sinks else None)
-
-
-@pytest.mark.parametrize("device", ["torch"], indirect=True)
-@pytest.mark.parametrize("count", [CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1])
-def test_chunks_join(device, count):
-    positions = [*list(range(2, 2 * count, 2))[: count - 1], 2 * count]
-    assert_matches_naive(device, Batch([positions], heads=1, kv_heads=1, head_dim=8))
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 30.0])
@@ -409,25 +379,3 @@ def test_other_lengths_rows_layers_and_blocks_compile_nothing():
         run(positions, layer, 1024)
         run([*positions, list(range(500, 517))], 16 - layer, 64)
     assert compiled() == before
-
-
-@needs_cuda
-def test_a_captured_launch_follows_positions_and_blocks():
-    """Positions and blocks of a single sequence are read from its own tensors when the graph is replayed."""
-    from kernels.sparse_prefill import triton_attention
-
-    batch = Batch([[77, 90, 140]], block_size=32, dtype=torch.bfloat16)
-    q, pool, (longest,) = batch.on("cuda")
-    arguments = (q, PoolLayer(pool, 1, batch.geometry), (longest,), SCALE, None, None, SMALL, 32)
-    triton_attention.sparse_prefill(*arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = triton_attention.sparse_prefill(*arguments)
-    graph.replay()
-    assert_same(output, plain(batch))
-    earlier = [5, 31, 63]
-    longest.positions.copy_(torch.tensor(earlier))
-    batch.sequences = [SequenceRows(0, torch.tensor(earlier), batch.sequences[0].block_ids)]
-    graph.replay()
-    assert_same(output, plain(batch))

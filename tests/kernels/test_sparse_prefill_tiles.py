@@ -98,13 +98,6 @@ def test_one_plan_serves_all_layers_of_a_window():
     assert attention_work(sequences[:1], 2, 2, config, 4) is not attention_work(sequences, 2, 2, config, 4)
 
 
-def test_a_single_sequence_lends_its_own_index_tensors():
-    (rows,) = batch_of([2, 4, 7])
-    index = batch_index((rows,))
-    assert index.positions is rows.positions
-    assert index.block_ids is rows.block_ids
-
-
 @pytest.mark.parametrize(
     ("positions", "in_front"),
     [
@@ -171,14 +164,6 @@ def test_programs_end_together(tiles, kind):
     pieces = balanced_pieces(reach, PROGRAMS, 64)
     assert (pieces[:, 1] % 64 == 0).all()
     assert end_of(pieces, PROGRAMS) <= 1.2 * reach.sum() / PROGRAMS + 3 * PIECE_OVERHEAD
-
-
-def test_a_cut_never_ends_later_than_whole_tiles_or_one_round():
-    random = np.random.default_rng(5)
-    for _ in range(50):
-        reach = random.integers(1, 30_000, random.integers(1, 60))
-        best = end_of(balanced_pieces(reach, PROGRAMS, 64), PROGRAMS)
-        assert best <= end_of(np.stack((np.arange(len(reach)), 0 * reach, reach), axis=1), PROGRAMS)
 
 
 @pytest.mark.parametrize("piece", [0, -16, 24])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from validation import engines as audit
 from validation.arms import COLD, POSITION_FIX, ArmChoices, arms_of

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine_wrapper.deviation_check import sample_of
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import check_writable

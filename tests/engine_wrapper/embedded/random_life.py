@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from engine_wrapper.embedded.contracts import CONTRACTS
+from engine_wrapper.embedded.connector_manager import CONTRACTS
 from engine_wrapper.embedded.llm_args import KvCacheConfig
-from engine_wrapper.embedded.request import LlmRequest, ScheduledBatch
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import LlmRequest, SamplingParams, ScheduledBatch
 from kernels.layout import pool_view
 from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from semblend_trt.errors import SemBlendError
@@ -74,7 +73,7 @@ class Case:
         """Why our connector refuses this engine, None where it does not."""
         if self.transceiver:
             return "disaggregated"
-        if self.attn_backend == "FLASHINFER" and self.version.flashinfer_layout == "NHD":
+        if self.attn_backend == "FLASHINFER" and self.contract == "1.2":
             return "attention_backend"
         return None if self.block_reuse else "not_honoured"
 
@@ -258,7 +257,7 @@ class Life:
         for _ in range(MAX_SILENT_ITERATIONS + 1 if len(scheduler._requests) else 0):  # cancelled, and not told of
             connector.build_scheduler_output(ScheduledBatch(), self._llm.block_manager.block_ids)
             connector.handle_metadata()
-            connector.start_load_kv(None)
+            connector.worker.start_load_kv(None)
         self.leaked_blocks = BLOCKS - self._llm.block_manager.num_free_blocks
         assert not self.leaked_blocks
         assert self._executor.num_unfinished == 0

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from engine_wrapper.embedded.batch_scheduler import BatchScheduler, line_up
 from engine_wrapper.embedded.block_manager import BlockManager
 from engine_wrapper.embedded.llm_args import KvCacheConfig, LlmArgs
-from engine_wrapper.embedded.request import LlmRequest, LlmRequestState
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, SamplingParams
 
 BLOCK = 4
 

@@ -107,33 +107,6 @@ def run(blocks, request_id, tokens, key=KEY):
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_is_found_again_and_shared():
-    blocks, _ = manager()
-    tokens = list(range(10))
-    assert run(blocks, 1, tokens) == 0
-    assert admit(blocks, 2, tokens) == 8
-    assert admit(blocks, 3, [*tokens[:8], 70, 71]) == 8
-    assert blocks.block_ids(2)[:2] == blocks.block_ids(3)[:2]
-    assert blocks.block_ids(2)[2] != blocks.block_ids(3)[2]
-
-
-def test_part_of_a_block_is_copied_into_a_fresh_one():
-    blocks, copies = manager()
-    run(blocks, 1, list(range(8)))
-    assert admit(blocks, 2, [0, 1, 2, 3, 4, 5, 70, 71]) == 6
-    first, second = blocks.block_ids(2)
-    assert copies == [(1, second)]
-    assert first == 0
-
-
-def test_without_copies_the_unread_leaf_itself_is_taken():
-    blocks, copies = manager(config={"copy_on_partial_reuse": False})
-    run(blocks, 1, list(range(8)))
-    assert admit(blocks, 2, [0, 1, 2, 3, 4, 5, 70, 71]) == 6
-    assert (copies, blocks.block_ids(2), blocks.num_reusable_blocks) == ([], [0, 1], 1)
-    assert blocks.match(KEY, [0, 1, 2, 70]).partial is None  # block 0 is being read
-
-
 @pytest.mark.parametrize(("option", "matched"), [("enable_block_reuse", 0), ("enable_partial_reuse", 4)])
 def test_reuse_can_be_turned_off_as_a_whole_or_for_parts(option, matched):
     blocks, _ = manager(config={option: False})
@@ -159,17 +132,6 @@ def test_admission_counts_what_running_requests_may_still_need():
     assert blocks.fits(match, 12)
 
 
-def test_shared_blocks_are_not_counted_twice():
-    blocks, _ = manager(num_blocks=3)
-    tokens = list(range(9))
-    admit(blocks, 1, tokens)
-    blocks.publish(1, tokens)
-    assert not blocks.fits(blocks.match(KEY, [70] * 9), 9)
-    assert not blocks.fits(blocks.match(KEY, tokens), 9)  # shares two blocks, and needs a third
-    blocks.release(1)
-    assert blocks.fits(blocks.match(KEY, tokens), 9)
-
-
 FOUR = [0, 1, 2, 3]
 
 
@@ -192,14 +154,6 @@ def test_an_unread_equal_block_makes_place_for_ours_or_stays(replaces):
     assert blocks.num_free_blocks == (3 if replaces else 2)
     blocks.release(2)
     assert blocks.num_free_blocks == 4
-
-
-def test_a_block_that_is_promised_is_not_taken_to_publish_its_equal():
-    blocks = twins(num_blocks=3, total=8, replaces=False)
-    blocks.release(1)
-    admit(blocks, 3, [70])
-    blocks.publish(2, FOUR)
-    assert len(blocks.allocate(2, 8)) == 2  # evicts the equal block
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

@@ -3,8 +3,7 @@
 import pytest
 
 from engine_wrapper.embedded.connector_manager import ConnectorContractError, KvCacheConnectorManager, Transfers
-from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, ScheduledBatch
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import LlmRequest, LlmRequestState, SamplingParams, ScheduledBatch
 from semblend_trt.connector.contract import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from semblend_trt.errors import SemBlendError
 from tests.semblend_trt.rank_threads import on_ranks
@@ -75,18 +74,18 @@ def broken(rule):
 def test_answers_to_the_query_that_break_a_rule(answer, rule):
     manager = managed(answer=answer)
     with broken(rule) as caught:
-        manager.get_num_new_matched_tokens(request(), 2)
+        manager.ask(request(), 2)
     assert caught.value.rule == rule
     assert isinstance(caught.value, RuntimeError)
 
 
 def test_a_request_is_asked_about_once_until_it_has_finished():
     manager = managed()
-    manager.get_num_new_matched_tokens(request(), 0)
+    manager.ask(request(), 0)
     with broken("asked_once"):
-        manager.get_num_new_matched_tokens(request(), 0)
+        manager.ask(request(), 0)
     manager.request_finished(request(), [])
-    assert manager.get_num_new_matched_tokens(request(), 0) == 0
+    assert manager.ask(request(), 0) == 0
 
 
 def test_metadata_travels_as_a_copy_and_must_pickle():
@@ -110,7 +109,7 @@ def test_new_requests_are_told_in_full_and_known_ones_as_deltas():
     scheduler = Scheduler((3, False))
     manager = KvCacheConnectorManager(Worker(), scheduler)
     running = request()
-    matched = manager.get_num_new_matched_tokens(running, 2)
+    matched = manager.ask(running, 2)
     running.set_prepopulated_prompt_len(2, matched)
     running.context_chunk_size = 3
     blocks = [5, 6, 7]
@@ -163,7 +162,7 @@ def on_two_ranks(work, **answers):
 
 def test_the_scheduler_of_rank_0_answers_for_every_rank():
     def work(manager):
-        matched = manager.get_num_new_matched_tokens(request(), 0)
+        matched = manager.ask(request(), 0)
         manager.update_state_after_alloc(request(), [1])
         manager.handle_metadata()
         saving = manager.request_finished(request(), [1])

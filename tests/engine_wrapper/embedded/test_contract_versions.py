@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-import torch
 
-from engine_wrapper.embedded.connector_manager import ConnectorContractError
-from engine_wrapper.embedded.contracts import BOUND_ATTRIBUTES
+from engine_wrapper.embedded.connector_manager import BOUND_ATTRIBUTES, ConnectorContractError
 from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.request import LlmRequest
 from semblend_trt.errors import ConfigurationError, SemBlendError
@@ -71,24 +69,12 @@ class GroupedScheduler(RecordingScheduler):
 
 
 class GroupedWorker(RecordingWorker):
-    """Finds the pool behind all groups by their addresses."""
+    """Takes the pool of all groups."""
 
     def register_kv_cache_layout(self, layout):
         self.record.calls.append(("register_kv_cache_layout", len(layout.groups), layout.tokens_per_block))
-        self.layout = layout
-        first = min((region for group in layout.groups for region in group.regions), key=lambda each: each.base)
-        super().register_kv_caches(first.rows._base if first.rows._base is not None else first.rows)
+        super().register_kv_caches(layout.pool)
         self.record.calls.pop()
-
-
-class BrokenScheduler(RecordingScheduler):
-    def __init__(self, llm_args):
-        raise KeyError("broken")
-
-
-class BrokenWorker(RecordingWorker):
-    def __init__(self, llm_args):
-        raise KeyError("broken")
 
 
 @pytest.fixture
@@ -373,30 +359,6 @@ def test_with_block_reuse_off_main_asks_and_applies_nothing(make_engine, cold, c
     assert answers([output]) == cold([donor])
 
 
-@pytest.mark.parametrize("contract", V1_CONTRACTS)
-def test_flashinfer_orders_heads_and_tokens_as_the_version_does(make_engine, contract):
-    pools, outputs = [], []
-    for backend in ("TRTLLM", "FLASHINFER"):
-        llm, _ = make_engine(contract, None, attn_backend=backend, max_num_tokens=24)
-        outputs.append(answers(llm.generate([prompt(50), prompt(13, 1), prompt(30)], SIX)))
-        assert llm.generate([prompt(45)], TWO)[0].cached_tokens == 44  # with a part of a block, which is copied
-        pools.append(llm.executor.pool.tensor.view(-1, LAYERS, 2, 2 * BLOCK, 16))
-    assert outputs[0] == outputs[1]
-    heads_first, registered = pools
-    if contract == "1.2":
-        assert not torch.equal(registered, heads_first)
-        registered = registered.view(-1, LAYERS, 2, BLOCK, 2, 16).transpose(3, 4).reshape(heads_first.shape)
-    assert torch.equal(registered, heads_first)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "worker"), [("BrokenScheduler", "GroupedWorker"), ("GroupedScheduler", "BrokenWorker")]
-)
-def test_what_a_constructor_raises_in_its_thread_is_passed_on(make_llm, scheduler, worker):
-    with pytest.raises(KeyError, match="broken"):
-        make_llm(scheduler, worker, module=__name__)
-
-
 # -- what a version refuses -------------------------------------------------------------------------------------------
 
 
@@ -416,18 +378,3 @@ def test_layer_groups_hold_every_layer_once(make_engine, groups):
 def test_several_groups_need_a_scheduler_that_takes_them(make_llm):
     with pytest.raises(ConnectorContractError, match=r"grouped_methods.*request_finished_by_layer_group and update"):
         make_llm("RecordingScheduler", "GroupedWorker", module=__name__, **form("main", ((0, 1), (2,))))
-
-
-def test_regions_describe_the_pool(make_engine):
-    llm, _ = make_engine("main", ((0, 2), (1,)))
-    pool, layout = llm.executor.pool.tensor, llm.connector_worker.layout
-    pool.copy_(torch.arange(pool.numel()).view(pool.shape))
-    assert [group.layer_ids for group in layout.groups] == [(0, 2), (1,)]
-    assert layout.as_single_pool_tensor() is None
-    for group in layout.groups:
-        for region in group.regions:
-            layer = region.buffers[0].layer_id
-            assert torch.equal(region.as_tensor(pool.dtype)[5], pool[5, layer].flatten())
-            assert region.address_of(5) == pool[5, layer].data_ptr()
-            with pytest.raises(IndexError, match="slot -1"):
-                region.address_of(-1)

@@ -6,15 +6,12 @@ import weakref
 import pytest
 import torch
 
-from engine_wrapper.embedded.connector_manager import ConnectorContractError
-from engine_wrapper.embedded.llm import SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, SemBlendError
 
 # Connectors are imported by the name of their module: those below by this file's, others by the conftest's.
 from tests.engine_wrapper.embedded.conftest import (
     BLOCK,
-    LAYERS,
     SIX,
     TWO,
     RecordingScheduler,
@@ -26,32 +23,6 @@ from tests.engine_wrapper.embedded.conftest import (
 from tests.engine_wrapper.serving import token_ids
 
 # -- the order and number of calls ------------------------------------------------------------------------------------
-
-
-def test_call_counts_over_chunks(make_recorded_llm):
-    llm, record = make_recorded_llm(max_num_tokens=16)
-    llm.generate([prompt(40)], TWO)
-    forwards = 3 + 1
-    for name, times in {
-        "get_num_new_matched_tokens": 1,
-        "update_state_after_alloc": 1,
-        "build_connector_meta": forwards,
-        "start_load_kv": forwards,
-        "wait_for_save": forwards,
-        "get_finished": forwards,
-        "wait_for_layer_load": forwards * LAYERS,
-        "request_finished": 1,
-    }.items():
-        assert record.count(name) == times, name
-    first, *cached = [output.new_requests + output.cached_requests for output in record.outputs]
-    assert [(d.computed_position, d.num_scheduled_tokens) for d in first] == [(0, 16)]
-    assert [[(d.computed_position, d.num_scheduled_tokens) for d in each] for each in cached] == [
-        [(16, 16)],
-        [(32, 8)],
-        [(40, 1)],
-    ]
-    assert [len(d.new_block_ids) for d in first] == [5]
-    assert [[len(d.new_block_ids) for d in each] for each in cached] == [[0], [0], [1]]
 
 
 def test_idle_iterations_poll_transfers_and_nothing_else(make_recorded_llm):
@@ -128,40 +99,13 @@ def test_a_transfer_that_never_ends_is_named(make_recorded_llm):
 # -- connectors that break the contract -------------------------------------------------------------------------------
 
 
-class OffersEverything(RecordingScheduler):
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return request.prompt_len - num_computed_tokens, False
-
-
 class Raises(RecordingScheduler):
     def update_state_after_alloc(self, request, block_ids):
         raise OSError("the disk is gone")
 
 
-class ReportsStrangers(RecordingWorker):
-    def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
-        return [12345], []
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "worker", "rule"),
-    [
-        ("OffersEverything", "RecordingWorker", "one_token_left"),
-        ("RecordingScheduler", "ReportsStrangers", "finished_id_handed_in"),
-    ],
-)
-def test_a_broken_rule_is_named_and_ends_the_engine(make_llm, scheduler, worker, rule):
-    llm = make_llm(scheduler, worker, module=__name__)
-    free = llm.block_manager.num_free_blocks
-    with pytest.raises(ConnectorContractError, match=rule):
-        llm.generate([prompt(20), prompt(9, 1)], TWO)
-    assert llm.block_manager.num_free_blocks == free
-    with pytest.raises(SemBlendError, match=r"has stopped .*build a new one"):
-        llm.generate([prompt(5)], TWO)
-
-
 def test_an_error_of_the_connector_ends_every_request(make_llm):
-    llm = make_llm("Raises", module=__name__)
+    llm = make_llm("Raises", RecordingWorker.__name__, module=__name__)
     stream = llm.generate_async(prompt(5), TWO)
     with pytest.raises(OSError, match="the disk is gone"):
         llm.generate([prompt(20)], TWO)
@@ -237,7 +181,6 @@ def test_prefix_reuse_batching_and_chunks_do_not_change_tokens(make_llm):
         make_llm(max_num_tokens=16),
         make_llm(max_batch_size=2, enable_chunked_prefill=False),
         make_llm(cache={"enable_partial_reuse": False}),
-        make_llm(cache={"copy_on_partial_reuse": False}),
         make_llm(cache={"max_tokens": 13 * BLOCK}, max_num_tokens=24),
     ):
         free = llm.block_manager.num_free_blocks
@@ -258,36 +201,6 @@ def test_only_written_chunks_are_reusable(make_llm):
     assert token_ids(last) == token_ids(also) == token_ids(cold)
     assert llm.block_manager.num_reusable_blocks == 8  # 60 + 5 written tokens
     assert also.cached_tokens == 48
-
-
-def test_generated_tokens_are_reusable_but_for_the_last(make_llm):
-    llm = make_llm()
-    first = prompt(12)
-    (output,) = llm.generate([first], SamplingParams(max_tokens=13, ignore_eos=True))
-    (follow_up,) = llm.generate([[*first, *token_ids(output), 1, 2]], TWO)
-    assert follow_up.cached_tokens == 24  # 12 + 13 tokens, of which the newest was never written
-
-
-class HalfGuard:
-    """Publishes nothing beyond the first block of any request."""
-
-    def __init__(self):
-        self.gone = []
-
-    def publishable(self, request_id, tokens):
-        return min(tokens, BLOCK)
-
-    def released(self, request_id):
-        self.gone.append(request_id)
-
-
-def test_the_publication_guard_is_asked_for_every_block(make_llm):
-    llm = make_llm(max_num_tokens=16)
-    llm.block_manager.publication = guard = HalfGuard()
-    tokens = prompt(40)
-    llm.generate([tokens], SIX)
-    assert (llm.block_manager.num_reusable_blocks, guard.gone) == (1, [1])
-    assert llm.generate([tokens], SIX)[0].cached_tokens == BLOCK
 
 
 def test_an_engine_and_its_pool_are_collected(make_recorded_llm, runner, tiny_qwen2_path):

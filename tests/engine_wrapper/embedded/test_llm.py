@@ -1,26 +1,18 @@
 """The public face: prompts in, outputs and streams out, bad input refused at the door."""
 
 import shutil
-from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.embedded.llm import (
-    LLM,
-    KvCacheConfig,
-    KvCacheConnectorConfig,
-    LlmArgs,
-    SamplingParams,
-)
+from engine_wrapper.embedded.block_manager import DEFAULT_POOL_BYTES, pool_blocks
+from engine_wrapper.embedded.llm import LLM, KvCacheConfig, KvCacheConnectorConfig, LlmArgs, SamplingParams
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.pool import DEFAULT_POOL_BYTES, pool_blocks
 from kernels.layout import KvGeometry
 from semblend_trt.errors import CapacityError, ConfigurationError, SemBlendError
 from tests.conftest import FAMILIES
-from tests.engine_wrapper.embedded.conftest import answers
 from tests.engine_wrapper.serving import token_ids
 from tests.semblend_trt.samples import unknown_fields
 
@@ -96,8 +88,8 @@ def test_a_seed_fixes_the_tokens_beside_other_requests(make_llm):
     (alone,) = llm.generate([TEXT], WARM)
     beside = llm.generate(["something else", TEXT, "and more"], [FOUR, WARM, WARM])
     assert token_ids(beside[1]) == token_ids(alone)
-    different = [token_ids(llm.generate([TEXT], SamplingParams(8, 1.0, seed=seed))[0]) for seed in range(4)]
-    assert len(set(map(tuple, different))) > 1
+    different = [token_ids(llm.generate([TEXT], SamplingParams(8, 1.5, seed=seed))[0]) for seed in (1, 2, None, None)]
+    assert len(set(map(tuple, different))) == 4
 
 
 def test_settings_for_each_prompt(make_llm):
@@ -325,31 +317,3 @@ def test_a_model_in_memory_is_not_taken_for_the_files_beside_its_configuration(t
     assert unknown_fields(namespace_of(adopted)) == ["model_revision"]
     monkeypatch.setenv("SEMBLEND_MODEL_REVISION", "mine")
     assert unknown_fields(namespace_of(adopted)) == []
-
-
-# -- Ctrl-C in a forward ends the running requests, and the engine serves on -----------------------------------
-
-EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
-PROMPTS = [[*range(1, 60)], [*range(100, 130)]]
-
-
-@pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("fields", [{}, {"contract": "1.2", "disable_overlap_scheduler": False}])
-def test_the_engine_serves_on_after_an_interrupted_forward(make_recorded_llm, make_llm, fields, number):
-    expected = answers(make_llm().generate(PROMPTS, EIGHT))
-    llm, _ = make_recorded_llm(max_num_tokens=32, **fields)
-    free, forward, numbers = llm.block_manager.num_free_blocks, llm.executor.model_runner.forward, count(1)
-
-    def interrupted(slices):
-        result = forward(slices)
-        if next(numbers) == number:
-            raise KeyboardInterrupt
-        return result
-
-    llm.executor.model_runner.forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, EIGHT)
-    llm.settle()
-    assert llm.executor.num_unfinished == 0
-    assert llm.block_manager.num_free_blocks == free
-    assert answers(llm.generate(PROMPTS, EIGHT)) == expected

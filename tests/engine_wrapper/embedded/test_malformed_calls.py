@@ -47,12 +47,7 @@ def serves_on(llm):
 
 
 def asks(request_id):
-    """Asks about a request without an id."""
-
-    def call(scheduler, worker):
-        assert scheduler.get_num_new_matched_tokens(bare(request_id), 0) == (0, False)
-
-    return call
+    return lambda scheduler, worker: scheduler.get_num_new_matched_tokens(bare(request_id), 0), (0, False)
 
 
 def ends(request_id):
@@ -60,41 +55,31 @@ def ends(request_id):
 
     def call(scheduler, worker):
         assert scheduler.update_state_after_alloc(bare(request_id), [1, 2]) is None
-        assert scheduler.request_finished(bare(request_id), [1, 2]) is False
+        return scheduler.request_finished(bare(request_id), [1, 2])
 
-    return call
+    return call, False
 
 
 def tells(output):
     """Tells a schedule without a request that the scheduler knows."""
-
-    def call(scheduler, worker):
-        assert scheduler.build_connector_meta(output) == SemBlendConnectorMetadata()
-
-    return call
-
-
-def polls(scheduler, worker):
-    assert worker.get_finished([4711], [4712]) == ([4711], [4712])
+    return lambda scheduler, worker: scheduler.build_connector_meta(output), SemBlendConnectorMetadata()
 
 
 STRANGERS = SchedulerOutput([RequestData(4711, [1], [3], 0, 1)], [RequestData(4712, [], [-1], 9, 1)])
+POLL = lambda scheduler, worker: worker.get_finished([4711], [4712]), ([4711], [4712])
 CALL_CASES = [
-    *((asks(request_id), {"get_num_new_matched_tokens": 1}) for request_id in (None, "abc", [1])),
-    *((ends(each), {"update_state_after_alloc": 1, "request_finished": 1}) for each in (None, "abc", [1])),
-    (ends(4711), {}),
-    (tells(STRANGERS), {}),
-    (polls, {}),
-    (tells(None), {}),
-    *((tells(each), {"build_connector_meta": 1}) for each in (7, SimpleNamespace(new_requests=[]))),
-    (tells(SchedulerOutput(None, [])), {"build_connector_meta": 1}),
+    *((*asks(request_id), {"get_num_new_matched_tokens": 1}) for request_id in (None, "abc", [1])),
+    *((*ends(each), {"update_state_after_alloc": 1, "request_finished": 1}) for each in (None, "abc", [1])),
+    *((*call, {}) for call in (ends(4711), tells(STRANGERS), POLL, tells(None))),
+    *((*tells(each), {"build_connector_meta": 1}) for each in (7, SimpleNamespace(new_requests=[]))),
+    (*tells(SchedulerOutput(None, [])), {"build_connector_meta": 1}),
 ]
 
 
-@pytest.mark.parametrize(("call", "faults"), CALL_CASES)
-def test_calls_that_no_engine_makes_are_refused_and_counted(llm, call, faults):
+@pytest.mark.parametrize(("call", "answer", "faults"), CALL_CASES)
+def test_calls_that_no_engine_makes_are_refused_and_counted(llm, call, answer, faults):
     shown = [count_of(name) for name in faults]
-    call(llm.connector_scheduler, llm.connector_worker)
+    assert call(llm.connector_scheduler, llm.connector_worker) == answer
     assert dict(runtime_for(llm.llm_args).faults) == faults
     assert [count_of(name) for name in faults] == [before + 1 for before in shown]
     assert serves_on(llm)

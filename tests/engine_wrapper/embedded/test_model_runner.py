@@ -103,10 +103,7 @@ def test_a_shared_model_has_a_pool_plans_and_hooks_of_its_own(runner):
     assert (other.plan_source, other.before_layer, other.after_layer) == (None, None, None)
     with pytest.raises(ConfigurationError, match="no pool"):
         other.forward([SequenceSlice(1, 0, (1, 2), (0,))])
-    with pytest.raises(ConfigurationError, match="no pool"):
-        other.warm_up()
     pool = attach_pool(other)
-    other.warm_up()
     tokens = tokens_of(12)
     logits = runner.forward([SequenceSlice(1, 0, tokens, (2, 3))])
     assert pool.isnan().all()

@@ -1,12 +1,22 @@
-"""What is accepted as a prompt, and a request's tokens: as lists for a connector and as an array for ours."""
+"""Prompts and sampling parameters are checked; a request's tokens depend on its logits and seed alone."""
+
+import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_wrapper.embedded.request import LlmRequest, as_prompts, token_ids_of
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import (
+    LlmRequest,
+    SamplingParams,
+    as_prompts,
+    candidates,
+    largest_of,
+    sample,
+    token_ids_of,
+)
 from semblend_trt.errors import ConfigurationError
 
 VOCABULARY = 1000
@@ -16,12 +26,10 @@ IDS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
 @given(IDS, st.sampled_from([list, tuple, np.array, lambda ids: [np.int64(each) for each in ids]]))
 def test_every_sequence_of_integers_is_read_alike(ids, as_given):
     given = as_given(ids)
-    listed, array = token_ids_of(given, None, VOCABULARY)
-    assert listed == ids
-    assert listed is not given
-    assert all(type(token) is int for token in listed)
+    array = token_ids_of(given, None, VOCABULARY)
     assert array.dtype == np.int32
     assert array.tolist() == ids
+    assert all(type(token) is int for token in LlmRequest(1, array, SamplingParams(), max_new_tokens=1).get_tokens())
 
 
 @pytest.mark.parametrize(
@@ -59,17 +67,123 @@ def test_the_array_and_the_lists_hold_the_same_tokens(prompt, generated, data):
         request.add_new_token(token)
     tokens = prompt + generated
     assert request.get_tokens(0) == list(request.all_tokens) == tokens
-    assert request.prompt_token_array.tolist() == prompt
     begin = data.draw(st.integers(0, len(tokens)))
     end = data.draw(st.integers(begin, len(tokens)))
+    request.tokens(begin, end).clear()  # a list of the caller's own
     assert request.tokens(begin, end) == tokens[begin:end]
     assert request.token_array(end).tolist() == tokens[:end]
     assert request.token_array(end).dtype == np.int32
 
 
-def test_what_a_connector_is_given_is_its_own():
-    request = LlmRequest(1, [1, 2, 3], SamplingParams(), max_new_tokens=4)
-    request.get_tokens(0).append(4)
-    request.tokens(0, 3).clear()
-    assert request.get_tokens(0) == [1, 2, 3]
-    assert request.get_num_tokens() == 3
+def logits_of(seed, size=50):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(params, rows):
+    generator = LlmRequest(1, [1], params, max_new_tokens=1).generator
+    return [sample(row, params, generator) for row in rows]
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be an integer >= 1"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"seed": -1}, "seed is -1; it must be an integer in 0"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a list of token ids"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids holds -1"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'"),
+        ({"forced_token_ids": []}, "forced_token_ids has 0 tokens; it must have 1 to max_tokens"),
+        ({"forced_token_ids": [1, 2, 3], "max_tokens": 2}, "forced_token_ids has 3 tokens"),
+    ],
+)
+def test_a_field_out_of_range_is_refused(fields, message):
+    with pytest.raises(ConfigurationError) as refusal:
+        SamplingParams(**fields)
+    assert str(refusal.value).startswith(message)
+
+
+def test_the_bounds_themselves_are_allowed():
+    SamplingParams(max_tokens=1, temperature=0, top_p=1, seed=0)
+    SamplingParams(seed=2**63 - 1, top_p=1e-9, temperature=1e-9)
+    params = SamplingParams(stop_token_ids=[4, 5], forced_token_ids=[1, 2], max_tokens=2)  # type: ignore[arg-type]
+    assert (params.stop_token_ids, params.forced_token_ids) == ((4, 5), (1, 2))
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 1000))
+def test_a_tiny_temperature_takes_the_largest(seed):
+    logits = logits_of(seed)
+    assert draw(SamplingParams(temperature=5e-324, seed=1), [logits]) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_the_first_of_equal_logits_is_taken_in_every_row(device):
+    logits = torch.randn(7, 50_257, generator=torch.Generator().manual_seed(0))
+    for row in range(7):
+        logits[row, [100 * row + 5, 40_000, 50_256]] = 9.5
+    assert largest_of(logits.to(device)) == [(9.5, 100 * row + 5) for row in range(7)]
+
+
+def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():
+    logits = torch.zeros(3, 10)
+    logits[0, 4], logits[1, 3], logits[2, 7] = 1.0, math.nan, 2.0
+    first, (broken, _), last = largest_of(logits)
+    assert (first, last) == ((1.0, 4), (2.0, 7))
+    assert math.isnan(broken)
+
+
+def test_the_batch_is_fetched_once(monkeypatch):
+    fetched: list[torch.Size] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or tolist(tensor))
+    assert [token for _, token in largest_of(torch.eye(4))] == [0, 1, 2, 3]
+    assert len(fetched) == 1
+
+
+@given(seed=st.integers(0, 2**63 - 1), temperature=st.floats(0.1, 3.0), top_p=st.floats(0.1, 1.0))
+def test_the_same_seed_draws_the_same_tokens(seed, temperature, top_p):
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    rows = [logits_of(step) for step in range(8)]
+    assert draw(params, rows) == draw(params, rows)
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    params = SamplingParams(temperature=1.4, seed=3)
+    tokens = torch.tensor(draw(params, [logits] * 20_000))
+    frequencies = torch.bincount(tokens, minlength=4) / len(tokens)
+    torch.testing.assert_close(frequencies, (logits / 1.4).softmax(0), atol=0.015, rtol=0)
+
+
+@given(seed=st.integers(0, 1000), top_p=st.floats(0.05, 1.0))
+def test_candidates_are_the_most_probable_and_reach_top_p(seed, top_p):
+    logits = logits_of(seed)
+    probabilities, tokens = candidates(logits, SamplingParams(temperature=0.8, top_p=top_p))
+    kept = (logits.double() / 0.8).sort(descending=True).values.softmax(0)
+    assert 1 <= len(tokens) <= 50
+    assert len(set(tokens.tolist())) == len(tokens)
+    torch.testing.assert_close(probabilities, kept[: len(tokens)], atol=1e-6, rtol=0)
+    if top_p < 1.0 and len(tokens) < 50:
+        assert probabilities.sum() >= top_p - 1e-6
+    assert probabilities[:-1].sum() < top_p + 1e-6
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch, uniform):
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: torch.tensor(uniform, dtype=torch.float64))
+    logits = torch.full((20,), -torch.inf)
+    logits[3], logits[11] = 2.0, 1.0
+    assert draw(SamplingParams(temperature=1.0, seed=0), [logits]) == [11 if uniform else 3]

@@ -2,16 +2,13 @@
 
 import asyncio
 import json
-import logging
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from engine_wrapper.embedded import server
 from engine_wrapper.embedded.llm import LLM, KvCacheConnectorConfig, SamplingParams
 from engine_wrapper.embedded.server import Worker, main, read_body
-from semblend_trt.fleet.router.serving import Connections, RequestRefusedError, ServerBounds, listening
-from tests.semblend_trt.fleet.router.malformed import answered, error_of, statuses
+from semblend_trt.fleet.router.serving import RequestRefusedError
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 4
 CONNECTOR = KvCacheConnectorConfig.ours()
@@ -153,17 +150,16 @@ def test_a_client_that_leaves_ends_its_request(make_worker):
     llm, worker = make_worker()
     body = {"prompt": DOCUMENT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
-    async def ask(address):
-        leaving = asyncio.ensure_future(answered(address, request_of(body)))
-        async with TestClient(TestServer(worker.app())) as client:
-            while not await running(client):
-                await asyncio.sleep(0)
-            leaving.cancel()
-            while await running(client):
-                await asyncio.sleep(0)
-            return await answer_of(client, {"prompt": "a", "max_tokens": 1})
+    async def ask(client):
+        leaving = asyncio.ensure_future(answer_of(client, body))
+        while not await running(client):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        while await running(client):
+            await asyncio.sleep(0)
+        return await answer_of(client, {"prompt": "a", "max_tokens": 1})
 
-    assert served(worker, ask)[0] == 200
+    assert asked(worker, ask)[0] == 200
     assert llm.executor.num_unfinished == 0
 
 
@@ -272,36 +268,3 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("semblend-trt worker: ")
     assert "nothing\\x1b[2J" in sentence
-
-
-def served(worker, ask, bounds=server.BOUNDS):
-    """What `ask`, which is given the worker's address, returns; clients are bounded as main() bounds them."""
-
-    async def run():
-        async with listening(worker.app(), "127.0.0.1", 0, Connections(bounds)) as address:
-            return await ask(address)
-
-    return asyncio.run(asyncio.wait_for(run(), 120))
-
-
-def request_of(body):
-    text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
-    return head.encode() + text
-
-
-def test_no_malformed_request_is_an_error_of_the_workers(make_worker, caplog, monkeypatch):
-    bounds = ServerBounds(header_seconds=0.5, body_seconds=0.5)
-    monkeypatch.setattr(server, "BOUNDS", bounds)
-    llm, worker = make_worker()
-
-    async def ask(address):
-        found = await statuses(address, 0, 300)
-        return found, error_of(await answered(address, request_of({"prompt": "abc", "max_tokens": 1})))
-
-    found, good = served(worker, ask, bounds)
-    assert max(found) < 500
-    assert {400, 404, 405} <= set(found)
-    assert good == (200, None)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-    assert llm.executor.num_unfinished == 0

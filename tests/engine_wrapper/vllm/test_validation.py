@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.arms import COLD, VERIFIED, ArmChoices, arms_of
 from validation.cli import main

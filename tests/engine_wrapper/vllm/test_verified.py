@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ReuseProfile

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine_wrapper.embedded.block_manager import cache_layout
 from engine_wrapper.embedded.llm_args import LlmArgs
-from engine_wrapper.embedded.pool import cache_layout
 from semblend_trt.connector import SemBlendKvConnectorWorker
 from semblend_trt.connector.requests import RequestProgress, SemBlendConnectorMetadata
 from semblend_trt.donors.catalog import Tier

@@ -8,7 +8,7 @@ import pytest
 from rich.progress import Progress
 
 from benchmarks.evidence.seen_documents import executed_plans
-from engine_wrapper.embedded.sampling import SamplingParams
+from engine_wrapper.embedded.request import SamplingParams
 from semblend_trt.errors import SemBlendError
 from semblend_trt.reuse_profile import ReuseProfile
 from validation.calibration.deviations import DeviationCollector
