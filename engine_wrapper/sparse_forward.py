@@ -309,7 +309,3 @@ class SparseForward:
             logits = logits / scaling
         cap = getattr(self._model.config, "final_logit_softcapping", None)
         return logits if cap is None else (logits / cap).tanh() * cap
-
-    @torch.inference_mode()
-    def _rows(self, schedule: LayerSchedule) -> PagedDecoder:
-        return PagedDecoder(self._model.model, schedule, self._pool, self._geometry)

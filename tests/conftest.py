@@ -1,13 +1,10 @@
 """Tiny random models that several test folders share. Weights are seeded, so every run sees the same ones."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -79,7 +76,7 @@ def save_with_images(text_folder, folder):
     if text.config.model_type == "llama4_text":
         vision |= {"intermediate_size": 64, "vision_output_dim": 32}
         vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
-        model: Any = Llama4ForConditionalGeneration(Llama4Config(**whole))
+        model = Llama4ForConditionalGeneration(Llama4Config(**whole))
         model.language_model.load_state_dict(text.state_dict())
     else:
         model = Gemma3ForConditionalGeneration(Gemma3Config(**whole))

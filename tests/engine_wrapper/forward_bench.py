@@ -1,7 +1,5 @@
 """A tiny model over a pool of its own, for tests of forwards with and without plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,9 +11,9 @@ from engine_wrapper.batch import run_works
 from engine_wrapper.embedded.models import keep_shard
 from engine_wrapper.layer_schedule import lowest_schedule, schedule_of
 from engine_wrapper.sparse_forward import SparseForward
-from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
+from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
-from semblend_trt.plan import CheckEvidence, SemanticKvPlan
+from semblend_trt.plan import SemanticKvPlan
 from semblend_trt.ranks import Ranks
 
 PlanMaker = Callable[..., SemanticKvPlan]
@@ -46,8 +44,8 @@ class Bench:
         self.forward = SparseForward(model, self.pool, self.geometry, ranks)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
-        self.evidence: list[CheckEvidence] = []
-        self.lowest: list[tuple[SequenceWork, int]] = []
+        self.evidence = []
+        self.lowest = []
 
     def clear(self):
         self.pool.fill_(float("nan"))
@@ -89,8 +87,7 @@ class Bench:
     @torch.inference_mode()
     def reference(self, tokens):
         """Logits by Transformers' own forward, [tokens, vocabulary]."""
-        logits: torch.Tensor = self.model(torch.tensor([tokens], device=DEVICE)).logits[0].float()
-        return logits
+        return self.model(torch.tensor([tokens], device=DEVICE)).logits[0].float()
 
     def kv(self, request_id, end=None):
         """A copy of a request's KV: [layers, 2, kv_heads, positions, head_dim]."""

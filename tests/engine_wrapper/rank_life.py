@@ -1,7 +1,5 @@
 """One rank of an engine that several processes share: it serves what its test asks for, and writes down what it saw."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from datetime import timedelta
@@ -208,8 +206,7 @@ def host_of(llm):
 
 
 def tokens(llm, prompt, params):
-    found: list[int] = llm.generate([prompt], params)[0].outputs[0].token_ids
-    return found
+    return llm.generate([prompt], params)[0].outputs[0].token_ids
 
 
 def served(llm, prompt):

@@ -1,7 +1,5 @@
 """Seeded prompts, one document behind two instructions, and engines that serve them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -39,7 +37,7 @@ class Engines:
 
     def __init__(self, audit, **model):
         self._model, self.audit = model, audit
-        self.built: list[LLM] = []
+        self.built = []
 
     def __call__(self, module="engine_wrapper.connector", cache=None, **options):
         """An engine with the connector of `module`, or with none. Options in capitals are its settings."""

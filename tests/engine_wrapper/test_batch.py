@@ -1,27 +1,23 @@
 """Plans that need more rows than one forward may have decide, write and answer what they do in one forward; what is
 divided stays within its rows, in order, and what has to be decided at once stays together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_wrapper.batch import micro_batches, with_lowest_layers_run
-from engine_wrapper.token_schedule import SequenceSlice, SequenceWork, works_of
-from semblend_trt.plan import CheckEvidence, SpanCheck
+from engine_wrapper.token_schedule import SequenceSlice, works_of
+from semblend_trt.plan import SpanCheck
 from semblend_trt.ranks import Ranks
 from tests.engine_wrapper.forward_bench import BLOCK_SIZE, NUM_LAYERS, SIZES, Bench, close, load, tokens_of
 from tests.semblend_trt.rank_threads import on_ranks
 
 # Shares of fewer tokens than deviate: among the others rounding alone would choose.
-TERMS: dict[str, dict[str, Any]] = {
+TERMS = {
     "boundary": {"boundary": 2},
     "boundary and heads": {"boundary": 1, "head": 3},
     "threshold": {"check": SpanCheck(1, 0.5)},
@@ -198,13 +194,13 @@ def test_parts_hold_every_row_once_and_decide_what_all_deviations_together_decid
     blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
     (work,) = works_of([SequenceSlice(1, 85, tokens[85:], blocks, plan)], NUM_LAYERS)
     by_position = np.random.default_rng(seed).random(LENGTH, dtype=np.float32)
-    passes: dict[int, list[SequenceWork]] = {}
+    passes = {}
 
     def run(part, layer):
         passes.setdefault(layer, []).append(part)
         return torch.from_numpy(by_position[checked_positions(part)])
 
-    evidence: list[CheckEvidence] = []
+    evidence = []
     left = with_lowest_layers_run(work, NUM_LAYERS, max_rows, run, evidence.append)
     assert all(rows_of(parts) <= max_rows for parts in micro_batches([left], NUM_LAYERS, max_rows))
     if not passes:
@@ -232,7 +228,7 @@ def rows_of(parts):
 
 
 def checked_positions(work):
-    none: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    none = np.empty(0, dtype=np.int64)
     return none if work.pending is None else work.positions[work.pending.checked]
 
 

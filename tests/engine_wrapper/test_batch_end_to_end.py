@@ -1,7 +1,5 @@
 """No forward has more than `max_num_tokens` rows, however many plans add to those that were scheduled."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,7 +26,7 @@ COLD = text(7, 130)
 @pytest.fixture
 def rows(monkeypatch):
     """Rows of every forward so far."""
-    counted: list[int] = []
+    counted = []
 
     def count(name):
         own = getattr(runner_module, name)

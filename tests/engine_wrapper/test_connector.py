@@ -1,12 +1,9 @@
 """What TensorRT-LLM's executor serves through scheduler, worker and attachment, in its order of calls."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine_wrapper.connector import SemBlendKvConnectorScheduler, SemBlendKvConnectorWorker
 from engine_wrapper.embedded.models import keep_shard
 from semblend_trt.connector.requests import SemBlendConnectorMetadata
-from semblend_trt.outcome import Outcome, ReuseReport
+from semblend_trt.outcome import Outcome
 from semblend_trt.plan import EngineMode
 from semblend_trt.ranks import Ranks
 from semblend_trt.reuse_profile import ProfileCheck, ReuseProfile
@@ -68,7 +65,7 @@ class Service:
         logits = self.executor.prefill(request)
         self.worker.wait_for_save(None)
         if self.asked(lambda scheduler: scheduler.request_finished(request, request.blocks)):
-            done: list[int] = self.worker.get_finished([request.request_id], [])[0]
+            done = self.worker.get_finished([request.request_id], [])[0]
             while not done:
                 done = self.worker.get_finished([], [])[0]
         self.manager.free_resources(request)
@@ -101,7 +98,7 @@ class Service:
         return self.ranks.broadcast(None if self.scheduler is None else question(self.scheduler))
 
     def report(self, request_id):
-        report: ReuseReport | None = self.asked(lambda scheduler: scheduler.reuse_of(request_id))
+        report = self.asked(lambda scheduler: scheduler.reuse_of(request_id))
         assert report is not None
         return report
 
@@ -145,11 +142,10 @@ def test_documents_at_other_places_are_reused_and_never_published(service):
 def test_kv_in_fp8_is_kept_as_it_is_stored_and_belongs_to_its_scales(tiny_qwen2_path, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "exact")
     service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
-    assert service.worker.attachment is not None
     assert service.worker.attachment.execution_refusal == "kv_cache_dtype"
     service.check_reuse_from_position_0()
     other = Service(tiny_qwen2_path)
-    namespaces = [each.scheduler.namespace for each in (service, other)]  # type: ignore[union-attr]
+    namespaces = [each.scheduler.namespace for each in (service, other)]
     assert [each.kv_dtype for each in namespaces if each is not None] == ["float8_e4m3fn", "float32"]
     scales = hashlib.sha256(repr((KV_SCALE,) * 3).encode()).hexdigest()[:16]
     assert [each.cache_dtype for each in namespaces if each is not None] == [f"auto+{scales}", "auto"]
@@ -171,7 +167,6 @@ def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(tmp_path, 
     changes, settings, reason = REFUSED[family]
     save_tiny_model("qwen2" if family == "yarn" else family, tmp_path, **changes)
     service = Service(tmp_path, contract="main", **settings)
-    assert service.worker.attachment is not None
     assert service.worker.attachment.execution_refusal == reason
     service.check_reuse_from_position_0()
     service.close()
@@ -197,7 +192,6 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     monkeypatch.setenv("SEMBLEND_MIN_REUSE_RATIO", "0.1")
     monkeypatch.setenv("SEMBLEND_PROFILE", str(tmp_path / "profile.json"))
     service = Service(tiny_qwen2_path)
-    assert service.scheduler is not None
     namespace, geometry = service.scheduler.namespace, service.manager.geometry
     assert namespace is not None
     service.close()
@@ -223,7 +217,6 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
 def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(tiny_qwen2_path, monkeypatch):
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     service = Service(tiny_qwen2_path, cuda_graph_config=object())
-    assert service.worker.attachment is not None
     assert service.worker.attachment.execution_refusal == "cuda_graphs"
     document = text(1, 90)
     service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
@@ -259,7 +252,7 @@ def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch,
         """The path of a profile for engines of so many ranks."""
         path = tmp_path / f"profile-{size}.json"
         service = Service(tiny_qwen2_path)
-        namespace, geometry = service.scheduler.namespace, service.manager.geometry  # type: ignore[union-attr]
+        namespace, geometry = service.scheduler.namespace, service.manager.geometry
         service.close()
         namespace = replace(namespace, tensor_parallel={"tp_size": size, "pp_size": 1, "cp_size": 1})
         geometry = replace(geometry, kv_heads=geometry.kv_heads // size)
@@ -271,7 +264,7 @@ def test_ranks_execute_one_plan_together(tiny_qwen2_path, tmp_path, monkeypatch,
     monkeypatch.setenv("SEMBLEND_PROFILE", profile(1))
     expected, alone = serve(Ranks())
     monkeypatch.setenv("SEMBLEND_PROFILE", profile(2))
-    sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
+    sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
 
     def serve_part(ranks):
         keep_shard(sources[ranks.rank], ranks)

@@ -1,7 +1,5 @@
 """What a check decides, against a decision written token by token; which rows of gaps are computed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -59,7 +57,7 @@ def test_a_threshold_against_the_same_token_by_token(
         window_tokens=window_tokens,
     )
     promised = sum(map(len, spans)) + exact + holes
-    wanted: list[bool] = []
+    wanted = []
     for span in spans:
         deviating = [math.isnan(value) or value > threshold for value in span]
         for first in range(0, len(span), window_tokens) if window_threshold is not None else ():
@@ -180,7 +178,7 @@ def test_a_sample_suspects_the_windows_that_fail_and_their_neighbours_within_the
     values = np.full(len(compared), 0.125, np.float32)
     for value in bad:
         values[data.draw(st.integers(0, len(compared) - 1))] = value
-    wanted: list[bool] = []
+    wanted = []
     for length in spans:
         own = compared - len(wanted)
         windows = -(-length // window_tokens)

@@ -355,7 +355,7 @@ def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine,
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_e4m3", "nvfp4", "int8", "FP8", ""])
 def test_other_dtypes_are_refused_with_their_value(dtype):
     with pytest.raises(ConfigurationError, match=rf"KvCacheConfig\.dtype: .*'fp8' \(given: '{dtype}'\)"):
-        KvCacheConfig(dtype=dtype)  # type: ignore[arg-type]
+        KvCacheConfig(dtype=dtype)
 
 
 def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_by_name(tmp_path):

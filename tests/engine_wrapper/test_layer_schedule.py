@@ -16,7 +16,7 @@ from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, PoolLayer, pool_view
 from kernels.sparse_prefill import write_rows
 from semblend_trt.errors import PlanError
-from semblend_trt.plan import CheckEvidence, PlanKind, SemanticKvPlan, SpanCheck
+from semblend_trt.plan import PlanKind, SemanticKvPlan, SpanCheck
 from semblend_trt.ranks import Ranks
 
 PlanMaker = Callable[..., SemanticKvPlan]
@@ -116,7 +116,7 @@ def exact_positions(plan):
 def widened(plan, skipped, keys_per_row):
     """The positions of short gaps; a plan's slice follows its promise."""
     computed = set(range(plan.num_computed_tokens, plan.prefix_end + 1)) - exact_positions(plan) - skipped
-    found: set[int] = set()
+    found = set()
     for position in skipped if keys_per_row else ():
         low = next(p for p in itertools.count(position, -1) if p not in skipped)
         high = next(p for p in itertools.count(position) if p not in skipped)
@@ -170,9 +170,9 @@ def deviations_of(check, drawn):
 
 def walk(schedule, slices, drawn):
     """Walks as a forward does; of each layer and request the positions written and those that attend."""
-    written: Layers = [[] for _ in range(NUM_LAYERS)]
-    attending: Layers = [[] for _ in range(NUM_LAYERS)]
-    evidence: list[CheckEvidence] = []
+    written = [[] for _ in range(NUM_LAYERS)]
+    attending = [[] for _ in range(NUM_LAYERS)]
+    evidence = []
     active = list(zip(schedule.positions.tolist(), schedule.token_ids.tolist(), strict=True))
     assert schedule.stages[0].keep is None
     while True:
@@ -254,7 +254,6 @@ def test_a_plan_that_does_not_fit_its_slice_is_refused(make_plan, change, invari
 def test_last_rows_survive_a_check(make_plan):
     plan = make_plan(tokens_of(30), [(4, 20)], check=SpanCheck(2, 0.5), **SIZES)
     schedule = build_schedule([slice_of(plan), SequenceSlice(2, 7, (3,), blocks(2))])
-    assert schedule.check is not None
     rest, _ = schedule.check.decide(torch.zeros(16))
     # 4 rows of a hole, 10 of the slice, 1 of the decode step.
     assert rest.output_rows.tolist() == [13, 14]

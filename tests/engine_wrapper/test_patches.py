@@ -1,7 +1,5 @@
 """A changed method of an engine does what it did, is changed once, and is left as it was found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -47,7 +45,7 @@ def test_a_second_change_is_refused_until_the_first_is_undone():
 
 
 def test_a_method_of_the_object_itself_is_restored_and_a_later_one_is_kept():
-    owner: Any = Owner()
+    owner = Owner()
     owner.double = own = lambda _: 7
     undo = replace_method(owner, "double", lambda _: 8)
     undo()

@@ -1,12 +1,9 @@
 """The sparse forward equals Hugging Face's own wherever nothing approximate is used; in checked plans what differs is
 computed, and nothing else."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -94,7 +91,7 @@ def test_chunks_and_decode_steps_equal_one_prompt(family_bench):
 def test_the_model_itself_still_runs_plainly(tiny_model_paths, family_bench):
     """A direct call of the model gets Transformers' own attention, padding mask and cache included."""
     tokens, model = tokens_of(20), family_bench.model
-    plain: Any = AutoModelForCausalLM.from_pretrained(
+    plain = AutoModelForCausalLM.from_pretrained(
         tiny_model_paths[model.config.model_type], dtype=torch.float32, attn_implementation="eager"
     ).to(DEVICE)
     with torch.inference_mode():
@@ -213,7 +210,7 @@ def test_dropped_rows_are_not_computed(tiny_model_paths, make_plan, boundary, fa
 
 
 def test_hooks_surround_every_layer(tiny_qwen2_path):
-    calls: list[tuple[str, int]] = []
+    calls = []
     bench = Bench(load(tiny_qwen2_path))
     schedule = schedule_of(works_of([bench.slice(1, tokens_of(9))], NUM_LAYERS), NUM_LAYERS).to(DEVICE)
     with rows_by_layer(bench.model) as counts:

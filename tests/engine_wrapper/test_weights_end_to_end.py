@@ -1,9 +1,6 @@
 """Weights that are written in a running engine: nothing that other weights computed is used afterwards."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -128,6 +125,6 @@ def test_donors_go_from_every_tier_and_so_do_saves(engine, runner, tmp_path):
     serve(llm, text(8, 30), PREFILL)
     serve(llm, text(9, 30), PREFILL)
     llm.connector_worker.transfers.drain()
-    held: Any = llm.connector_scheduler.donor_index.held()
+    held = llm.connector_scheduler.donor_index.held()
     assert (held.donors, held.host_bytes, held.disk_bytes) == (0, 0, 0)
     assert not list((tmp_path / "disk").rglob("*.safetensors"))

@@ -213,7 +213,7 @@ class Batch:
         blocks = torch.randperm(sum(needed) + 3, generator=generator)[3:].split(needed)
         self.pool = torch.full((sum(needed) + 3, 2, 2, self.geometry.row_elements), math.nan, dtype=dtype)
         view = pool_view(self.pool, self.geometry)
-        self.sequences: list[SequenceRows] = []
+        self.sequences = []
         rows = 0
         for own, ids in zip(positions, blocks, strict=True):
             reached = torch.arange(own[-1] + 1)

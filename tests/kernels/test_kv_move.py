@@ -5,8 +5,6 @@ Every test that takes `device` runs twice: through torch on the CPU, and through
 device and interpreted where there is none.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from kernels.kv_move import LayerMoves, Move, kv_move, naive
 from kernels.layout import ContiguousKv, LayeredPool, PagedKv, pool_view
-from kernels.rope import Rotation, rotate_keys
+from kernels.rope import rotate_keys
 from tests.kernels.builders import (
     BLOCK,
     FP8,
@@ -120,7 +118,7 @@ def test_moves_into_every_pool_and_out_of_it(layout, sizes, rotation, dtype, ski
 def test_some_layers_at_a_time(layout, are_alike, device):
     latent = 32 if layout in LATENT_LAYOUTS else 0
     sizes = geometry_of(1, 40, kv_factor=1, layers=3) if latent else geometry_of(layers=3)
-    rotation: Rotation = rotation_of(8, True, latent) if are_alike else rotations_of(3, 8, True, latent)
+    rotation = rotation_of(8, True, latent) if are_alike else rotations_of(3, 8, True, latent)
     donor, parts, whole = donor_of(sizes, 17, seed=2), pool_of(layout, sizes, device), pool_of(layout, sizes)
     naive.kv_move([Move(donor, 2, 5, 11)], whole, rotation)
     for first, end in ((0, 2), (2, 3)):
@@ -336,7 +334,7 @@ GOOD = {"source": donor_of(geometry_of(), 9, seed=2), "source_start": 2, "target
 def test_a_bad_move_is_refused_before_anything_is_written(change, message):
     good, target = Move(donor_of(geometry_of(), 9, seed=1), 0, 0, 6), target_of(geometry_of())
     with pytest.raises(ValueError, match=message):
-        kv_move([good, Move(**GOOD | change)], target, ROTATION)  # type: ignore[arg-type]
+        kv_move([good, Move(**GOOD | change)], target, ROTATION)
     assert bool(target.pool.isnan().all())
 
 
@@ -353,7 +351,7 @@ def test_a_bad_move_is_refused_before_anything_is_written(change, message):
 )
 def test_a_bad_target_is_refused(target, rotary_dim, message):
     with pytest.raises(ValueError, match=message):
-        kv_move([Move(GOOD["source"], 0, 0, 2)], target, rotation_of(rotary_dim))  # type: ignore[arg-type]
+        kv_move([Move(GOOD["source"], 0, 0, 2)], target, rotation_of(rotary_dim))
 
 
 @pytest.mark.parametrize(

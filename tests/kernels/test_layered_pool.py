@@ -5,8 +5,6 @@ Every test that takes `device` runs twice: through torch on the CPU, and through
 device and interpreted where there is none.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -171,7 +169,7 @@ def uses_of_it(layout, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_triton_serves_it_where_k_and_v_lie_alike(layout, triton_device, monkeypatch):
-    served_by_torch: list[str] = []
+    served_by_torch = []
     by_torch = ["kv_move.kv_move", "deviation.squares", "sparse_prefill.write_rows", "sparse_prefill.sparse_prefill"]
     for name in by_torch:
 

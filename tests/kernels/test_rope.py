@@ -1,14 +1,10 @@
 """A rotated key moved by a shift is the key that the model's own rotary module would have produced there."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Glm4MoeConfig, GlmConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Glm4MoeConfig, GlmConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.models.glm import modeling_glm
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
@@ -32,7 +28,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 GUESSED = {name: size for name, size in HEADS.items() if name != "head_dim"}
-MODELS: dict[str, tuple[Any, PretrainedConfig]] = {
+MODELS = {
     "qwen2": (modeling_qwen2, Qwen2Config(**HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
     "qwen3_yarn": (modeling_qwen3, Qwen3Config(**HEADS, rope_parameters=YARN, max_position_embeddings=16384)),
     "llama3": (modeling_llama, LlamaConfig(**HEADS, rope_parameters=LLAMA3)),

@@ -5,8 +5,6 @@ device and interpreted where there is none. What only Triton has stands at the e
 joined, and kernels that serve every length.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -149,7 +147,7 @@ def test_write_rows_fills_the_positions_rounds_to_fp8_and_saturates(device, dtyp
         k[0], v[1], v[2] = 448.5, -3e4, math.inf
     expected = torch.full_like(batch.pool.float(), math.nan).to(kv_dtype)
     actual = expected.to(device, copy=True)
-    pool: torch.Tensor | LayeredPool = actual
+    pool = actual
     if layout == "layers apart":
         keys, values = (pool_view(actual, batch.geometry)[:, :, kind].unbind(1) for kind in (0, 1))
         pool = LayeredPool(keys, values)

@@ -1,7 +1,5 @@
 """Engines over one tiny model, each with settings of its own, and a record of what their loads copy."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -27,7 +25,7 @@ def text():
 @pytest.fixture
 def engine(tiny_qwen2_path, monkeypatch):
     """Builds engines, with the wrapper and policy position_fix unless told otherwise, and shuts them down."""
-    engines: list[LLM] = []
+    engines = []
 
     def build(module="engine_wrapper.connector", max_tokens=4096, **variables):
         for name, value in (DEFAULTS | variables).items():

@@ -1,7 +1,5 @@
 """Defects of public connectors that show in one part alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +24,7 @@ def test_a_plan_of_any_size_is_one_launch(monkeypatch, spans, tokens):
         interpret(monkeypatch)  # as the kernels' tests import it, whichever comes first
     from kernels.kv_move import triton_move
 
-    launches: list[int] = []
+    launches = []
     monkeypatch.setattr(triton_move, "launch", lambda _, grid, *__, **___: launches.append(grid[0]))
     geometry = KvGeometry(num_layers=28, kv_heads=1, head_dim=16, block_size=16)
     donor = ContiguousKv(torch.zeros(28, 2, 1, tokens, 16))
@@ -48,7 +46,6 @@ def test_a_cache_dtype_that_cannot_move_is_refused_before_any_offer(tiny_qwen2_p
     request = SimpleNamespace(request_id=1, prompt_len=100, get_tokens=lambda beam=0: list(range(100)))
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     report = scheduler.reuse_of(1)
-    assert report is not None
     assert report.reason == "pool_layout"
 
 

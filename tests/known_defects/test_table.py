@@ -1,7 +1,5 @@
 """docs/failure-modes.md names for every known defect the tests that fail on it, and these tests say so themselves."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 
@@ -12,7 +10,7 @@ NUMBERS = range(1, 38)
 
 def marked():
     """The tests with a `known_defect` mark, by the mark's numbers."""
-    found: dict[int, set[str]] = defaultdict(set)
+    found = defaultdict(set)
     for name, test in named_tests().items():
         for mark in test.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.known_defect":

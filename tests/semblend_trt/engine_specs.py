@@ -1,14 +1,11 @@
 """Engines as tests describe them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 from semblend_trt.connector.engine_spec import from_llm_args
 
 # All that a namespace is made from.
-KNOWN: dict[str, Any] = {
+KNOWN = {
     "dtype": "auto",
     "attn_backend": "TRTLLM",
     "tensor_parallel_size": 1,

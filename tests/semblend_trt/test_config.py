@@ -182,7 +182,7 @@ def test_no_traceback_shows_a_secret():
 def test_settings_cannot_be_changed():
     settings = load_settings()
     with pytest.raises(ValidationError):
-        settings.policy = ReusePolicy.OFF  # type: ignore[misc]
+        settings.policy = ReusePolicy.OFF
 
 
 @pytest.mark.known_defect(34)

@@ -1,14 +1,11 @@
 """Only equal namespaces share a key; salts are never kept; what is unknown matches nothing."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
 import math
 import pickle
 import string
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +25,7 @@ from semblend_trt.namespace import (
 )
 from tests.semblend_trt.samples import unknown_fields
 
-FIELDS: dict[str, Any] = {
+FIELDS = {
     "model": "Qwen/Qwen2.5-0.5B",
     "model_revision": "sha256:0f3c",
     "tokenizer": "Qwen/Qwen2.5-0.5B",
@@ -62,7 +59,7 @@ def rope(**changes):
     return {**FIELDS["rope_config"], **changes}
 
 
-CHANGES: list[tuple[str, Any]] = [
+CHANGES = [
     ("model", "Qwen/Qwen2.5-1.5B"),
     ("model_revision", "sha256:0f3d"),
     ("tokenizer", "other"),
@@ -260,9 +257,9 @@ def test_namespace_cannot_be_changed_behind_its_key():
     built.to_dict()["rope_config"]["rope_theta"] = 1.0
     assert built == namespace()
     with pytest.raises(TypeError):
-        built.rope_config["rope_theta"] = 1.0  # type: ignore[index]
+        built.rope_config["rope_theta"] = 1.0
     with pytest.raises(AttributeError):
-        built.model = "other"  # type: ignore[misc]
+        built.model = "other"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +293,7 @@ def test_bad_fields_are_refused_by_name(name, value):
 
 
 def test_endless_nesting_is_refused():
-    nested: dict[str, Any] = {}
+    nested = {}
     nested["deeper"] = nested
     with pytest.raises(NamespaceError, match="nested deeper"):
         namespace(extra=nested)

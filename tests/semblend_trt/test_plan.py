@@ -1,9 +1,6 @@
 """A plan that could corrupt KV is refused, and what it says of its tokens adds up."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ def execution(**changes):
 
 def plan(**changes):
     """Prompt of 32, 8 computed, hole 8..9, span 10..19 from 30, hole 20..23, suffix from 24."""
-    fields: dict[str, Any] = {
+    fields = {
         "request_id": 7,
         "kind": PlanKind.REQUEST_LOCAL,
         "spans": (PlanSpan("d", 30, 10, 10),),
@@ -38,7 +35,7 @@ def plan(**changes):
 STOCK = execution(mode=EngineMode.STOCK)
 
 
-BROKEN: list[tuple[str, Any]] = [
+BROKEN = [
     ("span_range", lambda: PlanSpan("d", 0, 0, 0)),
     ("span_range", lambda: PlanSpan("d", -1, 0, 1)),
     ("span_range", lambda: PlanSpan("d", 0, -1, 1)),

@@ -1,7 +1,5 @@
 """A profile reads back as it was written, holds for the engine it was made for, and says what keeps it from others."""
 
-from __future__ import annotations
-
 import grp
 import json
 import logging
@@ -9,7 +7,6 @@ import os
 import pwd
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,7 +29,7 @@ from semblend_trt.reuse_profile import (
 )
 
 GEOMETRY = KvGeometry(num_layers=12, kv_heads=2, head_dim=64, block_size=32)
-FIELDS: dict[str, Any] = {
+FIELDS = {
     "model": "Qwen/Qwen2.5-0.5B",
     "model_revision": "0f3c",
     "tokenizer": "Qwen/Qwen2.5-0.5B",
@@ -51,7 +48,7 @@ FIELDS: dict[str, Any] = {
 CHECK = ProfileCheck(layer=2, threshold=0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 SPAN_CHECK = SpanCheck(2, 0.2, max_span_share=0.5, min_saved_share=0.1, window_threshold=0.06)
 # Field of the namespace, another value, and what the sentence must name.
-OTHERS: list[tuple[str, Any, str]] = [
+OTHERS = [
     ("model", "Qwen/Qwen2.5-1.5B", "model Qwen/Qwen2.5-0.5B; this engine runs Qwen/Qwen2.5-1.5B"),
     ("model_revision", "beef", "weights 0f3c; this engine runs beef"),
     ("tokenizer", "other", "tokenizer"),
@@ -133,7 +130,7 @@ def test_every_field_of_a_namespace_is_decided_upon():
 @pytest.mark.parametrize("field", [field for field in FIELDS if field not in ("block_size", "extra")])
 @pytest.mark.parametrize("word", [unknown_value(), "Unknown"], ids=["made_up", "plain"])
 def test_what_an_engine_does_not_know_differs(field, word):
-    value: Any = {field: {"tp_size": 1, "pp_size": 1, "cp_size": unknown_value()}}
+    value = {field: {"tp_size": 1, "pp_size": 1, "cp_size": unknown_value()}}
     if field == "rope_config":
         value = {field: {"rope_type": word}}
     elif field != "tensor_parallel":
@@ -581,7 +578,7 @@ def test_an_edited_field_is_noticed(tmp_path, made, name):
     made.write(path)
     assert refusal(path) is None
     values = json.loads(path.read_text())
-    edited: dict[str, Any] = dict.fromkeys(("boundary", "generations", "head_tokens"), 1)
+    edited = dict.fromkeys(("boundary", "generations", "head_tokens"), 1)
     edited |= {"version": "9", "namespace": {**values["namespace"], "model": "m"}, "engines": [*values["engines"], "e"]}
     edited |= {"geometry": {**values["geometry"], "head_dim": 65}, "policy": "position_fix", "figures": [1]}
     edited |= {"check": {**CHECK.model_dump(mode="json"), "threshold": 0.9}, "date": "2020-01-01", "command": "c"}

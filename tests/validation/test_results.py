@@ -11,7 +11,7 @@ MEASURED = Measured("python -m benchmark", {"name": "cpu-2core"}, {"torch": "2.1
 
 def test_a_row_holds_where_its_value_meets_the_goal():
     def holds(value, goal, better):
-        return row("a", value, "x", goal=goal, better=better, baseline="cold", measured=MEASURED).holds  # type: ignore[arg-type]
+        return row("a", value, "x", goal=goal, better=better, baseline="cold", measured=MEASURED).holds
 
     assert holds(0.02, 0.02, "lower")
     assert not holds(0.03, 0.02, "lower")

@@ -1,10 +1,7 @@
 """The rows of the benchmark inside vLLM, made of what its arms have written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -47,14 +44,14 @@ def written(folder, arms, runner="vllm.v1.worker.gpu_model_runner", kv=PLAIN):
         (folder / f"{name}.json").write_text(json.dumps(arm(name, parts, runner, kv)))
 
 
-STOCK_PARTS: dict[str, Any] = {
+STOCK_PARTS = {
     "ttft": {"tokens": 24_576, "cold_ms": [700.0] * 3, "exact_hit_ms": [20.0] * 3},
     "miss": {"tokens": 8_192, "ms": [[200.0] * 3, [300.0] * 3, [200.0] * 3]},
     "decode": {"tokens": 24_576, "alone_ms": [10.0] * 3, "ms": [100.0] * 3},
     "rag": {**RAG, "requests_per_s": 4.0},
     "arrivals": {**RAG, "per_second": 3.2, "ttft_ms": [100.0, 200.0, 300.0]},
 }
-OUR_PARTS: dict[str, Any] = {
+OUR_PARTS = {
     "ttft": {"tokens": 24_576, "shifted_ms": [15.0] * 3, "served": TOLD},
     "miss": {"tokens": 8_192, "ms": [[201.0] * 3, [301.5] * 3, [900.0] * 3], "served": TOLD},
     "decode": {"tokens": 24_576, "alone_ms": [10.0] * 3, "ms": [50.0] * 3, "served": TOLD},

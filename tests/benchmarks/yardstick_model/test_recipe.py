@@ -49,7 +49,7 @@ def test_answers_follow_the_latest_list_of_a_place(tokenizer, prose):
     checked = replaced = unknown = 0
     for row in rows:
         for prompt in tokenizer.decode(row.tolist(), skip_special_tokens=False).split(SEPARATOR):
-            stock: dict[str, dict[str, str]] = {}
+            stock = {}
             for mark, body in re.findall(r"<\|(doc|q)\|>((?:(?!<\|(?:doc|q)\|>).)*)", prompt, flags=re.DOTALL):
                 if mark == "doc" and body.startswith("Stock list of "):
                     header, *lines = body.split("<|")[0].split("\n")
@@ -118,7 +118,7 @@ def test_a_model_is_trained_saved_and_evaluated(tmp_path, prose, capsys, monkeyp
 def test_states_are_taken_behind_the_probed_layer():
     model, tokenizer = evaluate.load(ASSETS / "model")
     ids = tokenizer("<|inst|>Go.<|doc|>Stock list of Depot Oslo.\nlamps: 12<|q|>", return_tensors="pt").input_ids
-    behind: list[torch.Tensor] = []
+    behind = []
     model.model.layers[1].register_forward_hook(lambda *called: behind.append(called[-1]))
     with torch.inference_mode():
         last, early = hidden_states(model, ids, probed=2)

@@ -102,7 +102,7 @@ class Record:
         return self.names().count(name)
 
 
-_records: dict[int, Record] = {}
+_records = {}
 
 
 def record_of(llm_args):

@@ -4,14 +4,11 @@ A row's number is a hash of its token, of the rows before it, and of their owner
 row's K and V, and the next token follows from it.
 """
 
-from __future__ import annotations
-
 import zlib
 
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
-from engine_wrapper.embedded.request import LlmRequest
 from kernels.layout import pool_view
 from semblend_trt.plan import PlanKind
 
@@ -80,12 +77,12 @@ class PatternRunner(ModelRunner):
     def attach_pool(self, pool, geometry, max_rows=None):
         self.view = pool_view(pool, geometry)
         self._block_size = geometry.block_size
-        self.requests: dict[int, LlmRequest] = {}
-        self.rows: dict[int, Rows] = {}
+        self.requests = {}
+        self.rows = {}
         self.started_again = self.failed_forwards = self.wrong_tokens = 0
-        self.fails_behind: float | None = None
+        self.fails_behind = None
 
-    def forward(self, slices, all_rows=False):  # type: ignore[override]
+    def forward(self, slices, all_rows=False):
         """Raises AssertionError where a request would attend to rows of another, RuntimeError where it is to fail."""
         logits = torch.zeros(len(slices), int(self.config.vocab_size))
         computed = len(slices) if self.fails_behind is None else int(len(slices) * self.fails_behind)

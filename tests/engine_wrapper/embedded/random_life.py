@@ -161,7 +161,7 @@ class SaverGate:
 
     def __init__(self, worker):
         self._worker = worker
-        self._opened: threading.Event | None = None
+        self._opened = None
 
     def close(self):
         """Blocks all saves that begin from now on, where there are any."""
@@ -185,17 +185,17 @@ class Life:
     """
 
     def __init__(self, llm, case):
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
         self._llm, self._random = llm, random.Random(case.name)
         self._case = case
         self.leaked_blocks = 0
         self._executor = llm.executor
         self._runner = cast("PatternRunner", llm.executor.model_runner)
         self._texts = [self._tokens(TEXT_TOKENS) for _ in range(TEXTS)]
-        self._live: list[LlmRequest] = []
+        self._live = []
         self.gate = SaverGate(llm.connector_worker)
         # Blocks of the requests whose save began behind the closed gate that the engine freed at once.
-        self._freed: dict[int, set[int]] = {}
+        self._freed = {}
         self._watch_pins()
 
     @property
@@ -253,7 +253,6 @@ class Life:
         self._take_finished()
         scheduler, worker = self._llm.connector_scheduler, self._llm.connector_worker
         connector = self._executor.connector
-        assert connector is not None
         for _ in range(MAX_SILENT_ITERATIONS + 1 if len(scheduler._requests) else 0):  # cancelled, and not told of
             connector.build_scheduler_output(ScheduledBatch(), self._llm.block_manager.block_ids)
             connector.handle_metadata()
@@ -303,7 +302,7 @@ class Life:
             self._freed[request_id] = set(sequence.block_ids) - {node.block_id for node in sequence.path}
             pin(request_id)
 
-        manager.pin = watched  # type: ignore[method-assign]
+        manager.pin = watched
 
     def _admit(self):
         text = self._random.choice(self._texts)
@@ -351,7 +350,7 @@ class Life:
     def _check_tree(self):
         """Checks that every block of the prefix cache holds what a cold run would have written."""
         for key, node in self._llm.block_manager._tree.walk():
-            tokens: tuple[int, ...] = ()
+            tokens = ()
             step = node
             while step.parent is not None:
                 tokens, step = step.tokens + tokens, step.parent

@@ -57,7 +57,7 @@ def test_a_window_reaches_as_far_into_a_moved_run(tmp_path):
 )
 def test_a_wrong_rotation_of_one_layer_shows_after_a_moved_run(tmp_path, monkeypatch, family, layer):
     def slower(*arguments):
-        facts = model_facts(*arguments)  # type: ignore[arg-type]
+        facts = model_facts(*arguments)
         groups = list(facts.groups)
         index = next(index for index, group in enumerate(groups) if layer in group.layers)
         own = groups[index].rotation

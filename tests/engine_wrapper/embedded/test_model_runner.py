@@ -1,7 +1,5 @@
 """The model runner: loading or refusing a model, and running slices with the plans that are pending for them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -49,7 +47,7 @@ def test_a_pending_plan_is_executed_once(runner, make_plan):
     plans = ActivePlans()
     plans.put(plan)
     runner.plan_source = plans.take
-    rows: list[int] = []
+    rows = []
     handle = runner.model.model.layers[-1].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     slice_ = SequenceSlice(1, 24, tokens[24:], block_ids)
     torch.testing.assert_close(runner.forward([slice_]), whole, atol=TOLERANCE, rtol=0)

@@ -1,7 +1,5 @@
 """Installations that the engine cannot run on, and models in parts: run together, they are the model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -52,8 +50,7 @@ def test_two_parts_give_the_logits_of_the_whole(family, changes, tmp_path):
         keep_shard(model, ranks)
         assert model.model.layers[0].self_attn.k_proj.weight.shape[0] == whole_keys // 2
         with torch.inference_mode():
-            logits: torch.Tensor = model(TOKENS).logits
-        return logits
+            return model(TOKENS).logits
 
     whole_keys = models[2].model.layers[0].self_attn.k_proj.weight.shape[0]
     parts = on_ranks(2, run)

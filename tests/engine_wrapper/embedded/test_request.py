@@ -116,7 +116,7 @@ def test_a_field_out_of_range_is_refused(fields, message):
 def test_the_bounds_themselves_are_allowed():
     SamplingParams(max_tokens=1, temperature=0, top_p=1, seed=0)
     SamplingParams(seed=2**63 - 1, top_p=1e-9, temperature=1e-9)
-    params = SamplingParams(stop_token_ids=[4, 5], forced_token_ids=[1, 2], max_tokens=2)  # type: ignore[arg-type]
+    params = SamplingParams(stop_token_ids=[4, 5], forced_token_ids=[1, 2], max_tokens=2)
     assert (params.stop_token_ids, params.forced_token_ids) == ((4, 5), (1, 2))
 
 
@@ -146,7 +146,7 @@ def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():
 
 
 def test_the_batch_is_fetched_once(monkeypatch):
-    fetched: list[torch.Size] = []
+    fetched = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.shape) or tolist(tensor))
     assert [token for _, token in largest_of(torch.eye(4))] == [0, 1, 2, 3]

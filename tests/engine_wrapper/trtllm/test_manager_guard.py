@@ -147,7 +147,7 @@ def test_requests_that_cannot_be_made_dummies_are_refused(monkeypatch):
 
 def test_a_method_that_another_package_has_replaced_is_not_taken_for_the_class_s():
     manager = v1()
-    manager.update_resources = print  # type: ignore[assignment]
+    manager.update_resources = print
     assert guard_refusal(manager) == "publication_unknown"
 
 

@@ -1,9 +1,6 @@
 """Weights that TensorRT-LLM loads into a running engine: nothing that others computed is used afterwards."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +55,7 @@ def test_no_token_is_of_weights_that_were_replaced(tiny_qwen2_path):
 
 @pytest.mark.parametrize("ranks_that_load", [(0, 1), (1,)])
 def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path, ranks_that_load):
-    sources: list[Any] = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
+    sources = [AutoModelForCausalLM.from_pretrained(tiny_qwen2_path) for _ in range(2)]
     prompts = [[*DOCUMENT, *text(each, 5)] for each in range(5)]
 
     def serve(ranks):

@@ -72,7 +72,6 @@ def sampled(profile, tmp_path, monkeypatch, trial):
     """Settings of a profile with a sample, which is the same one for all requests."""
     monkeypatch.setattr("semblend_trt.discovery.planner.secrets.randbits", lambda _: 7)
     found = ReuseProfile.read(profile)
-    assert found.check is not None
     check = found.check.model_copy(update={"sample_every": 4, "sample_threshold": 0.1})
     found.model_copy(update={"check": check}).write(tmp_path / "sampled.json")
     return {"policy": "verified", "profile": str(tmp_path / "sampled.json")}

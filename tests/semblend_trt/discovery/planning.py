@@ -20,7 +20,7 @@ def planner(donors, policy="position_fix", generations=None, chunk=None, **overr
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
     # Tests share their processors; only those of the deadline itself may meet it.
-    values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))  # type: ignore[arg-type]
+    values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))
     return Planner(index, values, values.policy, NUM_LAYERS, generations=generations, chunk=chunk)
 
 

@@ -24,7 +24,7 @@ def spans_of(before_donor, before_prompt, **options):
     """Of a plan for the text elsewhere: where each span begins in donor and prompt, and its length."""
     donor = np.concatenate([some(before_donor), TEXT, some(9)])
     prompt = np.concatenate([some(before_prompt), TEXT, some(20)])
-    made = planner({"a": donor}, chunk=CHUNK, min_span_tokens=SPAN, **options)  # type: ignore[arg-type]
+    made = planner({"a": donor}, chunk=CHUNK, min_span_tokens=SPAN, **options)
     plan = plan_of(made.plan(request(prompt)))
     assert plan.kind is PlanKind.REQUEST_LOCAL
     return [(span.donor_start, span.target_start, span.length) for span in plan.spans]

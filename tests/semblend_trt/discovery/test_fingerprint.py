@@ -128,10 +128,10 @@ def test_bad_token_ids_are_refused(bad):
     "good", [[], [0, MAX_ID], np.arange(6, dtype=np.int64)[::2], (1, 2, 3), np.frombuffer(bytes(8), dtype=np.int32)]
 )
 def test_good_token_ids_become_contiguous_int32(good):
-    array = as_token_array(good)  # type: ignore[arg-type]
+    array = as_token_array(good)
     assert array.dtype == np.int32
     assert array.flags.c_contiguous
-    assert array.tolist() == [int(token) for token in good]  # type: ignore[attr-defined]
+    assert array.tolist() == [int(token) for token in good]
 
 
 @pytest.mark.parametrize("seed", range(40))

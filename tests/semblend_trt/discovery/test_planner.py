@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -401,7 +400,6 @@ def test_a_run_that_a_bound_may_hide_is_named():
         return Planner(tight, values, values.policy, NUM_LAYERS).plan(request(prompt, computed))
 
     plan = planned(0.4).plan
-    assert plan is not None
     assert [span.donor_id for span in plan.spans] == ["a"]
     assert planned(0.4).outcome_reason == "lookup_bound"
     assert_refused(planned(0.6), "lookup_bound")
@@ -508,7 +506,7 @@ def check_plan(plan, donors, prompt, computed):
         assert plan.holes == ()
 
 
-_REFUSALS: dict[str, Callable[[], Planned]] = {
+_REFUSALS = {
     "disabled": lambda: planner({"a": PROMPT}, enabled=False).plan(request()),
     "policy_off": lambda: planner({"a": PROMPT}, "off").plan(request()),
     "short_prompt": lambda: planner({"a": PROMPT}).plan(request(PROMPT[:10])),
@@ -567,7 +565,7 @@ def is_piece_of(piece, runs):
 def longest_first(runs, begin, end, min_span):
     """The definition, position by position: (start, length) as taken; None when equal lengths leave a choice."""
     free = set(range(begin, end))
-    taken: list[tuple[int, int]] = []
+    taken = []
     while True:
         pieces = set()
         for run in runs:

@@ -77,8 +77,8 @@ def assert_found(found, donors, prompt, shortest=32, *, every=True):
 
     A run of one repeated token need not be found on every diagonal.
     """
-    right: set[Run] = set()
-    needed: set[Run] = set()
+    right = set()
+    needed = set()
     for donor_id, donor in donors.items():
         for donor_start, target_start, length, varied in maximal_runs(donor, prompt, shortest):
             run = Run(donor_id, donor_start, target_start, length)
@@ -286,9 +286,9 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times():
     donors = [random_tokens(rng, 3_000) for _ in range(400)]
     passing = random_tokens(rng, 400)
     index = SpanIndex()
-    published: list[int] = []
-    failures: list[object] = []
-    lookups: list[int] = []
+    published = []
+    failures = []
+    lookups = []
     stop = threading.Event()
 
     def read(seed):

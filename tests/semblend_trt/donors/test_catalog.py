@@ -1,7 +1,5 @@
 """The catalog keeps its budgets, drops the least recently used, and never a donor that is read."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import CatalogStats, Lease, Tier, TierMoves
+from semblend_trt.donors.catalog import CatalogStats, Tier, TierMoves
 from semblend_trt.errors import CapacityError, DonorUnavailableError
 from tests.semblend_trt.held_donors import BYTES_PER_TOKEN, catalog_of, keep
 
@@ -68,10 +66,10 @@ class CatalogMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.catalog = catalog_of(self.BUDGET, self.PLACES)
-        self.sizes: dict[str, int] = {}
-        self.saving: set[str] = set()
-        self.recency: list[str] = []
-        self.open: dict[int, Lease] = {}
+        self.sizes = {}
+        self.saving = set()
+        self.recency = []
+        self.open = {}
         self.number = 0
 
     def leased(self):

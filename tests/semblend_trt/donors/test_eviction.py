@@ -1,7 +1,5 @@
 """Every policy names donors in the order of its definition, worked out here by sorting all of them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -25,8 +23,8 @@ class Model:
     def __init__(self, name):
         self.tick, self.floor = 0, 0.0
         self.policy = policy_of(name)
-        self.held: dict[str, DonorHistory] = {}
-        self.sized: dict[str, float] = {}
+        self.held = {}
+        self.sized = {}
 
     def run(self, step, number, size):
         donor_id = str(number)
@@ -102,11 +100,11 @@ class PolicyMachine(RuleBasedStateMachine):
             device_blocks=4, block_size=10, disk_bytes=20 * 4096,
         )  # fmt: skip
         self.catalog.begin_writing()
-        self.saving: list[str] = []
-        self.writing: set[str] = set()
-        self.moving: dict[str, str] = {}
-        self.ready: set[str] = set()
-        self.leases: list = []
+        self.saving = []
+        self.writing = set()
+        self.moving = {}
+        self.ready = set()
+        self.leases = []
 
     def obey(self, moves):
         gone = set(moves.dropped)

@@ -1,7 +1,5 @@
 """Catalog, tiers and saver together: budgets hold, leased donors stay, and every byte read is the donor's own."""
 
-from __future__ import annotations
-
 import threading
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kernels.layout import ContiguousKv, KvGeometry, pool_view
 from kernels.rope import RopeRotation
 from semblend_trt.config import Eviction
-from semblend_trt.donors.catalog import Capacities, DonorCatalog, Lease, Tier
+from semblend_trt.donors.catalog import Capacities, DonorCatalog, Tier
 from semblend_trt.donors.device_tier import DeviceTier
 from semblend_trt.donors.offload import SaveIntent
 from semblend_trt.donors.store import DonorStore, HostKv, HostMemory, HostTier
@@ -250,10 +248,10 @@ class TwoTiers(RuleBasedStateMachine):
         )
         self.catalog = DonorCatalog(limits, Eviction.LRU)
         self.number = 0
-        self.admitted: list[tuple[str, int, Tier]] = []
-        self.saving: dict[int, tuple[str, int]] = {}
-        self.tokens: dict[str, int] = {}
-        self.leases: list[tuple[Lease, Tier]] = []
+        self.admitted = []
+        self.saving = {}
+        self.tokens = {}
+        self.leases = []
 
     @initialize(at_once=st.sampled_from([0, 1, 3, 100]))
     def open(self, at_once):

@@ -1,7 +1,5 @@
 """Workers and servers that the fleet's tests share."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -27,7 +25,7 @@ class Teller:
 
     def __init__(self, worker, generation=7):
         self.worker, self.generation = worker, generation
-        self.salts: dict[str, str | None] = {}
+        self.salts = {}
         self._begin({})
 
     def _begin(self, donors):
@@ -85,7 +83,7 @@ class PublishingWorker:
         settings = {"heartbeat_seconds": 0.1, "resync_seconds": 0.0} | keywords
         self.publisher = EventPublisher(options, Emitter(*worker, generation), self.counters, **settings)
         self.announcer = DonorAnnouncer(self.publisher, self.publisher.close)
-        self.held: dict[str, str] = {}
+        self.held = {}
 
     def add(self, donor_id, length=100):
         self.announcer.intended(donor_id, NAMESPACE, None)
@@ -113,7 +111,7 @@ class PublishingWorker:
 @pytest.fixture
 def make_worker():
     """make_worker(server, ...): a worker whose events go there; connection options and settings as keywords."""
-    workers: list[PublishingWorker] = []
+    workers = []
 
     def make(server, **keywords):
         fields = {field.name for field in dataclasses.fields(ConnectionOptions)}

@@ -86,7 +86,6 @@ def test_a_donor_built_from_approximate_kv_is_not_announced():
     request = TrackedRequest(1, "namespace", text(1, 200), 0)
     request.plan = plan_of(PlanSpan("other", 30, 0, 8), prompt=200, check=SpanCheck(1, 0.1))
     intent = planner.intend("approximate", request, 0, 1)
-    assert intent is not None
     assert index.begin_save(intent, "namespace", request.prompt, (), intent.generation)
     index.saved(SavedDonor("approximate", 200))
     assert recorded.calls == [("gone", "approximate")]

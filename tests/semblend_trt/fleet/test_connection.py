@@ -1,7 +1,5 @@
 """Connections to a real nats-server: credentials, permissions, and what happens when it is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -130,7 +128,7 @@ class LossyDirectory(Directory):
     def __init__(self):
         super().__init__()
         self.changed, self.loss, self._rng = asyncio.Event(), 0.0, np.random.default_rng(0)
-        self._held_back: bytes | None = None
+        self._held_back = None
 
     def observe(self, payload, sender=None):
         self.changed.set()  # a waiting test looks in a later turn of the loop
@@ -342,7 +340,7 @@ def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_w
 
 def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it():
     """What the client asks reaches the server before the ping whose answer ends the flush."""
-    asked: list[bytes] = []
+    asked = []
 
     async def answer(reader, writer):
         """A server that takes note of what a client asks, in order, and answers its pings."""

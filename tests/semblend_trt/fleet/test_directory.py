@@ -1,7 +1,5 @@
 """The directory: donors from events in any order, incomplete or forged."""
 
-from __future__ import annotations
-
 import json
 import threading
 from types import SimpleNamespace
@@ -91,7 +89,7 @@ def test_a_missing_event_is_a_gap_until_the_next_reset(directory):
 @given(st.lists(st.integers(0, 11), max_size=30))
 def test_who_is_synced_saw_everything_in_order(order):
     directory, payloads = Directory(), said(*(["reset", *"abcde"] * 2))
-    applied: list[int] = []
+    applied = []
     for index in order:
         verdict = directory.observe(payloads[index])
         if verdict is Verdict.RESET:
@@ -465,7 +463,7 @@ def histories(draw):
 def test_after_a_resync_the_directory_equals_the_truth(history):
     directory = Directory(clock=lambda: 0.0)
     tellers = [Teller((number, 0)) for number in range(3)]
-    late: list[bytes] = []
+    late = []
     for number, deed, donor, fate in history:
         teller, name = tellers[number], f"donor-{donor}"
         if deed in ("add", "salted"):

@@ -1,7 +1,5 @@
 """Traces: their lines, the blocks of a prompt, and the file that a router writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -241,7 +239,7 @@ def test_a_pipe_is_written_to_and_never_rotated(tokenizer, tmp_path):
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
-    read: list[bytes] = []
+    read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
     log = Log(tokenizer, link, max_bytes=4096, files=2)

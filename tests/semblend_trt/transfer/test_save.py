@@ -1,7 +1,5 @@
 """Of several ranks, a donor is saved where all of them hold it, and lost where one of them has lost it."""
 
-from __future__ import annotations
-
 from threading import Event
 
 import pytest
@@ -27,7 +25,7 @@ class OtherRank:
     """What the other rank tells next: the tokens that it holds of each donor, -1 where it is not done."""
 
     def __init__(self):
-        self.tokens: list[int] = []
+        self.tokens = []
 
     def gather(self, own):
         assert len(own) == len(self.tokens)
@@ -150,5 +148,4 @@ def test_a_snapshot_is_given_back_however_the_save_ends(snapshotting, tier):
         snapshotting.drain()
         finished(snapshotting)
         snapshotting._store.drop("donor")
-        assert snapshotting._snapshots is not None
         assert snapshotting._snapshots.free_tokens == 8

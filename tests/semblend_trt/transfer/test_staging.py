@@ -1,7 +1,5 @@
 """For every size of slots, staged copies place and fetch what one plain move would; nothing else is written."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager
 from itertools import count
@@ -64,8 +62,8 @@ class Queues:
     what was recorded last."""
 
     def __init__(self, monkeypatch):
-        self.copies: list[str] = []
-        self.moves: list[str] = []
+        self.copies = []
+        self.moves = []
         self._current, self._events = "", count()
         make = LayerMoves.make
         for name in ("on", "record", "wait"):

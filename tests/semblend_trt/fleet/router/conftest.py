@@ -186,7 +186,7 @@ def within(opens, *fixtures, **fields):
 
         names = dict.fromkeys([*fixtures, *others])
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(parameters)
         run.__doc__ = test.__doc__
         return run
 

@@ -1,7 +1,5 @@
 """Malformed HTTP requests from a seed, and the answers that a server may give to them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -106,7 +104,7 @@ def error_of(answer):
 
 async def statuses(address, seed, count):
     """The statuses of the answers to `count` requests. An incomplete request may get none."""
-    found: list[int] = []
+    found = []
     requests = malformed(seed)
     while batch := list(islice(requests, min(AT_ONCE, count))):
         count -= len(batch)

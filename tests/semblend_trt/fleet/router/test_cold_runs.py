@@ -1,7 +1,5 @@
 """Answers and cold runs are compared token by token, and runs of a sample wait for their turn, not serving for them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -100,7 +98,7 @@ def test_the_sample_runs_one_at_a_time_and_what_finds_no_room_is_skipped():
     [(SemBlendError("no room"), "no room"), (ValueError("inside"), "the cold run failed; the log says why")],
 )
 def test_a_cold_run_that_fails_is_told_and_fails_no_answer(error, reason):
-    counted: list[str] = []
+    counted = []
 
     async def cold():
         raise error

@@ -1,7 +1,5 @@
 """The bounds of clients, the answers when they exceed them, and the log."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
