@@ -229,7 +229,7 @@ class Runtime:
 
     The newest MAX_EVENTS of each kind wait for the scheduler: the worker's `saved` and `failed_loads`, the wrapper's
     `evidence` of every plan whose check ran, and the tiers' `offload_events`. `disk` links the tiers to the scheduler
-    while the disk tier is open. `ended_saves` are requests of whose end the worker has not told the engine yet.
+    while the disk tier is open. `ended_saves` are requests whose end the engine does not know yet.
 
     `faults` counts calls of the engine that could not be answered, by name. `readiness` says which layers of the
     running loads are in the pool. `is_forward_open` from the start of an iteration's loads until the worker hears that

@@ -149,7 +149,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
 
 
 def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
-    """What the profile allows, and whether it fits `known` as far as can be told without the engine."""
+    """What the profile allows, and whether it fits `known`, as far as that is known without the engine."""
     if settings.policy is not ReusePolicy.VERIFIED:
         return
     if settings.profile_path is None:

@@ -89,7 +89,7 @@ def _mixed(value: np.uint64) -> np.uint64:
 def _is_letter(character: np.uint32) -> bool:
     if character < 128:
         return bool((48 <= character <= 57) or (97 <= character <= 122))
-    # Below U+2000 nearly all are letters; the punctuation of U+2000 to U+2E7F stands apart.
+    # Below U+2000 nearly all are letters; U+2000 to U+2E7F are punctuation.
     return bool(0xC0 <= character < 0x2000)
 
 
