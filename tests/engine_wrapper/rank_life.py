@@ -16,7 +16,7 @@ from semblend_trt.ranks import joined_ranks
 from semblend_trt.reuse_profile import ReuseProfile
 from semblend_trt.runtime import runtime_for
 from tests.engine_wrapper.serving import DOCUMENT, DONOR, SHIFTED, SOME_KEPT, Engines, serve, text
-from tests.semblend_trt.held_donors import held_kv
+from tests.semblend_trt.held_donors import held_kv, whole
 
 Told = dict[str, Any]
 
@@ -82,8 +82,8 @@ class Life:
     def _heads(self, llm):
         """For each donor and KV head, a sum that no other head is likely to have, in the order of the whole model."""
         host = llm.connector_worker.store.host
-        own = [held_kv(host, donor).tensor.double().abs().sum((0, 1, 3, 4)).tolist() for donor in sorted(host._slots)]
-        # Donors' names differ from run to run, but for what stands behind the dash.
+        own = [whole(held_kv(host, donor)).double().abs().sum((0, 1, 3, 4)).tolist() for donor in sorted(host._slots)]
+        # Donors' names differ from run to run, up to the dash.
         gathered = self._ranks.gather(own)
         return [[head for part in parts for head in part] for parts in zip(*gathered, strict=True)]
 

@@ -86,7 +86,7 @@ def through_staging_memory(llm, monkeypatch, tokens):
     loader, pool = llm.connector_worker.loader, llm.executor.pool
 
     def staging(slots):
-        room = slots * tokens * loader._token_bytes // pool.geometry.num_layers
+        room = slots * tokens * pool.geometry.bytes_per_token(pool.tensor.dtype) // pool.geometry.num_layers
         return Staging(room, slots, pool.geometry, pool.tensor.dtype, pool.tensor.device)
 
     if loader._reader is None:

@@ -86,20 +86,23 @@ def test_host_donors_arrive_before_what_reads_them(engine, monkeypatch):
         assert_same(output, serve(reference, question_about(*numbers)))
 
 
-def test_layers_that_an_interrupted_forward_left_out_harm_no_later_request(engine, monkeypatch):
-    llm, reference = serving.through_staging_memory(engine(), monkeypatch, 200), engine(device_bytes=1 << 26)
+def test_layers_that_a_failed_forward_left_out_harm_no_later_request(engine, monkeypatch):
+    llm, reference = (
+        serving.through_staging_memory(engine(contract="1.2"), monkeypatch, 200),
+        engine(device_bytes=1 << 26),
+    )
     for each in (llm, reference):
         keep(each, 0, 1)
     readiness = llm.executor.model_runner.readiness
 
-    def interrupted(layer, stream):
+    def failing(layer, stream):
         assert readiness.is_arriving
-        raise KeyboardInterrupt
+        raise RuntimeError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(llm.connector_worker, "save_kv_layer", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(question_about(0), PREFILL)
+        broken.setattr(llm.connector_worker, "save_kv_layer", failing)
+        (failed,) = llm.generate([question_about(0)], PREFILL)
+    assert "a forward that failed" in failed.error
     output = serve(llm, question_about(1))
     assert output.reused_tokens == 200
     assert_same(output, serve(reference, question_about(1)))
