@@ -1,4 +1,4 @@
-"""Requests between look-up and end: their blocks and plans, what every rank hears of them, what their reuse came to."""
+"""Requests from look-up to end: their blocks and plans, the metadata for every rank, and what their reuse came to."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An engine runs at most a few thousand sequences; older ones ended on an error path that does not report.
+# An engine runs at most a few thousand requests; older ones ended on an error path that does not report.
 MAX_TRACKED_REQUESTS = 4096
-# Running requests are scheduled almost every iteration; a cancelled one may just disappear (1.2 and later). A request
-# that is given up too early does not become a donor; nothing else is lost.
+# A cancelled request may just disappear (1.2 and later). One that is given up too early becomes no donor.
 MAX_SILENT_ITERATIONS = 32
 # Reasons under which runs that were found could not have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
@@ -42,10 +41,9 @@ _UNCHECKED: dict[str, Any] = dict.fromkeys(("checked_tokens", "sampled_tokens", 
 
 
 class RequestProgress(NamedTuple):
-    """The blocks that the request gained, and its tokens whose KV is written once this iteration's forward is done.
+    """A request's new blocks, and its tokens with KV after this iteration's forward.
 
-    A tuple, because there may be many in an iteration, and Python pickles a dataclass many times slower.
-    """
+    A tuple, because an iteration may have many, and Python pickles a dataclass many times slower."""
 
     request_id: int
     new_block_ids: tuple[int, ...]
@@ -55,12 +53,10 @@ class RequestProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SemBlendConnectorMetadata:
-    """What rank 0 sends to every rank in each iteration: plans to load, requests to follow since they may become
-    donors, commands for the tiers, requests to forget. Picklable. An empty one does nothing.
+    """What rank 0 sends to every rank in each iteration. Picklable; an empty one does nothing.
 
-    `grown` are requests that gained one token and no block, as most do in most iterations. `version` is the sender's.
-    Plans belong to the weights after `weights_changes` changes.
-    """
+    `followed` requests may become donors. `grown` ones gained one token and no block, as most do in most iterations.
+    Plans belong to the weights after `weights_changes` changes."""
 
     plans: tuple[SemanticKvPlan, ...] = ()
     followed: tuple[int, ...] = ()
@@ -73,12 +69,11 @@ class SemBlendConnectorMetadata:
 
 
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
-    """`bound` as metadata; None if nothing of this version is bound.
+    """Return `bound` as metadata; None if nothing of this version is bound.
 
-    Metadata of another version, or with values that no scheduler sends, counts as the fault `metadata`, and nothing
-    more is reused: ranks of two versions would decide differently. Raises DonorUnavailableError if it holds plans: no
-    rank would place the tokens that the engine skips.
-    """
+    Metadata that no scheduler of this version sends counts as the fault `metadata`, and ends reuse: two versions would
+    decide differently. Raises DonorUnavailableError if it holds plans: no rank would place the tokens that the engine
+    skips."""
     if bound is None or (wrong := _wrong_in(bound)) is None:
         return cast("SemBlendConnectorMetadata | None", bound)
     logger.error(
@@ -95,7 +90,7 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
 
 
 def _wrong_in(metadata: object) -> str | None:
-    """What is not the value of its field in metadata that came as bytes. The engine's ids may be negative."""
+    """Return what is wrong in metadata that came as bytes. The engine's ids may be negative."""
     if not isinstance(metadata, SemBlendConnectorMetadata) or getattr(metadata, "version", "") != __version__:
         return f"a {type(metadata).__name__} of version {getattr(metadata, 'version', 'unknown')}"
     try:
@@ -120,11 +115,9 @@ def _wrong_in(metadata: object) -> str | None:
 class TrackedRequest:
     """One request between its look-up and its end.
 
-    `reason` says why no KV was placed, or not all that could be. `profile` is the SHA-256 of the reuse profile that
-    holds for it. `is_followed`: the workers know of it, and can save it from `block_ids`. `evidence` is what the check
-    of its plan found, None until the engine reports it. `is_scheduled`: it has been in an iteration; until then its
-    matched tokens are still to be loaded. `forward_failed`: the forward of its last iteration failed.
-    """
+    `reason`: why no KV was placed, or not all. `profile`: SHA-256 of its reuse profile. `is_followed`: the workers can
+    save it from `block_ids`. `is_scheduled`: before that its matched tokens are still to be loaded. `evidence`: None
+    until the engine reports the check of the plan."""
 
     request_id: int
     namespace_key: str
@@ -147,7 +140,7 @@ class TrackedRequest:
 
     @classmethod
     def refused(cls, request_id: int, num_computed_tokens: int, reason: str) -> TrackedRequest:
-        """One that takes no part."""
+        """Return a request that takes no part."""
         return cls(request_id, "", np.empty(0, dtype=np.int32), num_computed_tokens, reason=reason)
 
     @property
@@ -171,8 +164,7 @@ class TrackedRequest:
 
 
 class RequestTable(OrderedDict[int, TrackedRequest]):
-    """Requests by id, the one that was scheduled longest ago first. `add` gives up the first ones to keep within the
-    limit, but never one that awaits a load."""
+    """Requests by id, the one scheduled longest ago first. At the limit `add` gives up the first that await no load."""
 
     def __init__(self, limit: int = MAX_TRACKED_REQUESTS) -> None:
         super().__init__()
@@ -182,7 +174,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
         self._holder_of_block: dict[int, TrackedRequest] = {}
 
     def add(self, request: TrackedRequest) -> list[TrackedRequest]:
-        """Return, and forget, the requests that had to make room."""
+        """Add a request; return, and forget, those that had to make room."""
         request.last_heard = self._iteration
         self[request.request_id] = request
         self.move_to_end(request.request_id)
@@ -192,9 +184,8 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
         """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
 
-        Those loads were queued before the forward that has been issued since. With `last_failed` that forward failed,
-        and the requests in it have ended, even if the engine does not say so.
-        """
+        The engine issued a forward after those loads. If `last_failed`, its requests have ended, even if the engine
+        does not say so."""
         ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
         for request in ended:
             request.forward_failed = True
@@ -207,7 +198,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
         return ended + self._give_up(each for each in silent if not each.awaits_load)
 
     def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
-        """The request with this id, which runs in this iteration; with `loads` its donors are read in it."""
+        """Return the request, which runs in this iteration; with `loads` its donors are read in it."""
         request = self.get(request_id)
         if request is not None:
             request.last_heard = self._iteration
@@ -238,7 +229,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
 
 
 def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
-    """The first tokens, int32 [count]. The embedded engine's array is faster to read than its list."""
+    """Return the first tokens, int32 [count]. The embedded engine's array is faster to read than its list."""
     held = getattr(request, "token_array", None)
     if callable(held):
         return np.asarray(held(count), dtype=np.int32)
@@ -246,19 +237,16 @@ def tokens_of(request: Any, count: int) -> npt.NDArray[np.int32]:
 
 
 def fit_to_blocks(tracked: TrackedRequest, request: Any, block_ids: Sequence[int]) -> None:
-    """Fit the request's plan to its blocks.
+    """Cut the request's plan to what the engine took, and give it its blocks.
 
-    If the engine took less than it was offered, the plan is cut to that. If the plan does not fit its blocks for
-    another reason, the wrapper computes the matched tokens. A stock engine cannot: the plan then stays without blocks,
-    and its load fails alike on every rank.
-    """
+    If the blocks do not fit the plan, the wrapper computes the matched tokens. A stock engine cannot: its plan stays
+    without blocks, and its load fails alike on every rank."""
     plan = tracked.plan
     if plan is None:
         return
     taken = plan.matched_tokens
     if len(block_ids) * plan.block_size < plan.prompt_length:
-        # V1 allocates for the whole prompt, and so takes all. V2 allocates chunk by chunk and says what it took; V1's
-        # attribute of that name is set on another object.
+        # V1 takes all. V2 allocates by chunks and says what it took; V1 sets that attribute on another object.
         said = getattr(request, "py_num_connector_matched_tokens", None)
         taken = max(0, min(said, taken)) if isinstance(said, int) else taken
     if plan.matched_tokens and not taken:
@@ -294,8 +282,7 @@ class Iteration:
         on it, and raise AttributeError, TypeError or ValueError."""
         offered, unapplied = tracked.matched_tokens, 0
         if is_first and getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered:
-            # Main asks for tokens under V1 with block reuse off, and does not apply the offer. It takes them for a
-            # load, so its position is before the computed tokens.
+            # Under V1 without block reuse, main asks for tokens but only moves its position back by them.
             unapplied = offered
         if unapplied:
             tracked.not_honoured()
@@ -315,7 +302,7 @@ class Iteration:
 
 
 def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first: bool) -> RequestProgress | None:
-    """The request's progress; None if a known request gains one token and no block, as in most iterations."""
+    """Return the request's progress; None if a known request gains one token and no block, as in most iterations."""
     position, scheduled = index(data.computed_position) + unapplied, index(data.num_scheduled_tokens)
     if not is_first and position == tracked.written_tokens and scheduled == 1 and len(data.new_block_ids) == 0:
         tracked.written_tokens += 1
@@ -342,11 +329,10 @@ def _progress_of(tracked: TrackedRequest, data: Any, unapplied: int, *, is_first
 
 
 def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size: int) -> int:
-    """The tokens of an ended request that its workers can save; `block_ids` are those that the engine names at the end.
+    """Return how many tokens of an ended request the workers can save; `block_ids` are the engine's at its end.
 
-    0 for a request that ended while it was paused: its blocks are another request's. Raises ValueError if the engine
-    names other blocks than the workers know.
-    """
+    A request that ended while paused gives 0: its blocks are another request's. Raises ValueError for other blocks than
+    the workers know."""
     if tracked.intent is None or not tracked.is_followed or len(block_ids) == 0:
         return 0
     tokens = min(tracked.written_tokens, tracked.intent.max_tokens)
@@ -357,10 +343,9 @@ def savable_tokens(tracked: TrackedRequest, block_ids: Sequence[int], block_size
 
 
 def donor_generation(tracked: TrackedRequest) -> int | None:
-    """The generation of the donor that an ended request leaves; None if it must leave none.
+    """Return the generation of the donor that an ended request leaves; None if it must leave none.
 
-    KV after moved KV is kept only if the check of its plan has left evidence. A dropped plan's KV was computed again.
-    """
+    KV after moved KV is kept only with evidence of the plan's check. A dropped plan's KV was computed again."""
     if tracked.intent is None or not tracked.intent.generation:
         return 0
     if tracked.load_failed or tracked.evidence is None:
@@ -369,7 +354,7 @@ def donor_generation(tracked: TrackedRequest) -> int | None:
 
 
 def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
-    """The outcome of a request, with the reason if reuse was declined in full or in part."""
+    """Return a request's outcome, with the reason if reuse was declined in full or in part."""
     plan, evidence = tracked.plan, tracked.evidence
     if tracked.forward_failed:
         return Outcome.COLD_FALLBACK if plan is None else Outcome.BACKEND_DECLINED_REUSE, "forward_failed"
@@ -390,7 +375,7 @@ def outcome_of(tracked: TrackedRequest) -> tuple[Outcome, str | None]:
 
 
 def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport:
-    """The report of a request under the engine's `policy`, as far as its reuse is known by now."""
+    """Return the report of a request under the engine's `policy`, as far as its reuse is known by now."""
     outcome, reason = outcome_of(tracked)
     report = ReuseReport(
         outcome=outcome.value,
@@ -412,7 +397,6 @@ def report_of(tracked: TrackedRequest, policy: str | None = None) -> ReuseReport
 
 
 def _with_reuse(report: ReuseReport, plan: SemanticKvPlan, evidence: CheckEvidence | None) -> ReuseReport:
-    """The report with what became of the plan's spans."""
     offered, exact = plan.reused_tokens, plan.exact_tokens
     report = replace(report, offered_tokens=offered)
     if not plan.is_checked:
