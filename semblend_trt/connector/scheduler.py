@@ -1,8 +1,7 @@
 """The connector's scheduler half: rank 0 decides, every rank obeys.
 
-No method raises into the engine: an exception in a leader call would leave the other ranks waiting in the broadcast.
-A failure becomes a counted refusal, and the request is served cold.
-"""
+No method raises into the engine, because the other ranks would wait in the broadcast. If a method fails, the connector
+counts it and the request is served cold."""
 
 from __future__ import annotations
 
@@ -48,10 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
-    """Looks donors up, plans their reuse, and decides which finished requests become donors.
-
-    `outcomes` counts how every request ended.
-    """
+    """Looks donors up, plans their reuse, and picks requests that become donors. `outcomes` counts how requests
+    ended."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -89,13 +86,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @property
     def _engine(self) -> EngineSpec:
-        """The engine, as it is now described."""
         return from_llm_args(self._llm_args)
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
-        """Build what look-ups need once the caches are registered, so that no request waits for files. The worker calls
-        it too, because older versions of TensorRT-LLM do not."""
+        """Build what look-ups need, so that no request waits for files. The worker calls it where TensorRT-LLM does
+        not."""
         if self._standing_refusal() is None:
             self._serve()
 
@@ -182,7 +178,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def take_commands(self) -> OffloadCommands | None:
-        """What the tiers are to do and no metadata has said yet; None before the first look-up."""
+        """Return the tiers' commands that no metadata has carried yet; None before the first look-up."""
         return None if self.donor_index is None else self.donor_index.offload.take_commands()
 
     @property
@@ -196,12 +192,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return None if self._standing_refusal() is not None else self._serve().namespace
 
     def plan_of(self, request_id: int) -> SemanticKvPlan | None:
-        """The plan of a request that is running; None without one."""
+        """Return the plan of a running request; None without one."""
         tracked = self._requests.get(request_id)
         return None if tracked is None else tracked.plan
 
     def forget_donors(self) -> None:
-        """Reuse nothing that was computed until now. Running requests keep what they were given."""
+        """Reuse nothing that was computed until now. Running requests keep what they have."""
         self.take_events()
         if self._lookup is not None:
             self._lookup.forget_donors()
@@ -222,7 +218,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         self._metrics.weights_changed()
 
     def reuse_of(self, request_id: int) -> ReuseReport | None:
-        """What reuse did for a request that is running or ended recently; None for an unknown one."""
+        """Return what reuse did for a request that runs or ended recently; None for an unknown one."""
         report = self.outcomes.of(request_id)
         if (tracked := self._requests.get(request_id)) is not None:
             self.take_events()
@@ -261,7 +257,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._refusal or self._runtime.refusal or registered
 
     def _serve(self) -> Lookup:
-        """What look-ups need of the registered caches; built once."""
         pool = self._runtime.pool
         assert self._facts is not None
         assert pool is not None
@@ -278,8 +273,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         return self._lookup
 
     def take_events(self) -> None:
-        """Take the runtime's waiting events: donors that are held now, evidence of checks, loads that failed, and
-        changed weights."""
+        """Take the runtime's waiting events: saved donors, evidence of checks, failed loads, and changed weights."""
         self._follow_weights()
         if self.donor_index is not None:
             self.donor_index.take_events(self._runtime.offload_events)
@@ -345,13 +339,12 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.is_followed = False
 
     def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Note whose blocks these are. Blocks after the engine's own prefix belong to this request alone: requests that
-        had them have ended, even if the engine does not say so.
+        """Note whose blocks these are. Blocks after the engine's prefix cache are this request's alone: earlier holders
+        have ended.
 
-        The engine copies its own part of the tokens into the first of them, beside the stream of its forwards. If it
-        does not hold what is saved, a save may still read from that block. An engine that has named no part of a block
-        yet may copy without naming it.
-        """
+        The engine copies a part of its prefix into the first own block, beside the stream of its forwards. If it does
+        not hold saved blocks, a save may still read there. An engine that has named no part of a block yet may copy
+        without naming it."""
         shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
         for ended in self._requests.displaced(block_ids[shared:], tracked):
