@@ -1,9 +1,8 @@
-"""The connector's worker half, on every rank: places donors' KV before the forward, and keeps finished requests' KV
-after it.
+"""The connector's worker half, on every rank: places donors' KV before the forward, and keeps finished requests' KV.
 
 It decides nothing: plans and commands arrive in the metadata, so that all ranks do the same. TensorRT-LLM asks for the
-saves of ended requests before it sends the next metadata: rank 0 then hands on what the scheduler decided at their end.
-"""
+saves of ended requests before it sends the next metadata: rank 0 then hands on what the scheduler decided at their
+end."""
 
 from __future__ import annotations
 
@@ -42,10 +41,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _FollowedRequest:
-    """Blocks and written tokens of a running request that may become a donor.
+    """A running request that may become a donor.
 
-    `iteration` is the last one that it was part of; `is_whole`: no forward failed that was to write its tokens.
-    """
+    `iteration`: the last one that it was part of. `is_whole`: no forward failed that was to write its tokens."""
 
     block_ids: list[int] = field(default_factory=list)
     written_tokens: int = 0
@@ -54,12 +52,11 @@ class _FollowedRequest:
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
-    """When `start_load_kv` returns, loads are ordered before what follows on the given stream, unless the engine
-    wrapper waits layer by layer. The layer hooks do nothing, because CUDA-graph replay skips them.
+    """Orders loads before what follows on the stream of `start_load_kv`, unless the engine wrapper waits layer by
+    layer.
 
-    `facts` are those of the model, None for one that is refused. `store` holds the donors; it exists, as do `loader`
-    and `saver`, once the caches are registered. `transfers` move donors to disk; None without a disk tier.
-    """
+    The layer hooks do nothing, because CUDA-graph replay skips them. `facts` are None for a refused model. `store`,
+    `loader` and `saver` exist once the caches are registered, `transfers` only with a disk tier."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -87,15 +84,13 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
 
     @property
     def _engine(self) -> EngineSpec:
-        """The engine, as it is now described."""
         return from_llm_args(self._llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor | None, refusal: str | None = None) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.
 
-        `refusal` is this rank's; what one rank refuses, all refuse. Raises ConfigurationError if a rank cannot get the
-        memory that was asked for, for the tiers or for staging.
-        """
+        What one rank refuses, all refuse. Raises ConfigurationError if a rank cannot get the memory for tiers or
+        staging."""
         runtime, failure = self._runtime, None
         runtime.refusal = runtime.refusal or refusal
         join_ranks(runtime, self._engine.ranks)
@@ -111,8 +106,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             scheduler.wait_for_initialization()
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Take the pool as the V2 cache manager describes it. Several layer groups, and KV that is dropped outside of a
-        window, are refused by name."""
+        """Take the V2 cache manager's pool; refuse several layer groups, and KV dropped outside of a window, by
+        name."""
         pool, self._holds_saved_blocks = None, True
         try:
             refusal = layout_refusal(layout, self._engine)
@@ -143,8 +138,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         runtime.pool = PoolFacts(geometry, pool.shape[0], pool.dtype, scales, facts.chunk, holds)
 
     def _kv_scales(self) -> str | None:
-        """For a worker that knows its engine: a digest of the scales of its fp8 cache, None if they are not known. The
-        contract does not name them."""
+        """Return a digest of the fp8 cache's scales if the worker knows them; the contract does not name them."""
         logger.warning(
             "KV reuse is off: nothing tells the scales of the fp8 cache; set connector_module to %s", WRAPPER_MODULE
         )
@@ -156,8 +150,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def start_load_kv(self, stream: torch.cuda.Stream | None) -> None:
         """Apply the bound metadata: drop and offload donors, follow blocks, and place plans' spans on `stream`.
 
-        With several ranks, one that cannot place its part of a plan keeps all of them from using it.
-        """
+        With several ranks, one that cannot place its part of a plan keeps all of them from using it."""
         runtime = self._runtime
         if self._completed_iteration != self._iteration:
             # The last forward failed: what it wrote is unknown, and its blocks may be another request's already.
@@ -188,8 +181,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """End this iteration's loads, and note that its forward has completed: engines call this only after a completed
-        forward. Saves are not waited for."""
+        """End the iteration's loads, and note that its forward has completed: engines call this only then. Waits for no
+        save."""
         self._runtime.readiness.join(stream)
         self._completed_iteration = self._iteration
         self._runtime.is_forward_open = False
@@ -197,12 +190,11 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Start moves between the tiers, and saves of the requests handed in. Return those whose save has ended, on
-        every rank if there are several. Waits for no transfer.
+        """Start moves between tiers, and saves of the requests handed in. Return those whose save has ended on every
+        rank.
 
-        If the engine does not hold what is saved, one request is named a call: some engines never give the blocks of a
-        second one back.
-        """
+        Waits for no transfer. If the engine does not hold saved blocks, a call names one request: some engines never
+        give a second one's blocks back."""
         runtime, ended_saves = self._runtime, self._runtime.ended_saves
         if any(request_id not in self._to_save for request_id in finished_gen_req_ids):
             # What rank 0's scheduler decided since the last metadata; every rank asks for the same requests.
@@ -323,7 +315,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         block_size, known = self._runtime.pool.geometry.block_size, set[int]()
         tokens = min(followed.written_tokens, intent.max_tokens)
         for block in followed.block_ids:
-            # A block that is no row of the pool (-1 would be another request's) or comes twice ends what can be saved.
+            # A block outside of the pool (-1 would be another request's), or one that comes twice, ends the save.
             if not 0 <= block < self._runtime.pool.num_blocks or block in known:
                 tokens = min(tokens, len(known) * block_size)
                 break
