@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An engine runs at most a few thousand requests; older ones ended on an error path that does not report.
+# An engine runs at most a few thousand sequences; older ones ended on an error path that does not report.
 MAX_TRACKED_REQUESTS = 4096
-# A cancelled request may just disappear (1.2 and later). One that is given up too early becomes no donor.
+# Requests run in most iterations; a cancelled one may vanish (1.2 and later). Giving up too early only costs a donor.
 MAX_SILENT_ITERATIONS = 32
 # Reasons under which runs that were found could not have helped.
 _NOTHING_TO_REUSE = frozenset({"no_donor_match", "short_prompt"})
@@ -72,8 +72,8 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     """Return `bound` as metadata; None if nothing of this version is bound.
 
     Metadata that no scheduler of this version sends counts as the fault `metadata`, and ends reuse: two versions would
-    decide differently. Raises DonorUnavailableError if it holds plans: no rank would place the tokens that the engine
-    skips."""
+    decide differently. Raises DonorUnavailableError if it holds plans, whose tokens the engine skips and no rank would
+    place."""
     if bound is None or (wrong := _wrong_in(bound)) is None:
         return cast("SemBlendConnectorMetadata | None", bound)
     logger.error(
@@ -184,8 +184,8 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
         """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
 
-        The engine issued a forward after those loads. If `last_failed`, its requests have ended, even if the engine
-        does not say so."""
+        The engine issued a forward after those loads. If it `last_failed`, the requests in it have ended, even if the
+        engine does not say so."""
         ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
         for request in ended:
             request.forward_failed = True
@@ -282,7 +282,7 @@ class Iteration:
         on it, and raise AttributeError, TypeError or ValueError."""
         offered, unapplied = tracked.matched_tokens, 0
         if is_first and getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered:
-            # Under V1 without block reuse, main asks for tokens but only moves its position back by them.
+            # Under V1 without block reuse main does not apply the offer, and its position is before the offered tokens.
             unapplied = offered
         if unapplied:
             tracked.not_honoured()
