@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
-    """Looks donors up, plans their reuse, and picks requests that become donors. `outcomes` counts how requests
-    ended."""
+    """Look donors up, plan their reuse, and pick new donors; `outcomes` counts how requests ended."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -90,8 +89,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
 
     @never_raises(lambda: None)
     def wait_for_initialization(self) -> None:
-        """Build what look-ups need, so that no request waits for files. The worker calls it where TensorRT-LLM does
-        not."""
+        """Build what look-ups need: no request may wait for files. The worker calls it too, for older TensorRT-LLM."""
         if self._standing_refusal() is None:
             self._serve()
 
@@ -339,12 +337,11 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
                 tracked.is_followed = False
 
     def _take_over(self, tracked: TrackedRequest, block_ids: Sequence[int], lookup: Lookup) -> None:
-        """Note whose blocks these are. Blocks after the engine's prefix cache are this request's alone: earlier holders
-        have ended.
+        """Note whose blocks these are. Requests that had blocks after the engine's own prefix have ended.
 
-        The engine copies a part of its prefix into the first own block, beside the stream of its forwards. If it does
-        not hold saved blocks, a save may still read there. An engine that has named no part of a block yet may copy
-        without naming it."""
+        The engine copies a part of its prefix into the request's first own block, beside the stream of its forwards. If
+        it does not hold saved blocks, a save may still read there. An engine that has named no part of a block yet may
+        copy without naming it."""
         shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
         for ended in self._requests.displaced(block_ids[shared:], tracked):
