@@ -1,8 +1,7 @@
 """The connector's worker half, on every rank: places donors' KV before the forward, and keeps finished requests' KV.
 
 It decides nothing: plans and commands arrive in the metadata, so that all ranks do the same. TensorRT-LLM asks for the
-saves of ended requests before it sends the next metadata: rank 0 then hands on what the scheduler decided at their
-end."""
+saves of ended requests before it sends the next metadata: rank 0 then hands on what the scheduler decided."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class _FollowedRequest:
 
 
 class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
-    """Orders loads before what follows on the stream of `start_load_kv`, unless the engine wrapper waits layer by
-    layer.
+    """Order loads before what follows on the stream of `start_load_kv`, unless the engine wrapper waits by layer.
 
     The layer hooks do nothing, because CUDA-graph replay skips them. `facts` are None for a refused model. `store`,
     `loader` and `saver` exist once the caches are registered, `transfers` only with a disk tier."""
@@ -89,8 +87,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor | None, refusal: str | None = None) -> None:
         """Take the pool, [blocks, layers, 2, kv_heads * block_size * head_dim]; refuse any other layout by name.
 
-        What one rank refuses, all refuse. Raises ConfigurationError if a rank cannot get the memory for tiers or
-        staging."""
+        What one rank refuses, all refuse. Raises ConfigurationError if a rank lacks the memory for tiers or staging."""
         runtime, failure = self._runtime, None
         runtime.refusal = runtime.refusal or refusal
         join_ranks(runtime, self._engine.ranks)
@@ -106,8 +103,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             scheduler.wait_for_initialization()
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Take the V2 cache manager's pool; refuse several layer groups, and KV dropped outside of a window, by
-        name."""
+        """Take the V2 cache manager's pool. Refuse by name several layer groups, or KV dropped outside a window."""
         pool, self._holds_saved_blocks = None, True
         try:
             refusal = layout_refusal(layout, self._engine)
@@ -181,8 +177,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """Nothing to do: KV is saved when its request has finished."""
 
     def wait_for_save(self, stream: torch.cuda.Stream | None) -> None:
-        """End the iteration's loads, and note that its forward has completed: engines call this only then. Waits for no
-        save."""
+        """End the loads and note a completed forward: engines call this only after one. Waits for no save."""
         self._runtime.readiness.join(stream)
         self._completed_iteration = self._iteration
         self._runtime.is_forward_open = False
@@ -190,8 +185,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Start moves between tiers, and saves of the requests handed in. Return those whose save has ended on every
-        rank.
+        """Start moves between tiers, and saves of ended requests; return those whose save has ended on every rank.
 
         Waits for no transfer. If the engine does not hold saved blocks, a call names one request: some engines never
         give a second one's blocks back."""
@@ -274,7 +268,6 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             self._runtime.refusal = self._runtime.refusal or "kv_scales"
 
     def _have_scales_changed(self) -> bool:
-        """True if an fp8 cache is stored by other scales now, or by unknown ones."""
         pool = self._runtime.pool
         return pool is not None and pool.scales is not None and self._kv_scales() != pool.scales
 
