@@ -1,8 +1,7 @@
 """What the scheduler, the worker and the engine wrapper of one engine in one process share.
 
-TensorRT-LLM builds both connector classes from the same `llm_args` and gives them no other way to meet, so the
-runtime is found by the identity of that object.
-"""
+TensorRT-LLM builds both connector classes from one `llm_args` and gives them no other way to meet, so the runtime is
+found by that object's identity."""
 
 from __future__ import annotations
 
@@ -35,51 +34,48 @@ logger = logging.getLogger(__name__)
 
 
 class ActivePlans:
-    """The plans of the running iteration, by request id: written by the worker, read by the engine wrapper.
+    """The plans of the running iteration, by request id: the worker writes them, and the engine wrapper reads them.
 
     A plan is *pending* from `put` until the forward that executes it takes it. Its publication limit outlives the plan:
-    blocks written by the request stay approximate until the engine has released them. Any thread may call.
-    """
+    the request's blocks stay approximate until the engine has released them. Any thread may call."""
 
     def __init__(self) -> None:
         self._pending: dict[int, SemanticKvPlan] = {}
         self._exact_tokens: dict[int, int] = {}
 
     def put(self, plan: SemanticKvPlan) -> None:
-        """Notes the plan's publication limit, and makes a plan for the wrapper pending (loads are idempotent)."""
+        """Note the plan's publication limit, and make a plan for the wrapper pending (loads are idempotent)."""
         if plan.execution.mode is EngineMode.WRAPPER:
             self._pending[plan.request_id] = plan
         if not plan.is_exact:
             self._exact_tokens[plan.request_id] = plan.exact_token_count
 
     def take(self, request_id: int) -> SemanticKvPlan | None:
-        """Returns the pending plan and removes it: a plan is executed by one forward only."""
+        """Remove and return the pending plan: one forward alone executes it."""
         return self._pending.pop(request_id, None)
 
     def take_all(self, request_ids: Iterable[int]) -> dict[int, SemanticKvPlan]:
-        """The pending plans of these requests, removed as by `take`."""
+        """Remove and return the pending plans of these requests."""
         return {each: plan for each in request_ids if (plan := self.take(each)) is not None}
 
     def publishable(self, request_id: int, tokens: int) -> int:
-        """The number of the request's first `tokens` tokens that may enter the engine's reuse tree.
+        """Return how many of the request's first `tokens` tokens may enter the engine's prefix cache.
 
         KV that attended to approximate KV is approximate too. So the limit is the first position that a cold run would
-        have computed otherwise, for the prompt, the generated tokens and a late release. Only whole blocks below it may
-        be published: the block in which the exact part ends also holds approximate KV.
-        """
+        compute otherwise, for prompt, generated tokens and a late release. Only whole blocks below it may be published:
+        the block in which the exact part ends also holds approximate KV."""
         return min(tokens, self._exact_tokens.get(request_id, tokens))
 
     def withholds(self, request_id: int) -> bool:
-        """True when some of the request's KV may not be published; for managers that publish all of it or nothing."""
+        """True if some of the request's KV may not be published; for managers that publish all of it or nothing."""
         return request_id in self._exact_tokens
 
     def lift_limit(self, request_id: int) -> None:
-        """Forgets the limit, since the running forward computes all that the plan had placed."""
+        """Forget the limit, since the running forward computes all that the plan had placed."""
         self._exact_tokens.pop(request_id, None)
 
     def released(self, request_id: int) -> None:
-        """Call it once the engine has freed the request's blocks. Its id may then be used again; a plan that no forward
-        has run is forgotten too."""
+        """Forget plan and limit once the engine has freed the request's blocks: its id may then be used again."""
         self.take(request_id)
         self.lift_limit(request_id)
 
@@ -97,13 +93,11 @@ _values: Callable[[Any], Iterable[torch.Tensor | None]] = dict.values
 
 
 class Weights:
-    """The parameters and buffers of one model on one rank. Training loops and hot updates write them in place, and KV
-    belongs to the weights that it was computed with.
+    """The parameters and buffers of one model on one rank. KV belongs to the weights that it was computed with.
 
-    `have_changed` compares contents only if something points to a write: the end of a tensor, another address, a higher
-    write count of torch (`Tensor._version`), or a call of `suspect`. A write through `Tensor.data` or a raw pointer
-    raises no count, so every engine call that may write weights must call `suspect`.
-    """
+    Training loops and hot updates write weights in place. `have_changed` compares contents only after a hint: a
+    tensor's end, another address, a higher write count of torch (`Tensor._version`), or `suspect`. A write through
+    `Tensor.data` or a raw pointer raises no count, so every engine call that may write weights must call `suspect`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Read all weights once. Raises RuntimeError or TypeError for tensors without an address."""
@@ -119,7 +113,7 @@ class Weights:
         return self._digest == self._first
 
     def suspect(self) -> None:
-        """Have the next `have_changed` compare contents: a call that may write weights has been made."""
+        """Have the next `have_changed` compare contents: a call may have written weights."""
         if not self._is_suspect:
             self._is_suspect, self._was_reset = True, False
 
@@ -130,8 +124,7 @@ class Weights:
     def have_changed(self) -> bool:
         """Return True once for every change of contents. Raises nothing: what cannot be read counts as changed.
 
-        After a change `prefix_is_stale` until the engine's prefix cache is reset: it holds KV of the weights before.
-        """
+        After a change `prefix_is_stale` until the engine's prefix cache is reset: it holds KV of the weights before."""
         if not self._is_suspect:
             with suppress(RuntimeError, TypeError):  # a new tensor has no address or count
                 if self._shown() == self._seen:
@@ -149,7 +142,6 @@ class Weights:
         return changed
 
     def _watch(self) -> None:
-        """Note what each tensor shows now."""
         modules = list(self._model.modules())
         self._held = [each for module in modules for each in (module._parameters, module._buffers) if each]
         tensors = self._tensors()
@@ -175,12 +167,11 @@ class Weights:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Return a digest of the names, dtypes, shapes and bytes of all parameters and buffers, in hex.
+    """Return a digest of the names, dtypes, shapes and bytes of all parameters and buffers, in hex. Waits for the
+    device.
 
-    Contents enter as sums of 4-byte words times pseudo-random factors (multilinear hashing: Carter and Wegman, 1979),
-    which a card computes at the speed of its memory. Two models differ with probability 1 - 2^-32 or more.
-    Waits for the device.
-    """
+    Contents enter as sums of 4-byte words times pseudo-random factors (multilinear hashing: Carter and Wegman, 1979). A
+    card computes those at the speed of its memory. Two models differ with probability 1 - 2^-32 or more."""
     digest, factors = hashlib.blake2b(digest_size=16), dict[torch.device, torch.Tensor]()
     with torch.inference_mode():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -190,7 +181,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> torch.Tensor:
-    """One sum for each chunk, int64 [chunks]."""
+    """Return one sum for each chunk, int64 [chunks]."""
     if tensor.is_meta or not tensor.numel():
         return torch.empty(0, dtype=torch.int64)
     if tensor.device not in factors:
@@ -221,23 +212,13 @@ def _held_weakly(name: str) -> Any:
 
 @dataclass(slots=True)
 class Runtime:
-    """Shared state of one engine; `engine` is the embedded one, and `scheduler` the connector's, None without one.
+    """Shared state of one engine; `engine` is the embedded one, and `scheduler` rank 0's half of the connector.
 
-    `mode` and `publication_guard` are set by the wrapper when it attaches; `pool` by the worker when the caches are
-    registered, and stays None when it refuses their layout (`refusal` then says why). `ranks` share the model; rank 0
-    alone has a scheduler.
-
-    The newest MAX_EVENTS of each kind wait for the scheduler: the worker's `saved` and `failed_loads`, the wrapper's
-    `evidence` of every plan whose check ran, and the tiers' `offload_events`. `disk` links the tiers to the scheduler
-    while the disk tier is open. `ended_saves` are requests whose end the engine does not know yet.
-
-    `faults` counts calls of the engine that could not be answered, by name. `readiness` says which layers of the
-    running loads are in the pool. `is_forward_open` from the start of an iteration's loads until the worker hears that
-    its forward has completed. A forward that failed leaves it open.
-
-    `weights` are the model's (`connector/weights.py`), None where the worker does not know the model. `weights_changes`
-    counts how often they have changed.
-    """
+    The wrapper sets `mode` and `publication_guard` when it attaches. The worker sets `pool`; if it refuses the caches,
+    `refusal` says why. The newest MAX_EVENTS of `saved`, `failed_loads`, `evidence` and `offload_events` wait for the
+    scheduler. `ended_saves` are requests whose end the engine does not know yet. `disk` is None while the disk tier is
+    closed. `faults` counts failed calls of the engine by name. `is_forward_open` stays set if a forward fails.
+    `weights` is None if the worker does not know the model; `weights_changes` counts their changes."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
     readiness: LayerReadiness = field(default_factory=LayerReadiness)
@@ -263,20 +244,20 @@ class Runtime:
     scheduler = _held_weakly("_scheduler")
 
     def check_weights(self) -> None:
-        """Count a change of the model's weights, if there has been one since the last call."""
+        """Count a change of the model's weights since the last call."""
         if self.weights is not None and self.weights.have_changed():
             logger.warning("the model's weights have changed: what was computed with the weights before is dropped")
             self.weights_changes += 1
 
     def note_evidence(self, evidence: CheckEvidence) -> None:
-        """Keeps evidence for the scheduler. A dropped plan's KV was written over, so its request is exact again."""
+        """Keep evidence for the scheduler. A dropped plan's KV was written over, so its request is exact again."""
         self.evidence.append(evidence)
         if evidence.is_dropped:
             self.active_plans.lift_limit(evidence.request_id)
 
     def saves_ended(self) -> None:
-        """Has the scheduler take the waiting events, on the engine's thread: an idle engine does not call the
-        scheduler. A rank without a scheduler drops them. Raises nothing."""
+        """Have the scheduler take the waiting events: an idle engine does not call it. Other ranks drop them. Raises
+        nothing."""
         if self.ranks.rank:
             for waiting in (self.saved, self.failed_loads, self.evidence, self.offload_events):
                 waiting.clear()
@@ -294,10 +275,9 @@ _runtimes: dict[int, Runtime] = {}
 
 
 def runtime_for(llm_args: Any) -> Runtime:
-    """Returns the runtime of the engine that `llm_args` describes, the same one for the same object.
+    """Return the runtime of the engine that `llm_args` describes, the same one for the same object.
 
-    Raises TypeError when `llm_args` cannot be weakly referenced, because its runtime would then outlive the engine.
-    """
+    Raises TypeError if `llm_args` cannot be weakly referenced, because its runtime would then outlive the engine."""
     key = id(llm_args)
     with _lock:
         runtime = _runtimes.get(key)
