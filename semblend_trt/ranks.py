@@ -1,8 +1,7 @@
 """Ranks: how the processes that share one model agree.
 
 Rank 0 decides, or all ranks decide alike from values that each has given. All ranks must make the same calls in the
-same order: a rank that leaves a call out, or makes one more, keeps the others waiting.
-"""
+same order: a rank that leaves a call out, or makes one more, keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -28,23 +27,23 @@ class Ranks:
     size = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks; they must be picklable."""
+        """Return the values of all ranks in their order; they must be picklable."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, which must be picklable; the others' is ignored."""
+        """Return rank 0's value, which must be picklable; the others' is ignored."""
         return value
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The smallest number at each index over all ranks, which give equally many."""
+        """Return the smallest number at each index over all ranks."""
         return list(values)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in the order of the ranks: every rank gets the same bits."""
+        """Return the sum over the ranks, in their order: every rank gets the same bits."""
         return tensor
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, written over `tensor`: the quick form, for activations."""
+        """Return the sum over the ranks, written over `tensor`: the quick form, for activations."""
         return tensor
 
 
@@ -73,8 +72,7 @@ class EngineRanks(Ranks):
 class TorchRanks(Ranks):
     """The ranks of this process's `torch.distributed` group; all of them must build this at the same point.
 
-    Tensors go through the group itself, by NCCL on a card. Other values go over Gloo, because they lie on the host.
-    """
+    Tensors go through the group itself, by NCCL on a card. Other values go over Gloo, because they lie on the host."""
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
@@ -106,8 +104,7 @@ class TorchRanks(Ranks):
 
 
 def joined_ranks(size: int) -> Ranks | None:
-    """The `size` ranks that this process has joined; None when it has joined no group of `torch.distributed`, or one of
-    another size."""
+    """Return the ranks that this process has joined in `torch.distributed`; None if their number is not `size`."""
     if size == 1:
         return Ranks()
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == size:
@@ -116,11 +113,10 @@ def joined_ranks(size: int) -> Ranks | None:
 
 
 def ranks_of(size: int) -> Ranks | None:
-    """The `size` tensor-parallel ranks of the engine; None when they have no way to talk to one another.
+    """Return the engine's `size` tensor-parallel ranks; None if they have no way to talk to one another.
 
-    They talk through `torch.distributed` where the engine has joined its processes there, else through the MPI
-    functions that TensorRT-LLM's own connector manager uses (`tensorrt_llm/_utils.py`, 1.1 to main).
-    """
+    If the engine has joined its processes there, they talk through `torch.distributed`. Else they use the MPI functions
+    of TensorRT-LLM's own connector manager (`tensorrt_llm/_utils.py`, 1.1 to main)."""
     if (joined := joined_ranks(size)) is not None:
         return joined
     with suppress(ImportError, AttributeError):
@@ -133,11 +129,9 @@ def ranks_of(size: int) -> Ranks | None:
 def agree_on_loads(
     ranks: Ranks, plans: Sequence[SemanticKvPlan], failures: dict[int, Exception], weights_changes: int
 ) -> tuple[dict[int, Exception], int]:
-    """The plans that no rank may use because at least one could not place its part, each with the error known here; and
-    the most changes of weights that any rank has seen.
+    """Return the plans that no rank may use, each with the error known here, and the most weights changes of any rank.
 
-    `failures` and `weights_changes` are this rank's. Keys are indices into `plans`, which are the same on every rank.
-    """
+    One rank that cannot place its part is enough. Keys are indices into `plans`, which are the same on every rank."""
     if not plans:
         return failures, weights_changes
     *placed, changes = ranks.least([*(index not in failures for index in range(len(plans))), -weights_changes])
