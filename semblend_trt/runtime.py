@@ -167,8 +167,7 @@ class Weights:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Return a digest of the names, dtypes, shapes and bytes of all parameters and buffers, in hex. Waits for the
-    device.
+    """Return a digest of names, dtypes, shapes and bytes of all parameters and buffers, in hex. Waits for the device.
 
     Contents enter as sums of 4-byte words times pseudo-random factors (multilinear hashing: Carter and Wegman, 1979). A
     card computes those at the speed of its memory. Two models differ with probability 1 - 2^-32 or more."""
@@ -256,7 +255,7 @@ class Runtime:
             self.active_plans.lift_limit(evidence.request_id)
 
     def saves_ended(self) -> None:
-        """Have the scheduler take the waiting events: an idle engine does not call it. Other ranks drop them. Raises
+        """Have the scheduler take waiting events: an idle engine does not call it. Other ranks drop them. Raises
         nothing."""
         if self.ranks.rank:
             for waiting in (self.saved, self.failed_loads, self.evidence, self.offload_events):
