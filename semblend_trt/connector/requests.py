@@ -72,8 +72,7 @@ def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetad
     """Return `bound` as metadata; None if nothing of this version is bound.
 
     Metadata that no scheduler of this version sends counts as the fault `metadata`, and ends reuse: two versions would
-    decide differently. Raises DonorUnavailableError if it holds plans, whose tokens the engine skips and no rank would
-    place."""
+    decide differently. Raises DonorUnavailableError if it holds plans, because no rank would place their tokens."""
     if bound is None or (wrong := _wrong_in(bound)) is None:
         return cast("SemBlendConnectorMetadata | None", bound)
     logger.error(
@@ -184,8 +183,8 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
         """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
 
-        The engine issued a forward after those loads. If it `last_failed`, the requests in it have ended, even if the
-        engine does not say so."""
+        The engine issued a forward after those loads. If it `last_failed`, its requests have ended, even if the engine
+        is silent."""
         ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
         for request in ended:
             request.forward_failed = True
