@@ -1,8 +1,7 @@
 """The files of a model: where they are, and their digests.
 
-Several threads read them, and read a file again only if it has changed: digests are kept between processes in a folder
-that only this user can write.
-"""
+Several threads read them, and read a file again only if it has changed: processes share digests in a folder that only
+this user can write."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """The state of what `path` links to. Raises OSError, also for what is no regular file."""
+        """Return the state of what `path` links to. Raises OSError, also for what is no regular file."""
         resolved = os.path.realpath(path)
         found = os.stat(resolved)
         if not stat.S_ISREG(found.st_mode):
@@ -70,11 +69,10 @@ class FileState:
 
 
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
-    """SHA-256 over names and every byte of the files, in any order; hex.
+    """Return SHA-256 over names and every byte of the files, in any order; hex.
 
-    The digest of an unchanged file is taken from this process' memory or from `cache`. Raises OSError if a file cannot
-    be read, or changes meanwhile.
-    """
+    This process' memory or `cache` gives an unchanged file's digest. Raises OSError if a file cannot be read, or
+    changes meanwhile."""
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
         digests = dict[FileState, str]()
@@ -95,7 +93,7 @@ def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None)
 
 
 def _read(states: Sequence[FileState]) -> list[str]:
-    """The digest of each file: SHA-256 over its size and the digests of its chunks."""
+    """Return the digest of each file: SHA-256 over its size and the digests of its chunks."""
     chunks = [(state, start) for state in states for start in range(0, state.size, CHUNK_BYTES)]
     trees = {state: hashlib.sha256(f"{CHUNK_BYTES}:{state.size}\n".encode()) for state in states}
     logger.info("%.1f GB of the model's files are read for their digest", sum(state.size for state in states) / 1e9)
@@ -128,22 +126,20 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class DigestCache:
     """Digests in `folder`, one small file for each file that was read; the folder has mode 700, its files 600.
 
-    A folder or an entry of another user, or that others can write, is not used. Nothing raises: what cannot be read or
-    kept is computed again.
-    """
+    A folder or an entry that others own or can write is not used. Nothing raises: what cannot be read or kept is
+    computed again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @classmethod
     def from_setting(cls, path: Path | None) -> DigestCache | None:
-        """The cache that SEMBLEND_DIGEST_CACHE names, by default in the user's cache folder. None for `off`, and
-        without a home."""
+        """Return the cache of SEMBLEND_DIGEST_CACHE, or of `user_folder`. None for `off`, and without a home."""
         path = path or user_folder()
         return None if path is None or str(path) == "off" else cls(path)
 
     def find(self, state: FileState) -> str | None:
-        """The digest of the file in this very state, None if it is not known."""
+        """Return the digest of the file in this very state, None if it is not known."""
         try:
             with (
                 self._opened() as folder,
@@ -188,7 +184,7 @@ class DigestCache:
 
 
 def user_folder() -> Path | None:
-    """The folder of digests by default; None without a home."""
+    """Return the folder of digests by default; None without a home."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     path = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))
     return path / "semblend-trt" if path.is_absolute() else None
@@ -228,7 +224,7 @@ def is_local(model: str | Path) -> bool:
 
 
 def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
-    """The directory of `model`'s files on this machine: its own, or the hub cache's; None if there is none."""
+    """Return the directory of `model`'s files on this machine: its own, or the hub cache's; None if there is none."""
     if is_local(model):
         return Path(model)
     cached_file = imported("cached_file", "transformers.utils")
@@ -240,8 +236,9 @@ def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
 
 
 def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
-    """Digest of every byte of a model directory's weights: all that a loader may take for them, the indexes, and the
-    files that those name. Raises ConfigurationError if there are none, or one of their files cannot be read."""
+    """Return a digest of every byte of a model directory's weights, the indexes, and the files that those name.
+
+    Raises ConfigurationError if there are no weights, or one of their files cannot be read."""
     directory = Path(path)
     try:
         files = weight_files(directory)
@@ -254,7 +251,7 @@ def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """A directory's weights and their indexes by name. Raises OSError, and ConfigurationError for a broken index."""
+    """Return weights and their indexes by name. Raises OSError, and ConfigurationError for a broken index."""
     files = _files_in(directory, (*_WEIGHTS, _INDEX))
     for index in [path for name, path in files.items() if fnmatchcase(name, _INDEX)]:
         try:
@@ -268,19 +265,19 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 
 def digest_in(directory: Path, patterns: tuple[str, ...]) -> str | None:
-    """Digest of every byte of a directory's files whose names fit, None when it has none. Raises OSError."""
+    """Return a digest of every byte of a directory's files whose names fit, None if it has none. Raises OSError."""
     files = _files_in(directory, patterns)
     return digest_of_files(files) if files else None
 
 
 def file_states(directory: Path) -> dict[str, FileState]:
-    """The states of the files that make a directory's model, by name. Raises OSError and ConfigurationError."""
+    """Return the states of a directory's model files, by name. Raises OSError and ConfigurationError."""
     files = {**_files_in(directory, ("config.json", "config.*.json", *PARAMETER_FILES)), **weight_files(directory)}
     return {name: FileState.of(path) for name, path in files.items()}
 
 
 def adapter_files(place: Path) -> dict[str, Path]:
-    """The files of a LoRA adapter, which is a file or a directory. Raises OSError and ConfigurationError."""
+    """Return the files of a LoRA adapter, a file or a directory. Raises OSError and ConfigurationError."""
     if not place.is_dir():
         return {place.suffix: place}
     weights = weight_files(place)
