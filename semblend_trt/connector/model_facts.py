@@ -1,8 +1,7 @@
 """What must be known of a model before its KV may be moved: its sizes, and how its layers attend and rotate.
 
-All of it is read from the model's own configuration, as Transformers 4 or 5 understands it. What is not known to be
-safe is refused by name: a wrong rotation is worse than none.
-"""
+Its own configuration tells all of it, as Transformers 4 or 5 understands it. What is not known to be safe is refused by
+name: a wrong rotation is worse than none."""
 
 from __future__ import annotations
 
@@ -86,9 +85,8 @@ HARMLESS_FIELDS = frozenset(_HARMLESS_FIELDS.split())
 class ModelFacts:
     """Sizes of the whole model (not of one rank's shard), its layers, and the quantisation of its weights.
 
-    `groups` hold every layer once. `rope_parameters` are those of the layers that rotate, of full attention if windows
-    have others. `configuration` is a digest of everything in its configuration that can change what it computes.
-    """
+    `rope_parameters`: of the layers that rotate, of full attention if windows have others. `configuration`: a digest of
+    all that can change what the model computes."""
 
     model_type: str
     num_layers: int
@@ -119,7 +117,7 @@ class ModelFacts:
         return 1 if all(group.attention == "latent" for group in self.groups) else 2
 
     def sizes(self, ranks: int) -> KvGeometry:
-        """One rank's share of `ranks`, in blocks of one token."""
+        """Return one rank's share of `ranks`, in blocks of one token."""
         return KvGeometry(self.num_layers, max(1, self.kv_heads // ranks), self.head_dim, 1, self.kv_factor)
 
     @property
@@ -144,17 +142,16 @@ class ModelFacts:
 
     @property
     def lowest_check_layer(self) -> int:
-        """The lowest layer whose K and V can show that text far away is another one: a layer below it has full
-        attention. The number of layers if none has."""
+        """The lowest layer above one with full attention, so that its KV shows distant text; `num_layers` if none
+        has."""
         return min((group.layers[0] + 1 for group in self.groups if group.window is None), default=self.num_layers)
 
 
 def model_facts(model: str | Path, revision: str | None = None, tells_kv_scales: bool = False) -> ModelFacts:
     """Read the facts from the configuration of `model`, a directory or a hub id; a directory needs no network.
 
-    A checkpoint may ask for a quantised KV cache if the engine names its scales. Raises ConfigurationError without a
-    readable configuration, UnsupportedModelError for a model whose KV cannot be moved safely.
-    """
+    With `tells_kv_scales` a quantised KV cache is allowed. Raises ConfigurationError without a readable configuration,
+    UnsupportedModelError for a model whose KV cannot be moved safely."""
     whole, config = _load_config(model, revision)
     raw = whole
     if whole["model_type"] in _WITH_IMAGES:
@@ -201,7 +198,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any], Any]:
-    """The configuration as written and as Transformers understands it."""
+    """Return the configuration as written and as Transformers understands it."""
     config_class, auto_config = imported("PretrainedConfig"), imported("AutoConfig")
     options = {"revision": revision, "local_files_only": is_local(model)}
     try:
@@ -294,11 +291,10 @@ def _ropes(raw: dict[str, Any], config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
-    """`raw` and `config` with the RoPE of layers of one attention type alone.
+    """Return `raw` and `config` with the RoPE of layers of one attention type alone.
 
     In the old form `rope_theta` and `rope_scaling` are those of full attention, and `rope_local_base_freq` is the theta
-    of windows (Transformers, `configuration_gemma3.py`).
-    """
+    of windows (Transformers, `configuration_gemma3.py`)."""
     is_full = kind == "full_attention"
     theta, scaling = ("rope_theta", "rope_scaling") if is_full else ("rope_local_base_freq", "")
     written = raw.get("rope_parameters") or {}
@@ -312,7 +308,7 @@ def _of_attention(kind: str, raw: dict[str, Any], config: Any) -> tuple[dict[str
 
 
 def _rotations(model_type: str, config: Any, ropes: Mapping[str, dict[str, Any]], head_dim: int) -> list[RopeRotation]:
-    """The rotation of each layer, by its attention type; SmolLM3 and Llama 4 name layers that have none."""
+    """Return each layer's rotation, by its attention type; SmolLM3 and Llama 4 name layers that have none."""
     own = {kind: rope_rotation(rope, head_dim) for kind, rope in ropes.items()}
     if len(own) > 1:
         return [own[kind] for kind in config.layer_types]
@@ -347,8 +343,7 @@ def _refuse_windows(model_type: str, windows: Sequence[int | None], config: Any,
 
 
 def _quantization(raw: dict[str, Any], directory: Path | None, tells_kv_scales: bool) -> str | None:
-    """Name and digest of the weights' quantisation. Raises UnsupportedModelError if the KV is quantised by scales that
-    are not known."""
+    """Return name and digest of the weights' quantisation. Raises UnsupportedModelError for KV by unknown scales."""
     declared = dict(raw.get("quantization_config") or {})
     # ModelOpt checkpoints, which TensorRT-LLM reads, keep it in a file of its own.
     modelopt = None if directory is None else directory / "hf_quant_config.json"
@@ -379,8 +374,9 @@ def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
 
 
 def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
-    """Digest of a model's configuration without `besides` and what is known to change no KV: names, versions, and how
-    tokens are generated. An unknown field counts. The order of fields, and 1 or 1.0, do not."""
+    """Digest a model's configuration without `besides` and the fields known to change no KV.
+
+    An unknown field counts. The order of fields, and 1 or 1.0, do not."""
     harmless = HARMLESS_FIELDS | besides
     kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
