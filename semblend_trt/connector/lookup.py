@@ -37,7 +37,7 @@ MAX_ANSWER_TOKENS = 1024
 
 
 class DonorPlanner:
-    """Plans look-ups with donors that can be read at once, and decides what their requests may leave as donors."""
+    """Plan look-ups with donors that can be read at once, and decide what their requests may leave as donors."""
 
     def __init__(self, settings: Settings, pool: PoolFacts, donors: DonorIndex) -> None:
         self._settings, self._donors, self._catalog = settings, donors, donors.catalog
@@ -52,11 +52,10 @@ class DonorPlanner:
         )
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
-        """Plan a lookup and lease every donor of the plan. If a donor cannot be leased, plan without it, as often as
-        the deadline allows.
+        """Plan a look-up and lease every donor of the plan. If a lease fails, plan without it while the deadline
+        allows.
 
-        If a plan with donors on disk would reuse more, they are fetched: a later lookup finds them in memory.
-        """
+        If a plan with donors on disk would reuse more, fetch them: a later look-up finds them in memory."""
         deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens))
         excluded, on_disk, reused_with_disk = frozenset[str](), list[str](), 0
         planned, leases = Planned(plan=None, outcome_reason="donor_unavailable", runs_found=0), list[Lease]()
@@ -92,12 +91,11 @@ class DonorPlanner:
     def intend(
         self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int, generations: int = 0
     ) -> SaveIntent | None:
-        """What the request may leave as a donor, None if that is too short or held already. It takes no room before it
+        """Return what the request may leave as a donor, None if too short or held already. It takes no room before it
         ends.
 
         That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
-        holds; else its exact part; with MAX_ANSWER_TOKENS of the answer at most.
-        """
+        holds. Else it is its exact part. Both may have MAX_ANSWER_TOKENS of the answer."""
         plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
         if plan is not None and plan.matched_tokens and not plan.is_exact:
@@ -128,8 +126,8 @@ class DonorPlanner:
 
 
 class Lookup:
-    """Binds requests to this engine's namespace and plans their reuse from its donors. It is built after the caches are
-    registered, because block size and KV dtype are part of a namespace. `namespace` is bound to no request."""
+    """Binds requests to this engine's namespace and plans their reuse; built once block size and KV dtype are
+    registered."""
 
     def __init__(
         self,
@@ -143,7 +141,8 @@ class Lookup:
         observers: Sequence[DonorObserver],
         neighbours: Neighbours | None,
     ) -> None:
-        """`observers` hear what a request may leave as a donor; `neighbours` look for texts near its prompt."""
+        """Keep `namespace`, bound to no request, and who is asked: `observers` of new donors, `neighbours` for near
+        texts."""
         self.pool, self.donors, self.namespace = pool, donors, namespace
         self._runtime, self._adapters, self._profiles = runtime, adapters, profiles
         self._observers, self._neighbours = observers, neighbours
@@ -152,7 +151,7 @@ class Lookup:
         self._generation = uuid.uuid4().hex[:12]
 
     def look_up(self, request: Any, request_id: int, num_computed_tokens: int) -> TrackedRequest:
-        """The request with its plan, intent and leases; without them and with a reason, if it takes no part."""
+        """Return the request with plan, intent and leases; without them and with a reason, if it takes no part."""
         try:
             check_eligible(request)
             namespace = self.namespace.for_request(cache_salt_of(request), self._adapters.of(request))
@@ -192,14 +191,13 @@ class Lookup:
         return tracked
 
     def forget_donors(self) -> None:
-        """Reuse nothing that was computed until now. Running requests keep what they were given."""
+        """Reuse nothing that was computed until now. Running requests keep what they have."""
         # What is leased, or still to be saved, keeps a namespace that no request has from now on.
         self.namespace = replace(self.namespace, extra={**self.namespace.extra, "since": unknown_value()})
         self.donors.lost_all()
 
     def change_weights(self, *, are_first: bool) -> None:
-        """Drop all donors, and take a namespace that no profile was made for; the engine's first weights bring its
-        first namespace back."""
+        """Drop all donors, and take a namespace without a profile; the first weights bring the first one back."""
         revision = self._first_revision if are_first else unknown_value()
         self.namespace = replace(self.namespace, model_revision=revision)
         self.donors.lost_all()
