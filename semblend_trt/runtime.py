@@ -255,8 +255,7 @@ class Runtime:
             self.active_plans.lift_limit(evidence.request_id)
 
     def saves_ended(self) -> None:
-        """Have the scheduler take waiting events: an idle engine does not call it. Other ranks drop them. Raises
-        nothing."""
+        """Have the scheduler take waiting events, because an idle engine does not call it. Other ranks drop them."""
         if self.ranks.rank:
             for waiting in (self.saved, self.failed_loads, self.evidence, self.offload_events):
                 waiting.clear()
