@@ -1,7 +1,7 @@
 """The files of a model: where they are, and their digests.
 
-Several threads read them, and read a file again only if it has changed: processes share digests in a folder that only
-this user can write."""
+Several threads read them, and only files that have changed: processes share digests in a folder that only this user can
+write."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class FileState:
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
     """Return SHA-256 over names and every byte of the files, in any order; hex.
 
-    This process' memory or `cache` gives an unchanged file's digest. Raises OSError if a file cannot be read, or
-    changes meanwhile."""
+    Memory or `cache` gives an unchanged file's digest. Raises OSError if a file cannot be read, or changes
+    meanwhile."""
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
         digests = dict[FileState, str]()
@@ -126,8 +126,8 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class DigestCache:
     """Digests in `folder`, one small file for each file that was read; the folder has mode 700, its files 600.
 
-    A folder or an entry that others own or can write is not used. Nothing raises: what cannot be read or kept is
-    computed again."""
+    Folders and entries that others own or can write are not used. Nothing raises: a digest that fails is computed
+    again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -236,8 +236,7 @@ def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
 
 
 def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
-    """Return a digest of every byte of a model directory's weights, the indexes, and the files that those name.
-
+    """Return a digest of every byte of a model directory's weights, their indexes, and the files that those name.
     Raises ConfigurationError if there are no weights, or one of their files cannot be read."""
     directory = Path(path)
     try:
