@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# Model types whose attention is known. All cache K after the rotation, and all but latent attention and Llama 4 rotate
-# half-split (NeoX) pairs.
+# Model types of known attention. All cache K after the rotation; only latent ones and Llama 4 rotate neighbouring pairs.
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -142,8 +141,7 @@ class ModelFacts:
 
     @property
     def lowest_check_layer(self) -> int:
-        """The lowest layer above one with full attention, so that its KV shows distant text; `num_layers` if none
-        has."""
+        """The lowest layer whose KV shows text far away: one below has full attention. `num_layers` without one."""
         return min((group.layers[0] + 1 for group in self.groups if group.window is None), default=self.num_layers)
 
 
@@ -374,9 +372,8 @@ def _configuration(raw: dict[str, Any], directory: Path | None) -> str:
 
 
 def configuration_digest(config: Mapping[str, Any], *, besides: frozenset[str] = frozenset()) -> str:
-    """Digest a model's configuration without `besides` and the fields known to change no KV.
-
-    An unknown field counts. The order of fields, and 1 or 1.0, do not."""
+    """Digest a model's configuration without `besides` and the fields known to change no KV. An unknown field counts.
+    The order of fields, and 1 or 1.0, do not."""
     harmless = HARMLESS_FIELDS | besides
     kept = {name: _canonical(value) for name, value in config.items() if name not in harmless}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
