@@ -52,8 +52,7 @@ class DonorPlanner:
         )
 
     def plan(self, lookup: LookupRequest) -> tuple[Planned, list[Lease]]:
-        """Plan a look-up and lease every donor of the plan. If a lease fails, plan without it while the deadline
-        allows.
+        """Plan a look-up and lease its donors. If a lease fails, plan without that donor while the deadline allows.
 
         If a plan with donors on disk would reuse more, fetch them: a later look-up finds them in memory."""
         deadline = Deadline(self._settings.lookup_deadline_ms, len(lookup.tokens))
@@ -91,11 +90,10 @@ class DonorPlanner:
     def intend(
         self, donor_id: str, tracked: TrackedRequest, max_new_tokens: int, generations: int = 0
     ) -> SaveIntent | None:
-        """Return what the request may leave as a donor, None if too short or held already. It takes no room before it
-        ends.
+        """Return what the request may leave as a donor, which takes no room before its end. None if too short or held.
 
         That is its leading part up to generation `generations`, if text is computed there that no donor of its plan
-        holds. Else it is its exact part. Both may have MAX_ANSWER_TOKENS of the answer."""
+        holds. Else it is its exact part. At most MAX_ANSWER_TOKENS of the answer come with it."""
         plan, generation = tracked.plan, 0
         limit = len(tracked.prompt) + min(max_new_tokens, MAX_ANSWER_TOKENS)
         if plan is not None and plan.matched_tokens and not plan.is_exact:
@@ -126,8 +124,7 @@ class DonorPlanner:
 
 
 class Lookup:
-    """Binds requests to this engine's namespace and plans their reuse; built once block size and KV dtype are
-    registered."""
+    """Bind requests to this engine's namespace and plan their reuse; block size and KV dtype must be registered."""
 
     def __init__(
         self,
@@ -141,8 +138,7 @@ class Lookup:
         observers: Sequence[DonorObserver],
         neighbours: Neighbours | None,
     ) -> None:
-        """Keep `namespace`, bound to no request, and who is asked: `observers` of new donors, `neighbours` for near
-        texts."""
+        """Take `namespace`, bound to no request, `observers` of new donors, and `neighbours` for near texts."""
         self.pool, self.donors, self.namespace = pool, donors, namespace
         self._runtime, self._adapters, self._profiles = runtime, adapters, profiles
         self._observers, self._neighbours = observers, neighbours
