@@ -1,8 +1,7 @@
 """EngineSpec: what the connector knows of an engine, whichever it is.
 
 Only a constructor reads an engine's own objects: `from_llm_args` those of TensorRT-LLM and of the embedded engine.
-Facts: NVIDIA/TensorRT-LLM, `llmapi/llm_args.py`.
-"""
+Facts: NVIDIA/TensorRT-LLM, `llmapi/llm_args.py`."""
 
 from __future__ import annotations
 
@@ -35,9 +34,8 @@ class AskedQuantization:
 class Caches:
     """An engine's KV caches; None for what is not known.
 
-    `dtype`: as the engine was asked, with a digest of the scales if it knows them. `layout`: engine, attention backend
-    and order in memory, because backends may round, or order, the same KV in different ways.
-    """
+    `dtype`: as asked, with a digest of the scales if known. `layout`: engine, attention backend and order in memory,
+    because backends may round, or order, the same KV in different ways."""
 
     dtype: str | None
     layout: str | None
@@ -51,20 +49,17 @@ class EngineSpec:
 
     - `kv_dtype`: of K and V in the caches, as torch names it.
     - `read_caches`: some engines know their caches only after these are registered.
-    - `reads_own_weights`: the weights are those in the model's own files.
     - `has_model_overrides`: something other than the model's files changes its configuration.
     - `attention_windows`: the windows that the engine was asked to keep KV for.
     - `orders_blocks_by_head`: a block is known to hold [heads, tokens, head_dim], which the pool's shape does not show.
     - `compiles_prefill` to `sparse_attention`: with these TensorRT-LLM executes no plan.
-    - `contract`: the version of TensorRT-LLM's, whose own code computes the model. None: windows and RoPE are computed
-      as Transformers does, with the KV of all tokens in one pool.
+    - `contract`: TensorRT-LLM's version, whose own code computes the model. None: windows and RoPE are computed as
+      Transformers does, with the KV of all tokens in one pool.
     - `halved_model_types`: model types whose channels the engine reorders, so that halves of a head rotate.
-    - `tells_kv_scales`: the scales of an fp8 cache can be known.
     - `holds_saved_blocks`: an ended request's blocks are held until `get_finished` names it.
     - `tells_whole_prefix`: a request's local match counts all tokens of its prefix that the engine reuses.
     - `settings`: of the connector; they win over the environment.
-    - `refusal`: why nothing is reused, if its constructor has found a reason.
-    """
+    - `refusal`: why nothing is reused, if its constructor has found a reason."""
 
     name: str
     model: str | Path
@@ -104,15 +99,14 @@ class EngineSpec:
 
     @property
     def ranks(self) -> int:
-        """The number of tensor-parallel ranks."""
         return self.tensor_parallel_size or 1
 
 
 def from_llm_args(llm_args: Any) -> EngineSpec:
-    """The engine of TensorRT-LLM's LlmArgs, or of an object with its field names. An EngineSpec is returned as it is.
+    """Describe the engine of TensorRT-LLM's LlmArgs, or of an object with its field names. Returns an EngineSpec as it
+    is.
 
-    Raises ConfigurationError for a size of parallelism that is no number.
-    """
+    Raises ConfigurationError for a size of parallelism that is no number."""
     if isinstance(llm_args, EngineSpec):
         return llm_args
 
@@ -180,8 +174,7 @@ def from_llm_args(llm_args: Any) -> EngineSpec:
 
 
 def tokenizer_source(tokenizer: Any, model: str | Path) -> str | Path | None:
-    """The path or hub id of an engine's tokenizer, by default its model's; None for an object that does not name its
-    source."""
+    """Return the path or hub id of an engine's tokenizer, by default its model's; None if an object names no source."""
     source = model if tokenizer is None else tokenizer
     if not isinstance(source, (str, Path)):
         source = getattr(source, "name_or_path", None)
@@ -189,12 +182,12 @@ def tokenizer_source(tokenizer: Any, model: str | Path) -> str | Path | None:
 
 
 def text_of(value: object) -> str | None:
-    """A dtype's name, as an engine or torch gives it."""
+    """Return a dtype's name, as an engine or torch gives it."""
     return None if value is None else str(value).removeprefix("torch.")
 
 
 def options_text(options: Any) -> str | None:
-    """The options of an object as text, the same for equal ones; None if they cannot be written."""
+    """Return an object's options as text, the same for equal ones; None if they cannot be written."""
     dump = getattr(options, "model_dump", None)
     values = dump(mode="json") if callable(dump) else getattr(options, "__dict__", options)
     try:
