@@ -45,11 +45,11 @@ def namespace_for(
     adapters: Adapters | None = None,
     scales: str | None = None,
 ) -> CacheNamespace:
-    """The namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of PoolFacts.
+    """Return the namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of
+    PoolFacts.
 
-    What the engine does not say becomes a value that matches none. Reads all of the model's weights that the digest
-    cache does not know: call it at the engine's start.
-    """
+    What the engine does not say becomes a value that matches none. Call it at the engine's start: it reads all weights
+    that the digest cache does not know."""
     cache, caches = DigestCache.from_setting(settings.digest_cache_path), engine.read_caches()
     adapters = adapters or Adapters(engine.lora_dirs, settings.digest_cache_path)
     asked, quantization = engine.quantization, facts.quantization
@@ -97,7 +97,6 @@ def namespace_for(
 
 
 def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:
-    """The digest of the weights; unknown if they are not in the model's own files."""
     if engine.reads_own_weights:
         with suppress(ConfigurationError):
             directory = snapshot(engine.model, engine.revision)
@@ -107,8 +106,8 @@ def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:
 
 
 def tokenizer_folder(engine: EngineSpec) -> Path | None:
-    """The folder of the engine's tokenizer on this machine, None without one. Raises ConfigurationError for a name that
-    is neither a folder nor a hub id."""
+    """Return the tokenizer's folder on this machine, None without one. Raises ConfigurationError for an unreadable
+    name."""
     revision = engine.tokenizer_revision or engine.revision
     return None if engine.tokenizer is None else snapshot(engine.tokenizer, revision)
 
@@ -122,7 +121,7 @@ def _tokenizer_revision(engine: EngineSpec) -> str:
 
 
 def _name(model: str | Path) -> str:
-    """A hub id as it is; the name of a directory without its place, which may differ between replicas."""
+    """Return a hub id as it is, of a directory its name alone: its place may differ between replicas."""
     return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
@@ -135,8 +134,8 @@ MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of an engine. Those in `folders` are read at once; requests read nothing. An adapter that first
-    comes with a request has an identity of its own, for the life of this engine."""
+    """The adapters of an engine. Those in `folders` are read at once; one that comes with a request matches no other
+    engine's."""
 
     def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
         cache = DigestCache.from_setting(cache_path)
@@ -145,15 +144,14 @@ class Adapters:
 
     @property
     def identities(self) -> list[str]:
-        """Those of the adapters that the engine was started with: their embeddings may replace the base model's."""
+        """Those of the adapters at the start: their embeddings may replace the base model's."""
         return [identity for identity, _ in self._read.values()]
 
     def of(self, request: Any) -> str | None:
-        """The identity of the request's adapter; None for the base model.
+        """Return the identity of the request's adapter; None for the base model.
 
-        The engine keeps the first adapter of a task id, but may read it again. If one comes under the same id from
-        another place, or its files have changed since, it matches nothing.
-        """
+        The engine keeps the first adapter of a task id, but may read it again. If its place or its files have changed
+        since, it matches nothing."""
         task = getattr(request, "lora_task_id", None)
         if task is None:
             return None
