@@ -183,8 +183,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
     def begin_iteration(self, *, last_failed: bool = False) -> list[TrackedRequest]:
         """Release the leases of the last iteration's loads. Return, and forget, requests that were silent for too long.
 
-        The engine issued a forward after those loads. If it `last_failed`, its requests have ended, even if
-        unreported."""
+        The engine issued a forward after those loads. If it `last_failed`, its requests have ended, reported or not."""
         ended = self._give_up(filter(self.is_running, self.values())) if last_failed else []
         for request in ended:
             request.forward_failed = True
