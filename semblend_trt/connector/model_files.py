@@ -1,7 +1,7 @@
 """The files of a model: where they are, and their digests.
 
-Several threads read them, and only files that have changed: processes share digests in a folder that only this user can
-write."""
+Several threads read them, and only files that have changed: a folder that only this user can write keeps the
+digests."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ class FileState:
 def digest_of_files(files: Mapping[str, Path], cache: DigestCache | None = None) -> str:
     """Return SHA-256 over names and every byte of the files, in any order; hex.
 
-    Memory or `cache` gives an unchanged file's digest. Raises OSError if a file cannot be read, or changes
-    meanwhile."""
+    Memory or `cache` gives an unchanged file's digest. Raises OSError if a file is unreadable or changes meanwhile."""
     states = {name: FileState.of(path) for name, path in sorted(files.items())}
     with _lock:  # a second engine that starts beside this one finds what is read here
         digests = dict[FileState, str]()
@@ -126,8 +125,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class DigestCache:
     """Digests in `folder`, one small file for each file that was read; the folder has mode 700, its files 600.
 
-    Folders and entries that others own or can write are not used. Nothing raises: a digest that fails is computed
-    again."""
+    What others own or can write is not used. Nothing raises: what cannot be read or kept is computed again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
