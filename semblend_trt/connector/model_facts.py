@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# Model types of known attention. All cache K after the rotation; only latent ones and Llama 4 rotate neighbouring pairs.
+# Model types of known attention. All cache K after the rotation; latent ones and Llama 4 rotate neighbouring pairs.
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
