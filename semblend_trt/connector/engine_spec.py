@@ -103,8 +103,7 @@ class EngineSpec:
 
 
 def from_llm_args(llm_args: Any) -> EngineSpec:
-    """Describe the engine of TensorRT-LLM's LlmArgs, or of an object with its field names. Returns an EngineSpec as it
-    is.
+    """Describe the engine of TensorRT-LLM's LlmArgs, or of an object with its field names; keep an EngineSpec as it is.
 
     Raises ConfigurationError for a size of parallelism that is no number."""
     if isinstance(llm_args, EngineSpec):
