@@ -45,8 +45,7 @@ def namespace_for(
     adapters: Adapters | None = None,
     scales: str | None = None,
 ) -> CacheNamespace:
-    """Return the namespace of an engine's KV, before a request's salt and adapter are bound. `scales`: those of
-    PoolFacts.
+    """Return the namespace of an engine's KV, before a request's salt and adapter are bound; `scales` as in PoolFacts.
 
     What the engine does not say becomes a value that matches none. Call it at the engine's start: it reads all weights
     that the digest cache does not know."""
@@ -106,8 +105,7 @@ def _model_revision(engine: EngineSpec, cache: DigestCache | None) -> str:
 
 
 def tokenizer_folder(engine: EngineSpec) -> Path | None:
-    """Return the tokenizer's folder on this machine, None without one. Raises ConfigurationError for an unreadable
-    name."""
+    """Return the tokenizer's folder on this machine, None without one. Raises ConfigurationError for a bad name."""
     revision = engine.tokenizer_revision or engine.revision
     return None if engine.tokenizer is None else snapshot(engine.tokenizer, revision)
 
@@ -134,8 +132,8 @@ MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of an engine. Those in `folders` are read at once; one that comes with a request matches no other
-    engine's."""
+    """The adapters of an engine. Those in `folders` are read at once; one that first comes with a request matches
+    none."""
 
     def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
         cache = DigestCache.from_setting(cache_path)
