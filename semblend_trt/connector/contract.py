@@ -1,9 +1,8 @@
 """TensorRT-LLM's connector contract: its data, its versions, and the one place that imports its base classes.
 
-If tensorrt_llm can be imported, our connector derives from its classes, else from the classes below, which have the
-same abstract methods. Facts: NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
-`connectors/kv_cache_connector.py` (1.3 release candidates and main).
-"""
+Without tensorrt_llm our connector derives from the classes below, which have the same abstract methods. Facts:
+NVIDIA/TensorRT-LLM, under `_torch/pyexecutor/`: `kv_cache_connector.py` (1.1, 1.2) and
+`connectors/kv_cache_connector.py` (1.3 release candidates and main)."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ class ScheduledRequest:
 class RequestData(ScheduledRequest):
     """As main describes it. `block_hashes` name blocks as KV events do: a store keyed by them would publish KV again.
 
-    `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1; with more
-    than one group `new_block_ids` is empty. -1 in it is a block without a page.
-    """
+    `new_block_ids_by_layer_group` has one list a layer group under the V2 cache manager, and none under V1. With more
+    than one group `new_block_ids` is empty. -1 is a block without a page."""
 
     block_hashes: list[int] = field(default_factory=list)
     priorities: list[int] | None = None
@@ -58,8 +56,7 @@ class RequestData(ScheduledRequest):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one iteration runs, as main describes it: requests seen for the first time, requests seen before, and the
-    owner of the block ids under attention data parallelism."""
+    """What one iteration runs, as main describes it; `attention_dp_rank` owns its block ids."""
 
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
@@ -74,7 +71,7 @@ V11, V12, V13, MAIN = "1.1", "1.2", "1.3rc", "main"
 
 
 def match_of(module: ModuleType) -> str:
-    """The version of `module`, TensorRT-LLM's connector module, by what it has: its release number does not show it."""
+    """Return the version of TensorRT-LLM's connector module by what it has: its release number does not show it."""
     scheduler, worker = module.KvCacheConnectorScheduler, module.KvCacheConnectorWorker
     if hasattr(worker, "register_kv_cache_layout"):
         return MAIN
@@ -114,8 +111,6 @@ class _SchedulerBase(ABC):
 
 
 class _WorkerBase(ABC):
-    """Every rank."""
-
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
         self._metadata: object | None = None
@@ -155,7 +150,6 @@ def _only_group(connector: object, groups: Sequence[Group]) -> Group:
 
 
 def _first_of(paths: tuple[str, ...]) -> ModuleType | None:
-    """The first of these modules that can be imported."""
     for path in paths:
         with suppress(ImportError):
             return importlib.import_module(path)
@@ -168,15 +162,14 @@ KvCacheConnectorWorker: Any = _upstream.KvCacheConnectorWorker if _upstream else
 
 
 def version_of(name: str | None) -> str:
-    """The version of this name, by default that of TensorRT-LLM here; if none is known the oldest, which promises
-    least."""
+    """Return the version of this name, else TensorRT-LLM's here; without one the oldest, which promises least."""
     if name in (V11, V12, V13, MAIN):
         return name
     return V11 if _upstream is None else match_of(_upstream)
 
 
 def flashinfer_layout() -> str | None:
-    """How TensorRT-LLM's attention backend FLASHINFER orders a block, "HND" or "NHD"; None if that cannot be read."""
+    """Return how TensorRT-LLM's backend FLASHINFER orders a block, "HND" or "NHD"; None if that cannot be read."""
     metadata = getattr(_first_of(_FLASHINFER_PATHS), "FlashInferAttentionMetadata", None)
     layout = getattr(metadata, "__dataclass_fields__", {}).get("kv_layout")
     return None if layout is None else str(layout.default)
@@ -185,8 +178,7 @@ def flashinfer_layout() -> str | None:
 def never_raises(answer: Callable[[], Any]) -> Callable[[Method], Method]:
     """Decorate a method to return `answer()` if it fails, and to count that by its name in the runtime's `faults`.
 
-    An exception in a leader call would leave the other ranks waiting in the broadcast of its result.
-    """
+    An exception in a leader call would leave the other ranks waiting in the broadcast of its result."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
