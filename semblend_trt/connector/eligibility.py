@@ -1,8 +1,7 @@
 """Which engines, models and requests may be served with reuse, by EngineSpec and by TensorRT-LLM's LlmRequest.
 
-TensorRT-LLM lets several combinations reach a connector that give wrong data (block ids that are no pool rows, more
-than one beam, multimodal placeholders that are equal for different images). They are refused here, by name.
-"""
+TensorRT-LLM lets several combinations reach a connector that give wrong data: block ids that are no pool rows, more
+than one beam, multimodal placeholders that are equal for different images. They are refused here, by name."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class IneligibleRequest(Exception):  # noqa: N818 - a refusal, not an error
 
 
 def engine_refusal(engine: EngineSpec) -> str | None:
-    """Why no request of this engine may be reused."""
+    """Return why no request of this engine may be reused."""
     off = {
         "host_offload": engine.offloads_to_host,  # after a swap a block id is no longer its row in the pool
         "attention_window": cuts_kv(engine, engine.attention_windows),
@@ -61,8 +60,7 @@ def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
     """True if the engine may drop KV outside of one of `windows`, in tokens: one shorter than its longest sequence.
 
     Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it, and have a
-    pool, or a layer group, for each window that is shorter than `max_seq_len`.
-    """
+    pool, or a layer group, for each window that is shorter than `max_seq_len`."""
     longest = engine.max_seq_len
     return any(window is not None and (longest is None or window < longest) for window in windows)
 
@@ -73,8 +71,8 @@ def _parallel(engine: EngineSpec) -> dict[str, bool]:
 
 
 def check_eligible(request: Any) -> None:
-    """Raise IneligibleRequest for every request whose KV may not be shared. `request.refusal` is what the engine's own
-    half has found."""
+    """Raise IneligibleRequest for a request whose KV may not be shared; `request.refusal` is its engine half's
+    reason."""
     if (refusal := getattr(request, "refusal", None)) is not None:
         raise IneligibleRequest(refusal)
     sampling = getattr(request, "sampling_config", None)
@@ -92,11 +90,10 @@ def check_eligible(request: Any) -> None:
 
 
 def cache_salt_of(request: Any) -> str | None:
-    """The request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc).
+    """Return the request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc).
 
-    Raises IneligibleRequest if the engine has neither attribute, because isolation is then unknown, and for a salt of
-    another type or size: its text could equal another salt's.
-    """
+    Raises IneligibleRequest without either attribute, because isolation is then unknown, and for a salt of another type
+    or size: its text could equal another salt's."""
     for name, kind in _SALTS.items():
         salt = getattr(request, name, _MISSING)
         if salt is _MISSING:
@@ -116,7 +113,7 @@ def _flag(request: Any, name: str) -> bool:
 
 
 def decoder_refusal(engine: EngineSpec) -> str | None:
-    """Why no plan can be executed under these settings of TensorRT-LLM."""
+    """Return why no plan can be executed under these settings of TensorRT-LLM."""
     off = {
         "compiled_prefill": engine.compiles_prefill,
         "cuda_graphs": engine.cuda_graphs,
@@ -136,7 +133,7 @@ def decoder_refusal(engine: EngineSpec) -> str | None:
 
 
 def facts_in_engine(facts: ModelFacts, engine: EngineSpec) -> ModelFacts:
-    """The facts of a model as this engine computes it; `facts` are those of Transformers."""
+    """Return the facts of a model as this engine computes it; `facts` are those of Transformers."""
     if facts.model_type not in engine.halved_model_types:
         return facts
     halves = (replace(each, rotation=replace(each.rotation, interleaved=False)) for each in facts.groups)
@@ -144,8 +141,10 @@ def facts_in_engine(facts: ModelFacts, engine: EngineSpec) -> ModelFacts:
 
 
 def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
-    """The facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for a model whose KV cannot
-    be moved as `policy` asks, or that this engine computes otherwise than Transformers."""
+    """Return the facts of the engine's model.
+
+    Raises ConfigurationError, and UnsupportedModelError if `policy` cannot move its KV, or the engine computes
+    otherwise."""
     facts = model_facts(engine.model, engine.revision, engine.tells_kv_scales)
     if engine.contract is None:
         return facts_in_engine(facts, engine)
@@ -155,18 +154,17 @@ def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
 
 
 def rotates_otherwise(facts: ModelFacts) -> bool:
-    """True if TensorRT-LLM rotates by other frequencies: create_sinusoidal_positions_yarn of its `functional.py` always
-    truncates. There KV of such a model is reused at its own place alone."""
+    """True if TensorRT-LLM rotates by other frequencies, so that KV is reused at its own place alone.
+
+    Its create_sinusoidal_positions_yarn (`functional.py`) always truncates."""
     return facts.rope_parameters.get("truncate", True) is not True
 
 
 def trtllm_refusal(facts: ModelFacts, version: str, policy: ReusePolicy) -> UnsupportedModelError | None:
-    """Why TensorRT-LLM of a contract's version does not serve a model under `policy` that vLLM and the embedded engine
-    do.
+    """Return why this version of TensorRT-LLM, unlike other engines, does not serve a model under `policy`.
 
     Facts: before pull request 6768 a layer with a window wrote around, in the window's tokens. Attention takes the size
-    of chunks as an argument (`attention_backend/trtllm.py`), and no plan was tried there.
-    """
+    of chunks as an argument (`attention_backend/trtllm.py`), and no plan was tried there."""
     if any(facts.windows) and version == V11:
         return UnsupportedModelError(
             "sliding_window",
@@ -189,7 +187,7 @@ def trtllm_refusal(facts: ModelFacts, version: str, policy: ReusePolicy) -> Unsu
 
 
 def facts_or_refusal(engine: EngineSpec, settings: Settings) -> tuple[ModelFacts | None, str | None]:
-    """The model's facts, or the reason for which no request of this engine may be reused. Never raises."""
+    """Return the model's facts, or the reason why no request of this engine may be reused. Never raises."""
     if settings.policy is ReusePolicy.OFF:
         return None, "policy_off"
     refusal = engine_refusal(engine)
