@@ -2,8 +2,7 @@
 
 Transformers 5 keeps `rope_parameters`; Transformers 4 keeps `rope_theta`, `rope_scaling` and `partial_rotary_factor`,
 and does not read the other form. The formulas are those of Transformers 5 (`modeling_rope_utils.py`), to the last bit:
-Transformers 4.53 computes yarn from another factor than TensorRT-LLM does.
-"""
+Transformers 4.53 computes yarn from another factor than TensorRT-LLM does."""
 
 from __future__ import annotations
 
@@ -29,11 +28,10 @@ _REFUSED = {
 
 
 def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The rotation's parameters, equal for every form and version: `rope_type`, `rope_theta` and what the type needs.
+    """Return the rotation's parameters, equal for every form and version: `rope_type`, `rope_theta`, the type's own.
 
-    `raw` is the configuration as written; `config` is as Transformers understands it, by which the engine rotates.
-    Raises UnsupportedModelError if the two differ, or layers do.
-    """
+    `raw` is the configuration as written; the engine rotates by `config`, as Transformers understands it. Raises
+    UnsupportedModelError if the two differ, or layers do."""
     understood = _understood(config)
     scaling = _one_form(raw["rope_scaling"] or {}) if "rope_scaling" in raw else {}
     theta = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
@@ -50,8 +48,7 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
         # A model that rotates whole heads ignores partial_rotary_factor; it is kept here so that it is refused.
         understood = {**written, **understood} if "partial_rotary_factor" in written else understood
     if understood["rope_type"] in ("llama3", "yarn"):
-        # Engines take different defaults for it. What is written beside the RoPE has priority, in Transformers and in
-        # TensorRT-LLM.
+        # Engines differ in its default. Transformers and TensorRT-LLM prefer what is written beside the RoPE.
         name = "original_max_position_embeddings"
         understood.pop(name, None)
         places = (raw, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {})
@@ -62,10 +59,9 @@ def rope_parameters(raw: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def rope_rotation(parameters: dict[str, Any], head_dim: int) -> RopeRotation:
-    """The rotation by `parameters`, as `rope_parameters` gives them.
+    """Return the rotation by `parameters`, as `rope_parameters` gives them.
 
-    Raises UnsupportedModelError for a type whose frequencies depend on the length, and for values that are none.
-    """
+    Raises UnsupportedModelError if frequencies depend on the length, or values are unusable."""
     kind = parameters["rope_type"]
     if kind not in _FREQUENCIES:
         raise UnsupportedModelError(
@@ -82,12 +78,12 @@ def rope_rotation(parameters: dict[str, Any], head_dim: int) -> RopeRotation:
 
 
 def partial_rotary_factor(parameters: dict[str, Any]) -> float:
-    """The share of a head's channels that rotates."""
+    """Return the share of a head's channels that rotates."""
     return _number(parameters, "partial_rotary_factor", 1.0)
 
 
 def _understood(config: Any) -> dict[str, Any]:
-    """The parameters as Transformers understands them; only version 4 has a `rope_theta` beside them."""
+    """Return the parameters as Transformers understands them; only version 4 has a `rope_theta` beside them."""
     theta = getattr(config, "rope_theta", None)
     if theta is None:
         parameters = _one_form(getattr(config, "rope_parameters", None) or {})
@@ -100,7 +96,7 @@ def _understood(config: Any) -> dict[str, Any]:
 
 
 def _one_form(written: dict[str, Any]) -> dict[str, Any]:
-    """`written` with its type under `rope_type` and without values that are None."""
+    """Return `written` with its type under `rope_type` and without values that are None."""
     if any(isinstance(value, dict) for value in written.values()):
         raise UnsupportedModelError("rope_per_layer", f"RoPE differs by layer type: {sorted(written)}")
     parameters = {
