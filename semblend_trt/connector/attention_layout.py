@@ -9,8 +9,7 @@ Facts: Transformers, `configuration_utils.py`, `masking_utils.py`, `models/deeps
 neighbouring channels rotate; K is normed without weights after the rotation, so that it moves as any other). vLLM,
 `model_executor/models/deepseek_v2.py` and `deepseek_scaling_rope.py` (neighbouring channels rotate, every RoPE type but
 the default is computed as yarn), `transformers_utils/config.py` (which reads kimi_k2 as DeepSeek-V3), and
-`model_executor/models/llama4.py` (which reorders the channels of Q and K as it loads them, so that halves rotate).
-"""
+`model_executor/models/llama4.py` (which reorders the channels of Q and K as it loads them, so that halves rotate)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 Attention = Literal["full", "window", "chunks", "latent"]
 
-# Each model type with latent attention of DeepSeek-V3's form, and the type by which Transformers reads it.
+# Model types with latent attention of DeepSeek-V3's form, and the types by which Transformers reads them.
 READ_AS = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 # DeepSeek's published code, which checkpoints of the form name and no engine that is served runs.
 PUBLISHED_CODE = "modeling_deepseek.DeepseekV3ForCausalLM"
@@ -49,11 +48,10 @@ LLAMA4 = ("llama4_text", "llama4")
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`layers` with one attention and one rotation.
+    """`layers` with one attention and one rotation, which `is_still` without RoPE.
 
-    `window`: the most tokens that a token sees, itself included: those of a "window", or of a chunk of "chunks"; None
-    for all. "latent" is full attention whose KV is one row a token. The rotation of layers without RoPE `is_still`.
-    """
+    `window`: the most tokens that a token sees, itself included, of a "window" or of a chunk of "chunks"; None for all.
+    "latent" is full attention whose KV is one row a token."""
 
     layers: tuple[int, ...]
     attention: Attention
@@ -62,11 +60,9 @@ class LayerGroup:
 
 
 def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: bool = False) -> tuple[LayerGroup, ...]:
-    """The groups of the model of `config`, as Transformers understands it, in the order of their first layers, by the
-    rotation of each layer.
+    """Return the groups of the model of `config`, in the order of their first layers, by each layer's rotation.
 
-    Raises UnsupportedModelError for an unknown attention, and unless each layer has a type.
-    """
+    Raises UnsupportedModelError for an unknown attention, and unless each layer has a type."""
     found: dict[tuple[tuple[Attention, int | None], RopeRotation], list[int]] = {}
     for layer, pair in enumerate(zip(_attention(config, "latent" if is_latent else "full"), rotations, strict=True)):
         found.setdefault(pair, []).append(layer)
@@ -77,13 +73,13 @@ def layer_groups(config: Any, rotations: Sequence[RopeRotation], *, is_latent: b
 
 
 def sizes_of(groups: Sequence[LayerGroup], attention: Attention) -> tuple[int | None, ...]:
-    """The window, or the chunk, of each layer with that attention; None for the others."""
+    """Return the window, or the chunk, of each layer with that attention; None for the others."""
     found = {layer: group.window for group in groups if group.attention == attention for layer in group.layers}
     return tuple(found.get(layer) for layer in range(sum(len(group.layers) for group in groups)))
 
 
 def _attention(config: Any, whole: Attention) -> list[tuple[Attention, int | None]]:
-    """The attention of each layer and its window or chunk. If that hides nothing, it is `whole`, with None."""
+    """Return each layer's attention, and its window or chunk; `whole` and None if that hides nothing."""
     kinds: dict[str, tuple[Attention, int | None]] = {
         "full_attention": (whole, None),
         "sliding_attention": ("window", getattr(config, "sliding_window", None)),
@@ -124,10 +120,9 @@ def check_latent(raw: Mapping[str, Any]) -> None:
 
 
 def latent_rotation(rotation: RopeRotation, rope_type: str, latent: int) -> RopeRotation:
-    """The rotation of a whole row, from that of its rotating channels, which follow `latent` others.
+    """Return the rotation of a whole row, from that of its rotating channels, which follow `latent` others.
 
-    Raises UnsupportedModelError for a RoPE type that engines compute otherwise.
-    """
+    Raises UnsupportedModelError for a RoPE type that engines compute otherwise."""
     if rope_type not in ("default", "yarn"):
         raise UnsupportedModelError(
             "rope_unknown",
@@ -137,8 +132,9 @@ def latent_rotation(rotation: RopeRotation, rope_type: str, latent: int) -> Rope
 
 
 def check_chunked(model_type: str, config: Any) -> None:
-    """Raise UnsupportedModelError for layers with chunks of another form than Llama 4's: its layers with chunks have
-    RoPE (1 in `no_rope_layers`), and its layers with full attention have none. `config`: as Transformers has it."""
+    """Raise UnsupportedModelError for layers with chunks of another form than Llama 4's.
+
+    There layers with chunks have RoPE (1 in `no_rope_layers`), and layers with full attention have none."""
     types = list(getattr(config, "layer_types", None) or ())
     if model_type != LLAMA4[0]:
         if "chunked_attention" in types:
