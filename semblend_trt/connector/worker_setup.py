@@ -1,5 +1,5 @@
-"""What a worker does once, when an engine registers its caches: refuse what it does not know, open the tiers, and agree
-with the other ranks."""
+"""Prepare a worker as its engine registers the caches: refuse unknown ones, open the tiers, and agree with other
+ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 # Slots of the staging memory: enough for loads that copies never wait for the kernels after them, and one for saves.
 _LOAD_SLOTS = 3
-# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread would take the
-# interpreter's lock from the engine at every launch, which costs several times more. On the CPU queueing is copying.
+# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms: another thread, taking the
+# interpreter's lock at every launch, costs several times more. On the CPU queueing is copying.
 _CHUNKS_AT_ONCE = 16
 
 
 def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
-    """Why a cache of this layout is not taken. TensorRT-LLM has a layer group for each window, and one without."""
+    """Return why this layout is not taken. TensorRT-LLM has a layer group for each window, and one without."""
     cut = sorted({each.window_size for each in layout.groups if cuts_kv(engine, [each.window_size])})
     if cut:
         logger.warning(
@@ -54,7 +54,7 @@ def layout_refusal(layout: Any, engine: EngineSpec) -> str | None:
 
 
 def pool_refusal(pool: Any, geometry: KvGeometry | None, facts: ModelFacts, *, is_first: bool) -> str | None:
-    """Why this pool is not taken; `geometry` is None for one that does not fit the model."""
+    """Return why this pool is not taken; `geometry` is None for one that does not fit the model."""
     if geometry is None or not is_first:
         described = f"a pool of type {type(pool).__name__}"
         if isinstance(pool, torch.Tensor):
@@ -83,10 +83,7 @@ def open_tiers(
     *,
     holds_saved_blocks: bool,
 ) -> tuple[DonorStore, PlanLoader, DonorSaver, DiskTransfers | None]:
-    """Take the tiers' and the staging memory: what one rank holds donors in, and what moves them.
-
-    Raises ConfigurationError if what is asked for cannot be had.
-    """
+    """Take the memory of one rank's tiers and staging. Raises ConfigurationError if it cannot be had."""
     device, dtype = pool.device, pool.dtype
     arena = snapshots = None
     if settings.device_bytes or not holds_saved_blocks:
@@ -124,7 +121,7 @@ def open_tiers(
 def _open_disk(
     settings: Settings, engine: EngineSpec, geometry: KvGeometry, dtype: torch.dtype, host: HostTier, runtime: Runtime
 ) -> DiskTransfers | None:
-    """The disk tier that was asked for; None without one, and if it cannot be had, which is counted."""
+    """Open the disk tier that was asked for; None without one, and if it cannot be had, which is counted."""
     if not settings.disk_bytes:
         return None
     if settings.disk_path is None:
@@ -161,8 +158,7 @@ def join_ranks(runtime: Runtime, size: int) -> None:
 def agree_on_start(runtime: Runtime, error: ConfigurationError | None) -> None:
     """Adopt the first refusal of any rank on all of them; raise an error of one rank on all.
 
-    Ranks of different versions refuse: they would read one another's metadata differently.
-    """
+    Ranks of different versions refuse: they would read one another's metadata differently."""
     gathered = runtime.ranks.gather((__version__, runtime.refusal, None if error is None else str(error)))
     if error is not None:
         raise error
