@@ -12,9 +12,8 @@ from kernels.layout import MOVABLE_DTYPES, KvGeometry, LayeredPool, check_pool
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The registered pool. `scales`: a digest of those that `needs_scales` asks for. `chunk`: the tokens of a chunk, if
-    some layers attend within chunks alone. `holds_saved_blocks`: a request keeps its own blocks until its save has
-    ended."""
+    """The registered pool. `scales`: a digest, of fp8 alone. `chunk`: its tokens, if some layers attend within
+    chunks."""
 
     geometry: KvGeometry
     num_blocks: int
@@ -25,11 +24,10 @@ class PoolFacts:
 
 
 def geometry_of(pool: Any, sizes: KvGeometry) -> KvGeometry | None:
-    """The geometry of `pool`, [blocks, layers, kv_factor, kv_heads * block_size * head_dim] or a LayeredPool.
+    """Return the geometry of `pool`, [blocks, layers, kv_factor, kv_heads * block_size * head_dim] or a LayeredPool.
 
-    None if it does not hold KV of one rank's `sizes`, or its strides are not those of a pool. The block size is read
-    from the pool, because an engine may override tokens_per_block (FlashMLA does).
-    """
+    None if it does not hold KV of one rank's `sizes`, or its strides are not those of a pool. The pool gives the block
+    size, because an engine may override tokens_per_block (FlashMLA does)."""
     if isinstance(pool, LayeredPool):
         geometry = replace(sizes, block_size=pool.keys[0].shape[2])
         try:
