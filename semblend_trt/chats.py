@@ -2,8 +2,7 @@
 
 It reads a body of /v1/chat/completions as vLLM does, the newest where versions differ, or refuses it by name. It passes
 over unknown fields and those that do not change the prompt, as vLLM does. It does not know what a server was started
-with, such as default arguments of the template.
-"""
+with, such as default arguments of the template."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ _BILLING_LINE = "x-anthropic-billing-header"
 
 
 class PromptError(SemBlendError, ValueError):
-    """A body has no readable prompt."""
+    """Say that a body has no readable prompt."""
 
 
 class ChatError(PromptError):
-    """A chat is refused; `name` is the field at fault, or `template`, `no_template` or `own_code`."""
+    """Refuse a chat; `name` is the field at fault, or `template`, `no_template` or `own_code`."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -118,7 +117,7 @@ class _Chat(BaseModel):
 
 
 def refuse_other_prompts(body: Mapping[str, Any]) -> None:
-    """Raises ChatError for a field by which the prompt is another one than the body's texts say."""
+    """Raise ChatError for a field by which the prompt is another one than the body's texts say."""
     for name in _REFUSED:
         if body.get(name) is not None:
             raise ChatError(name, f"{name} changes the prompt in a way that is not read here; leave it out")
@@ -129,7 +128,7 @@ def refuse_other_prompts(body: Mapping[str, Any]) -> None:
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages, with text as content, as a template sees them. Raises ChatError."""
+    """Return the messages, with text as content, as a template sees them. Raises ChatError."""
     return [_message(number, each, as_parts=False) for number, each in enumerate(_Chat.of(body).messages)]
 
 
@@ -173,7 +172,7 @@ def _content(number: int, message: _Message, *, as_parts: bool) -> str | list[di
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where there are messages of developers: they become the system's, and these one in the first place."""
+    """Make developers' messages the system's, and put the system's together as the first message."""
     if not any(message["role"] == "developer" for message in messages):
         return messages
     for message in messages:
@@ -189,7 +188,8 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # -- the template -----------------------------------------------------------------------------------------------------
 def render_chat(body: Mapping[str, Any], tokenizer: Any) -> tuple[str, bool]:
-    """A chat by the template of a Transformers `tokenizer`, and whether special tokens come to it. Raises ChatError."""
+    """Render a chat by a Transformers `tokenizer`; return text, and whether special tokens come to it. Raises
+    ChatError."""
     refuse_other_prompts(body)
     chat = _Chat.of(body)
     tools = None if chat.tools is None else [tool.seen() for tool in chat.tools]
@@ -225,7 +225,7 @@ def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
 
 @lru_cache(maxsize=32)
 def _takes_parts(template: str) -> bool:
-    """Whether a template iterates over the parts of a content. vLLM gives it parts then, and text to all others."""
+    """True if a template iterates over the parts of a content: vLLM then gives it parts, and text to all others."""
     try:
         compiled = imported("_compile_jinja_template", "transformers.utils.chat_template_utils")(template)
         return _iterates_over_content(compiled.environment.parse(template))
@@ -251,7 +251,7 @@ def _iterates_over_content(tree: nodes.Template) -> bool:
 
 
 def _given_contents(tree: nodes.Template, macro: nodes.Macro, messages: set[str]) -> set[str]:
-    """The parameters of a macro that some call gives a message's content."""
+    """Return the parameters of a macro that some call gives a message's content."""
     values: list[tuple[str, nodes.Expr]] = []
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
@@ -261,7 +261,7 @@ def _given_contents(tree: nodes.Template, macro: nodes.Macro, messages: set[str]
 
 
 def _is(node: Any, name: str, key: str | None = None) -> bool:
-    """Whether a node reads the variable `name`, or its item `key`, through any filter, test or slice."""
+    """True if a node reads the variable `name`, or its item `key`, through any filter, test or slice."""
     while isinstance(node, (nodes.Filter, nodes.Test)) or isinstance(getattr(node, "arg", None), nodes.Slice):
         node = node.node
     if key is not None:
