@@ -1,7 +1,6 @@
 """The files of a model: where they are, and their digests.
 
-Several threads read them, and only files that have changed: a folder that only this user can write keeps the
-digests."""
+Several threads read only files that have changed: a folder that only this user can write keeps the digests."""
 
 from __future__ import annotations
 
