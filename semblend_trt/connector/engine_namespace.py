@@ -132,8 +132,8 @@ MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of an engine. Those in `folders` are read at once; one that first comes with a request matches
-    none."""
+    """The adapters of an engine. Those in `folders` are read at once; one that first comes with a request is
+    unknown."""
 
     def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
         cache = DigestCache.from_setting(cache_path)
