@@ -71,8 +71,7 @@ def _parallel(engine: EngineSpec) -> dict[str, bool]:
 
 
 def check_eligible(request: Any) -> None:
-    """Raise IneligibleRequest for a request whose KV may not be shared; `request.refusal` is its engine half's
-    reason."""
+    """Raise IneligibleRequest if the request's KV may not be shared, by `request.refusal` or by what it asks for."""
     if (refusal := getattr(request, "refusal", None)) is not None:
         raise IneligibleRequest(refusal)
     sampling = getattr(request, "sampling_config", None)
@@ -141,10 +140,8 @@ def facts_in_engine(facts: ModelFacts, engine: EngineSpec) -> ModelFacts:
 
 
 def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
-    """Return the facts of the engine's model.
-
-    Raises ConfigurationError, and UnsupportedModelError if `policy` cannot move its KV, or the engine computes
-    otherwise."""
+    """Return the facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError if `policy` cannot
+    move its KV, or the engine computes it otherwise."""
     facts = model_facts(engine.model, engine.revision, engine.tells_kv_scales)
     if engine.contract is None:
         return facts_in_engine(facts, engine)
@@ -154,9 +151,8 @@ def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
 
 
 def rotates_otherwise(facts: ModelFacts) -> bool:
-    """True if TensorRT-LLM rotates by other frequencies, so that KV is reused at its own place alone.
-
-    Its create_sinusoidal_positions_yarn (`functional.py`) always truncates."""
+    """True if TensorRT-LLM rotates by other frequencies, so that KV is reused at its own place alone:
+    create_sinusoidal_positions_yarn of its `functional.py` always truncates."""
     return facts.rope_parameters.get("truncate", True) is not True
 
 
