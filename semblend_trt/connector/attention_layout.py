@@ -132,9 +132,8 @@ def latent_rotation(rotation: RopeRotation, rope_type: str, latent: int) -> Rope
 
 
 def check_chunked(model_type: str, config: Any) -> None:
-    """Raise UnsupportedModelError for layers with chunks of another form than Llama 4's.
-
-    There layers with chunks have RoPE (1 in `no_rope_layers`), and layers with full attention have none."""
+    """Raise UnsupportedModelError for layers with chunks of another form than Llama 4's. There layers with chunks have
+    RoPE (1 in `no_rope_layers`), and layers with full attention have none."""
     types = list(getattr(config, "layer_types", None) or ())
     if model_type != LLAMA4[0]:
         if "chunked_attention" in types:
