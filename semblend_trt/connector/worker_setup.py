@@ -1,5 +1,4 @@
-"""Prepare a worker as its engine registers the caches: refuse unknown ones, open the tiers, and agree with other
-ranks."""
+"""Set a worker up as its engine registers caches: refuse unknown ones, open the tiers, and agree with other ranks."""
 
 from __future__ import annotations
 
