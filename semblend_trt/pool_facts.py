@@ -12,8 +12,7 @@ from kernels.layout import MOVABLE_DTYPES, KvGeometry, LayeredPool, check_pool
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The registered pool. `scales`: a digest, of fp8 alone. `chunk`: its tokens, if some layers attend within
-    chunks."""
+    """The registered pool. `scales`: a digest, of fp8 alone. `chunk`: in tokens, if some layers attend in chunks."""
 
     geometry: KvGeometry
     num_blocks: int
