@@ -34,11 +34,11 @@ _BILLING_LINE = "x-anthropic-billing-header"
 
 
 class PromptError(SemBlendError, ValueError):
-    """Say that a body has no readable prompt."""
+    """A body has no readable prompt."""
 
 
 class ChatError(PromptError):
-    """Refuse a chat; `name` is the field at fault, or `template`, `no_template` or `own_code`."""
+    """A chat is refused; `name` is the field at fault, or `template`, `no_template` or `own_code`."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -188,8 +188,7 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # -- the template -----------------------------------------------------------------------------------------------------
 def render_chat(body: Mapping[str, Any], tokenizer: Any) -> tuple[str, bool]:
-    """Render a chat by a Transformers `tokenizer`; return text, and whether special tokens come to it. Raises
-    ChatError."""
+    """Return a chat by a Transformers `tokenizer`, and whether special tokens come to it. Raises ChatError."""
     refuse_other_prompts(body)
     chat = _Chat.of(body)
     tools = None if chat.tools is None else [tool.seen() for tool in chat.tools]
