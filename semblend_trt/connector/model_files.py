@@ -221,7 +221,7 @@ def is_local(model: str | Path) -> bool:
 
 
 def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
-    """Return the directory of `model`'s files on this machine: its own, or the hub cache's; None if there is none."""
+    """Return the directory of `model`'s files on this machine: its own, or the hub cache's; None without one."""
     if is_local(model):
         return Path(model)
     cached_file = imported("cached_file", "transformers.utils")
