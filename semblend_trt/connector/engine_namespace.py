@@ -132,8 +132,7 @@ MAX_REMEMBERED = 4096
 
 
 class Adapters:
-    """The adapters of an engine. Those in `folders` are read at once; one that first comes with a request is
-    unknown."""
+    """The adapters of an engine. Those in `folders` are read at once; later ones get an unknown identity."""
 
     def __init__(self, folders: Sequence[str], cache_path: Path | None = None) -> None:
         cache = DigestCache.from_setting(cache_path)
