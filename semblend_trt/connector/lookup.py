@@ -124,7 +124,7 @@ class DonorPlanner:
 
 
 class Lookup:
-    """Bind requests to this engine's namespace and plan their reuse; block size and KV dtype must be registered."""
+    """Bind requests to this engine's namespace, once block size and KV dtype are registered, and plan their reuse."""
 
     def __init__(
         self,
