@@ -140,8 +140,8 @@ def facts_in_engine(facts: ModelFacts, engine: EngineSpec) -> ModelFacts:
 
 
 def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
-    """Return the facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError if `policy` cannot
-    move its KV, or the engine computes it otherwise."""
+    """Return the facts of the engine's model. Raises ConfigurationError, and UnsupportedModelError for KV that `policy`
+    cannot move, or that the engine computes otherwise than Transformers."""
     facts = model_facts(engine.model, engine.revision, engine.tells_kv_scales)
     if engine.contract is None:
         return facts_in_engine(facts, engine)
