@@ -66,7 +66,6 @@ class SchedulerOutput:
 GROUPED_SCHEDULER_METHODS = frozenset({"update_state_after_alloc_by_layer_group", "request_finished_by_layer_group"})
 
 
-# The versions of the contract.
 V11, V12, V13, MAIN = "1.1", "1.2", "1.3rc", "main"
 
 
