@@ -2,14 +2,14 @@
 
 A token of a layer with a window sees itself and the `sliding_window - 1` tokens before it. A token of a layer with
 chunks sees the tokens from the first one of its chunk up to itself. Positions are cut into chunks from 0 on. A layer
-with latent attention caches one row a token for all heads: `kv_lora_rank` channels that do not depend on the position,
-then `qk_rope_head_dim` channels that rotate (DeepSeek-AI 2024, DeepSeek-V2).
+with latent attention caches one row a token for all heads (DeepSeek-AI 2024, DeepSeek-V2). Its first `kv_lora_rank`
+channels do not depend on the position; the next `qk_rope_head_dim` rotate.
 
-Facts: Transformers, `configuration_utils.py`, `masking_utils.py`, `models/deepseek_v3/` and `models/llama4/` (pairs of
-neighbouring channels rotate; K is normed without weights after the rotation, so that it moves as any other). vLLM,
-`model_executor/models/deepseek_v2.py` and `deepseek_scaling_rope.py` (neighbouring channels rotate, every RoPE type but
-the default is computed as yarn), `transformers_utils/config.py` (which reads kimi_k2 as DeepSeek-V3), and
-`model_executor/models/llama4.py` (which reorders the channels of Q and K as it loads them, so that halves rotate)."""
+Facts of Transformers: `configuration_utils.py`, `masking_utils.py`, `models/deepseek_v3/` and `models/llama4/` (pairs
+of neighbouring channels rotate; K is normed without weights after the rotation, so that it moves as any other). Facts
+of vLLM, `model_executor/models/`: `deepseek_v2.py` and `deepseek_scaling_rope.py` (neighbouring channels rotate, every
+RoPE type but the default is computed as yarn); `llama4.py` (which reorders the channels of Q and K as it loads them, so
+that halves rotate); `transformers_utils/config.py` (which reads kimi_k2 as DeepSeek-V3)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LLAMA4 = ("llama4_text", "llama4")
 class LayerGroup:
     """`layers` with one attention and one rotation, which `is_still` without RoPE.
 
-    `window`: the most tokens that a token sees, itself included, of a "window" or of a chunk of "chunks"; None for all.
+    `window`: the most tokens that a token sees, itself included, in a "window" or a chunk of "chunks"; None for all.
     "latent" is full attention whose KV is one row a token."""
 
     layers: tuple[int, ...]
