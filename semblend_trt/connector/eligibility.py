@@ -1,7 +1,7 @@
 """Which engines, models and requests may be served with reuse, by EngineSpec and by TensorRT-LLM's LlmRequest.
 
-TensorRT-LLM lets several combinations reach a connector that give wrong data: block ids that are no pool rows, more
-than one beam, multimodal placeholders that are equal for different images. They are refused here, by name."""
+TensorRT-LLM lets combinations reach a connector that give wrong data. Examples are block ids outside of the pool,
+several beams, and equal placeholders for different images. They are refused here, by name."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def engine_refusal(engine: EngineSpec) -> str | None:
 def cuts_kv(engine: EngineSpec, windows: Iterable[int | None]) -> bool:
     """True if the engine may drop KV outside of one of `windows`, in tokens: one shorter than its longest sequence.
 
-    Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it, and have a
-    pool, or a layer group, for each window that is shorter than `max_seq_len`."""
+    Facts: `resource_manager.py` (V1) and `kv_cache_manager_v2.py` free a block once a window has passed it. They have a
+    pool, or a layer group, for each window shorter than `max_seq_len`."""
     longest = engine.max_seq_len
     return any(window is not None and (longest is None or window < longest) for window in windows)
 
@@ -91,8 +91,8 @@ def check_eligible(request: Any) -> None:
 def cache_salt_of(request: Any) -> str | None:
     """Return the request's salt: `cache_salt` (main) or `cache_salt_id` (1.3rc).
 
-    Raises IneligibleRequest without either attribute, because isolation is then unknown, and for a salt of another type
-    or size: its text could equal another salt's."""
+    Raises IneligibleRequest without either attribute, because isolation is then unknown. A salt of another type or size
+    is refused too: its text could equal another salt's."""
     for name, kind in _SALTS.items():
         salt = getattr(request, name, _MISSING)
         if salt is _MISSING:
@@ -151,8 +151,8 @@ def served_facts(engine: EngineSpec, policy: ReusePolicy) -> ModelFacts:
 
 
 def rotates_otherwise(facts: ModelFacts) -> bool:
-    """True if TensorRT-LLM rotates by other frequencies, so that KV is reused at its own place alone:
-    create_sinusoidal_positions_yarn of its `functional.py` always truncates."""
+    """True if TensorRT-LLM rotates by other frequencies: create_sinusoidal_positions_yarn always truncates. There KV of
+    such a model is reused at its own place alone (`functional.py`)."""
     return facts.rope_parameters.get("truncate", True) is not True
 
 
