@@ -1,4 +1,4 @@
-"""What must be known of a model before its KV may be moved: its sizes, and how its layers attend and rotate.
+"""What must be known of a model to move its KV: its sizes, and how its layers attend and rotate.
 
 Its own configuration tells all of it, as Transformers 4 or 5 understands it. What is not known to be safe is refused by
 name: a wrong rotation is worse than none."""
@@ -131,7 +131,7 @@ class ModelFacts:
 
     @property
     def chunks(self) -> tuple[int | None, ...]:
-        """The tokens of a chunk of each layer, whose first one is the first that a token sees; None without chunks."""
+        """The tokens of a chunk of each layer; a token sees its chunk from the first one on. None without chunks."""
         return sizes_of(self.groups, "chunks")
 
     @property
