@@ -71,7 +71,7 @@ class SemBlendConnectorMetadata:
 def readable_metadata(bound: object, runtime: Runtime) -> SemBlendConnectorMetadata | None:
     """Return `bound` as metadata; None if nothing of this version is bound.
 
-    Metadata that no scheduler of this version sends counts as the fault `metadata`, and ends reuse: two versions would
+    Metadata that no scheduler of this version sends counts as the fault `metadata`. It ends reuse: two versions would
     decide differently. Raises DonorUnavailableError if it holds plans, because no rank would place their tokens."""
     if bound is None or (wrong := _wrong_in(bound)) is None:
         return cast("SemBlendConnectorMetadata | None", bound)
@@ -276,8 +276,8 @@ class Iteration:
     grown: list[int] = field(default_factory=list)
 
     def add(self, tracked: TrackedRequest, data: Any, *, is_first: bool) -> None:
-        """Add what the engine says of one request. If its `data` cannot be read, add its plan, since the engine counts
-        on it, and raise AttributeError, TypeError or ValueError."""
+        """Add what the engine says of one request. Raises AttributeError, TypeError or ValueError for unreadable
+        `data`, after adding the plan, on which the engine counts."""
         offered, unapplied = tracked.matched_tokens, 0
         if is_first and getattr(data, "computed_position", None) == tracked.num_computed_tokens - offered:
             # Under V1 without block reuse main does not apply the offer, and its position is before the offered tokens.
