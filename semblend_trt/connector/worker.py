@@ -1,7 +1,7 @@
 """The connector's worker half, on every rank: places donors' KV before the forward, and keeps finished requests' KV.
 
-It decides nothing: plans and commands arrive in the metadata, so that all ranks do the same. TensorRT-LLM asks for the
-saves of ended requests before it sends the next metadata: rank 0 then hands on what the scheduler decided."""
+Plans and commands arrive in the metadata, so that all ranks do the same. TensorRT-LLM asks for the saves of ended
+requests before it sends the next metadata. Rank 0 then hands on what the scheduler decided."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     ) -> tuple[list[int], list[int]]:
         """Start moves between tiers, and saves of ended requests; return those whose save has ended on every rank.
 
-        Waits for no transfer. If the engine does not hold saved blocks, a call names one request: some engines never
+        Waits for no transfer. If the engine does not hold saved blocks, a call names one request. Some engines never
         give a second one's blocks back."""
         runtime, ended_saves = self._runtime, self._runtime.ended_saves
         if any(request_id not in self._to_save for request_id in finished_gen_req_ids):
