@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Slots of the staging memory: enough for loads that copies never wait for the kernels after them, and one for saves.
+# Slots of the staging memory for loads, so that copies never wait for the kernels after them. Saves have one more.
 _LOAD_SLOTS = 3
-# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms: another thread, taking the
-# interpreter's lock at every launch, costs several times more. On the CPU queueing is copying.
+# Chunks of a save that the engine's own thread queues on a card, each in about 0.1 ms. Another thread costs several
+# times more: it takes the interpreter's lock at every launch. On the CPU queueing is copying.
 _CHUNKS_AT_ONCE = 16
 
 
