@@ -1,4 +1,4 @@
-"""The engine's pool of KV: what it is to the rest of the connector, and whether it holds KV of a model's sizes."""
+"""The engine's pool of KV: its facts for the connector, and whether it holds KV of a model's sizes."""
 
 from __future__ import annotations
 
