@@ -1,7 +1,7 @@
 """Ranks: how the processes that share one model agree.
 
 Rank 0 decides, or all ranks decide alike from values that each has given. All ranks must make the same calls in the
-same order: a rank that leaves a call out, or makes one more, keeps the others waiting."""
+same order, or some keep waiting."""
 
 from __future__ import annotations
 
