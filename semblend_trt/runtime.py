@@ -1,7 +1,7 @@
 """What the scheduler, the worker and the engine wrapper of one engine in one process share.
 
-TensorRT-LLM builds both connector classes from one `llm_args` and gives them no other way to meet, so the runtime is
-found by that object's identity."""
+TensorRT-LLM builds both connector classes from one `llm_args`, whose identity finds the runtime: they meet nowhere
+else."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ActivePlans:
         """Return how many of the request's first `tokens` tokens may enter the engine's prefix cache.
 
         KV that attended to approximate KV is approximate too. So the limit is the first position that a cold run would
-        compute otherwise, for prompt, generated tokens and a late release. Only whole blocks below it may be published:
-        the block in which the exact part ends also holds approximate KV."""
+        compute otherwise. Only whole blocks below it may be published: the block in which the exact part ends also
+        holds approximate KV."""
         return min(tokens, self._exact_tokens.get(request_id, tokens))
 
     def withholds(self, request_id: int) -> bool:
