@@ -1,8 +1,8 @@
 """The text that a chat becomes: the one reader for the router, the embedded server and the estimate.
 
-It reads a body of /v1/chat/completions as vLLM does, the newest where versions differ, or refuses it by name. It passes
-over unknown fields and those that do not change the prompt, as vLLM does. It does not know what a server was started
-with, such as default arguments of the template."""
+It reads a body of /v1/chat/completions as the newest vLLM does, or refuses it by name. Like vLLM it ignores unknown
+fields and those that do not change the prompt. It does not know a server's own arguments, such as the template's
+defaults."""
 
 from __future__ import annotations
 
