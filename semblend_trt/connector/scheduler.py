@@ -340,7 +340,8 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Note whose blocks these are. Requests that had blocks after the engine's own prefix have ended.
 
         The engine copies a part of its prefix into the request's first own block, beside the stream of its forwards. If
-        it does not hold saved blocks, a save may still read there. Before its first named part it may copy others."""
+        it does not hold saved blocks, a save may still read there. An engine that has named no such part yet may copy
+        one without naming it."""
         shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
         self._tells_parts |= copied > 0
         for ended in self._requests.displaced(block_ids[shared:], tracked):
