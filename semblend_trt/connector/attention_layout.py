@@ -7,9 +7,9 @@ channels do not depend on the position; the next `qk_rope_head_dim` rotate.
 
 Facts of Transformers: `configuration_utils.py`, `masking_utils.py`, `models/deepseek_v3/` and `models/llama4/` (pairs
 of neighbouring channels rotate; K is normed without weights after the rotation, so that it moves as any other). Facts
-of vLLM, `model_executor/models/`: `deepseek_v2.py` and `deepseek_scaling_rope.py` (neighbouring channels rotate, every
-RoPE type but the default is computed as yarn); `llama4.py` (which reorders the channels of Q and K as it loads them, so
-that halves rotate); `transformers_utils/config.py` (which reads kimi_k2 as DeepSeek-V3)."""
+of vLLM: `model_executor/models/deepseek_v2.py` and `deepseek_scaling_rope.py` (neighbouring channels rotate, every RoPE
+type but the default is computed as yarn); `model_executor/models/llama4.py` (which reorders the channels of Q and K as
+it loads them, so that halves rotate); `transformers_utils/config.py` (which reads kimi_k2 as DeepSeek-V3)."""
 
 from __future__ import annotations
 
