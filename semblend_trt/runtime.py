@@ -1,7 +1,6 @@
 """What the scheduler, the worker and the engine wrapper of one engine in one process share.
 
-TensorRT-LLM builds both connector classes from one `llm_args`, whose identity finds the runtime: they meet nowhere
-else."""
+TensorRT-LLM gives both connector classes only `llm_args` in common, so that object's identity finds the runtime."""
 
 from __future__ import annotations
 
@@ -61,9 +60,9 @@ class ActivePlans:
     def publishable(self, request_id: int, tokens: int) -> int:
         """Return how many of the request's first `tokens` tokens may enter the engine's prefix cache.
 
-        KV that attended to approximate KV is approximate too. So the limit is the first position that a cold run would
-        compute otherwise. Only whole blocks below it may be published: the block in which the exact part ends also
-        holds approximate KV."""
+        KV that attended to approximate KV is approximate too. So the limit, also for generated tokens and a late
+        release, is the first position that a cold run would compute otherwise. Only whole blocks below it may be
+        published: the block in which the exact part ends also holds approximate KV."""
         return min(tokens, self._exact_tokens.get(request_id, tokens))
 
     def withholds(self, request_id: int) -> bool:
