@@ -233,7 +233,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _frozen(name: str, value: Any, depth: int = 0) -> Any:
-    """Copies a JSON value as read-only. A whole float becomes an integer, so that 1e6 and 1000000 are one theta."""
+    """Copy a JSON value as read-only. A whole float becomes an integer, so that 1e6 and 1000000 are one theta."""
     if depth > MAX_DEPTH:
         raise NamespaceError(f"namespace field {name} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Mapping):

@@ -37,8 +37,7 @@ class SpanCheck:
     after it. Below `layer` only the sample runs, over the donor's KV of the others. A window is suspect if its sample's
     mean is above `sample_threshold`, or one token above `threshold`. Suspect windows and their neighbours are checked
     as above; the others keep the donor's KV in all layers. If that would check more than `max_span_share` of the
-    tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little of
-    it."""
+    tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little."""
 
     layer: int
     threshold: float | None = None
@@ -55,10 +54,10 @@ class SpanCheck:
 class CheckEvidence:
     """Tokens of one plan by what became of them; `offered_tokens` are either reused or recomputed.
 
-    `sampled_tokens` of all windows were compared first, then all `checked_tokens` of suspect windows. `reused_tokens`
-    keep the donor's KV above the check layer, exact spans included. `largest_kept` is the largest deviation of a
-    compared and reused token, else 0.0. `is_dropped`: the plan would have saved too little, and everything was
-    computed."""
+    `checked_tokens` were compared with their donor's KV, in whole windows; `sampled_tokens` of all windows came first.
+    `reused_tokens` keep the donor's KV above the check layer, exact spans included. `largest_kept` is the largest
+    deviation of a compared and reused token, else 0.0. `is_dropped`: everything was computed, as too little was
+    saved."""
 
     request_id: int
     offered_tokens: int
@@ -89,8 +88,8 @@ class PlanKind(str, Enum):
 class PlanSpan:
     """`length` tokens of `donor_id`, equal to the prompt's, moved from `donor_start` to `target_start`.
 
-    `exact`: the donor's text equals the prompt's from position 0 to the span's end, so its KV is what a cold run would
-    produce. `generation`: how often the donor's KV was built from approximate KV."""
+    `exact`: the donor's text equals the prompt's from position 0 to the span's end; a cold run would produce the same
+    KV. `generation`: how often the donor's KV was built from approximate KV."""
 
     donor_id: str
     donor_start: int

@@ -217,7 +217,7 @@ class Planner:
         return scan
 
     def _in_chunks(self, runs: list[Run]) -> list[Run]:
-        """Cuts runs at chunks. Raises _Refusal where runs are long enough and no piece of them is."""
+        """Cut runs at chunks. Raises _Refusal where runs are long enough and no piece of them is."""
         if self._chunk is None:
             return runs
         pieces = [piece for run in runs for piece in run.in_chunks(self._chunk)]
@@ -246,7 +246,7 @@ class Planner:
     def _select(
         self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str, deadline: Deadline
     ) -> list[PlanSpan]:
-        """Returns the spans to place, sorted and disjoint. Raises _Refusal with the rule that leaves none."""
+        """Return the spans to place, sorted and disjoint. Raises _Refusal with the rule that leaves none."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
         generation = self._generations.get
         if self._generations:
@@ -325,7 +325,7 @@ class Planner:
     def _withhold(
         self, request: LookupRequest, spans: list[PlanSpan]
     ) -> tuple[PlanKind, list[PlanSpan], list[PlanSpan]]:
-        """Returns the kind of plan, its spans, and spans that settings allow only to be reported.
+        """Return the kind of plan, its spans, and spans that settings allow only to be reported.
 
         The settings are discovery_only and exact_materialization_only."""
         settings, exact = self._settings, [span for span in spans if span.exact]
@@ -351,7 +351,7 @@ def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str |
 
 
 def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference) -> Run | None:
-    """Returns the longest run from position 0 of donor and prompt, cut to [begin, end), or None.
+    """Return the longest run from position 0 of donor and prompt, cut to [begin, end), or None.
 
     Of equally long ones a near donor's is taken, and none of an approximate donor."""
     from_start = [run for run in runs if run[1] == run[2] == 0 and run.donor_id not in preference.generations]
@@ -360,7 +360,7 @@ def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference
 
 
 def _cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
-    """Cuts `spans` at the last block's end they reach; drops a last span left with less than `min_span`."""
+    """Cut `spans` at the last block's end they reach; drop a last span left with less than `min_span`."""
     for last in range(len(spans) - 1, -1, -1):
         span = spans[last]
         length = span.target_end // block_size * block_size - span.target_start

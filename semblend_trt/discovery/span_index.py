@@ -104,10 +104,9 @@ class ScanBounds:
 
 @dataclass(slots=True)
 class _Namespace:
-    """Its keys are its anchors' hashes times `factor`.
+    """Its keys are its anchors' hashes times `factor`, odd and random: no text can be chosen to give equal keys.
 
-    The factor is odd and random, so that no text can be chosen to give equal keys (Dietzfelbinger et al., "A Reliable
-    Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997)."""
+    Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997."""
 
     key: str
     factor: np.uint64
@@ -220,7 +219,7 @@ class AnchorTable:
         return rows
 
     def _find(self, keys: Keys) -> tuple[Integers, Integers]:
-        """Returns indices of the `keys` in the table, and their slots: int64 [found] each."""
+        """Return indices of the `keys` in the table, and their slots: int64 [found] each."""
         rows, waiting = self._home_rows(keys), np.arange(len(keys))
         which, slots = [waiting[:0]], [waiting[:0]]
         while len(waiting):
@@ -237,7 +236,7 @@ class AnchorTable:
         return np.concatenate(which), np.concatenate(slots)
 
     def _slots_for(self, keys: Keys) -> Integers:
-        """Returns the slots of the different `keys`, int64 [n]; enters missing ones."""
+        """Return the slots of the different `keys`, int64 [n], and enter missing ones."""
         while True:
             which, found = self._find(keys)
             missing = np.ones(len(keys), dtype=np.bool_)
@@ -256,7 +255,7 @@ class AnchorTable:
         return slots
 
     def _claim(self, keys: Keys) -> Integers:
-        """Enters different, missing `keys`, for which there is room; returns their slots."""
+        """Enter different, missing `keys`, for which there is room, and return their slots."""
         slots = np.empty(len(keys), dtype=np.int64)
         rows, waiting, words = self._home_rows(keys), np.arange(len(keys)), self._rows.reshape(-1)
         while len(waiting):
@@ -273,7 +272,7 @@ class AnchorTable:
         return slots
 
     def _rebuild(self, bucket: int, coming: int) -> None:
-        """Rebuilds a bucket without its emptied slots, as two buckets when it has many keys."""
+        """Rebuild a bucket without its emptied slots, as two buckets when it has many keys."""
         rows = slice(bucket * _ROWS, (bucket + 1) * _ROWS)
         held = self._rows[rows]
         held = held[held > _NUMBER]
@@ -311,13 +310,13 @@ class AnchorTable:
 
 
 def _shortened(keys: Keys) -> Keys:
-    """Returns the bits of each key that a slot holds; never 0."""
+    """Return the bits of each key that a slot holds; never 0."""
     shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
     return shortened
 
 
 def _next_rows(rows: Integers, keys: Keys) -> Integers:
-    """Returns the bucket's next row for keys whose row is full. Different steps keep full rows from clustering."""
+    """Return the bucket's next row for keys whose row is full. Different steps keep full rows from clustering."""
     steps = keys.view(np.int64) >> 9 | 1
     return rows & -_ROWS | rows + steps & _ROWS - 1
 
@@ -327,7 +326,7 @@ def _places_of(pages: Pages, count: int) -> Integers:
 
 
 def _grow(array: npt.NDArray[np.generic], count: int) -> None:
-    """Makes `array` at least `count` long. The C library remaps the pages of large arrays instead of copying them."""
+    """Make `array` at least `count` long. The C library remaps the pages of large arrays instead of copying them."""
     if len(array) < count:
         spare = min(count // 2, _GROWTH_BYTES * len(array) // array.nbytes)
         array.resize((count + spare, *array.shape[1:]), refcheck=False)
@@ -336,8 +335,8 @@ def _grow(array: npt.NDArray[np.generic], count: int) -> None:
 class SpanIndex:
     """Index donors by their tokens. Thread safe: the lock covers anchors, never comparisons of tokens.
 
-    One thread of the index enters and removes anchors, donor by donor: a millisecond that an engine's step would wait
-    for. A lookup waits for the donor under way."""
+    One thread of the index enters and removes anchors, donor by donor: that takes a millisecond, for which an engine's
+    step would otherwise wait. A lookup waits for the donor under way."""
 
     def __init__(self, bounds: ScanBounds | None = None) -> None:
         self._bounds = bounds or ScanBounds()
@@ -400,8 +399,9 @@ class SpanIndex:
         """Find the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
 
         A run is maximal when the tokens around it differ. A `shortest` below GUARANTEED_RUN counts as that; a larger
-        one makes the lookup quicker. Runs are sorted by prompt position, then the longest first. Donors of other namespaces are
-        never compared. Once `is_over`, no further place is compared. Raises ValueError for bad token ids."""
+        one makes the lookup quicker. Runs are sorted by prompt position, then the longest first. Donors of other
+        namespaces are never compared. Once `is_over`, no further place is compared. Raises ValueError for bad token
+        ids."""
         prompt, shortest = as_token_array(tokens), max(shortest, GUARANTEED_RUN)
         scan = Scan(prompt, shortest, self._bounds, is_over)
         if namespace_key not in self._namespaces:
@@ -454,9 +454,9 @@ class SpanIndex:
             self._free_numbers.append(donor.number)
 
     def _nominate(self, namespace_key: str, anchors: Fingerprints, scan: Scan) -> list[_Nomination]:
-        """Returns where the namespace's donors hold a prompt's `anchors`, those with most anchors first.
+        """Return where the namespace's donors hold a prompt's `anchors`, those with most anchors first.
 
-        Of many, each anchor's best one comes first. More than these are kept only up to the bound."""
+        Of many, each anchor's best one comes first; these are kept, and others up to the bound."""
         bounds = self._bounds
         with self._lock:
             space = self._namespaces.get(namespace_key)
@@ -529,7 +529,7 @@ class Scan:
         return end
 
     def _follow(self, donor: _Donor, shift: int, targets: list[int]) -> bool:
-        """Adds the runs of one donor and shift that hold one of `targets`; False when a bound stops it."""
+        """Add the runs of one donor and shift that hold one of `targets`; False when a bound stops it."""
         prompt, held, held_backwards, at = self._prompt, donor.tokens, donor.tokens[::-1], 0
         most_extensions, most_compared = self._most
         while at < len(targets):
@@ -552,7 +552,7 @@ class Scan:
 
 
 def _best_first(ranked: Positions, which: Positions, sizes: Positions) -> tuple[Positions, int]:
-    """Returns the `ranked` nominations with every anchor's first one in front, and the number of these."""
+    """Return the `ranked` nominations with every anchor's first one in front, and the number of these."""
     ranks = np.empty_like(ranked)
     ranks[ranked] = np.arange(len(ranked))
     best = np.full(int(which.max()) + 1, len(ranked))
@@ -564,7 +564,7 @@ def _best_first(ranked: Positions, which: Positions, sizes: Positions) -> tuple[
 
 
 def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]:
-    """Returns which prompt positions lie in none of the `runs` (sorted by prompt position)."""
+    """Return which prompt positions lie in none of the `runs` (sorted by prompt position)."""
     starts, ends = (np.array([0, *(each[2] + part * each[3] for each in runs)]) for part in (0, 1))
     reached = np.maximum.accumulate(ends)[np.searchsorted(starts, positions, "right") - 1]
     outside: npt.NDArray[np.bool_] = positions >= reached
@@ -572,7 +572,7 @@ def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]
 
 
 def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
-    """Return the number of equal leading tokens; compare `step` first, then four times more each time."""
+    """Return the number of equal leading tokens; compare `step` first, then four times the last step."""
     length, done = min(len(left), len(right)), 0
     while done < length:
         end = min(done + min(step, _MOST_COMPARED), length)

@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 
 # For this long files take no more room than when the disk was full.
 FULL_SECONDS = 60.0
-# A promotion may drop at most this share of the host's tokens: the donor's own room is free only later.
+# A promotion may drop at most 1 / _PROMOTION_SHARE of the host's tokens: its own room there is free only later.
 _PROMOTION_SHARE = 16
 
 
 class Tier(str, Enum):
-    """What holds donors: the arena on the card, (page-locked) host memory, or files. KV on disk alone is not
-    readable."""
+    """What holds donors: the arena on the card, (page-locked) host memory, or files. KV on disk alone is unreadable."""
 
     DEVICE = "device"
     HOST = "host"
@@ -383,7 +382,7 @@ class DonorCatalog:
         self.generations.pop(donor_id, None)
 
     def _make_ready(self, donor_id: str, entry: _Entry) -> None:
-        """Lets the donor be leased or fetched, as one just used."""
+        """Let the donor be leased or fetched, as one just used."""
         entry.state = "ready"
         entry.last_use = next(self._ticks)
         self._eviction[entry.tier].added(donor_id, entry)
@@ -394,7 +393,7 @@ class DonorCatalog:
         self._eviction[entry.tier].used(donor_id)
 
     def _move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
-        """Moves the donor's room to `tier`, where it is a candidate if ready."""
+        """Move the donor's room to `tier`, where it is a candidate if ready."""
         entry = self._entries[donor_id]
         self._eviction[entry.tier].removed(donor_id, evicted=evicted)
         with self._recounting(entry):
@@ -409,7 +408,7 @@ class DonorCatalog:
         self._count_room(entry, 1)
 
     def _count_room(self, entry: _Entry, sign: int) -> None:
-        """Adds the entry's room to what is used; -1 takes it off."""
+        """Add the entry's room to what is used; -1 takes it off."""
         takes = {
             Tier.DEVICE: entry.tier is Tier.DEVICE or entry.is_promoting,
             Tier.HOST: entry.tier is Tier.HOST,
@@ -424,7 +423,7 @@ class DonorCatalog:
         return (self._full_at if is_full else self.capacities.limit(tier)) - self._used[tier]
 
     def _movable(self, tier: Tier, but: str = "") -> Iterator[str]:
-        """Yields donors of `tier` that may go, `but` this one, in eviction order."""
+        """Yield donors of `tier` that may go, `but` this one, in eviction order."""
         candidates = self._eviction[tier].candidates()
         return (each for each in candidates if each != but and self._entries[each].is_movable)
 
@@ -433,7 +432,7 @@ class DonorCatalog:
         return next((moves for moves in in_order if moves is not None), None)
 
     def _apply(self, moves: TierMoves, continues: str = "") -> TierMoves:
-        """Carries out `moves`; returns them with files and drops for these. `continues` leaves unevicted."""
+        """Carry out `moves`; return them with files and drops for these. `continues` leaves unevicted."""
         for donor_id in moves.dropped:
             self._remove(donor_id, evicted=donor_id != continues)
         for donor_id in moves.released:
@@ -445,7 +444,7 @@ class DonorCatalog:
         return self._with_files(moves, moves.offloaded)
 
     def _with_files(self, moves: TierMoves, donor_ids: tuple[str, ...]) -> TierMoves:
-        """Returns `moves` with the `donor_ids` that get a file, and the donors dropped for it."""
+        """Return `moves` with the `donor_ids` that get a file, and the donors dropped for it."""
         written, dropped = moves.written, moves.dropped
         for donor_id in donor_ids if self._writes_files else ():
             entry = self._entries[donor_id]
@@ -457,7 +456,7 @@ class DonorCatalog:
         return replace(moves, written=written, dropped=dropped, released=released)
 
     def _make_file_room(self, tokens: int, *, is_held: bool = True) -> tuple[str, ...] | None:
-        """Drops and returns donors on disk alone for a file, and for the donor if not held yet.
+        """Drop and return donors on disk alone for a file, and for the donor if not held yet.
 
         None, without effect, when they do not suffice."""
         missing = self.capacities.room(Tier.DISK, tokens) - self._free(Tier.DISK)
@@ -476,7 +475,7 @@ class DonorCatalog:
 
 
 class _RoomSearch:
-    """Searches once for one donor's room. Nothing moves until its result is applied."""
+    """Search once for one donor's room. Nothing moves until its result is applied."""
 
     def __init__(self, catalog: DonorCatalog, tokens: int, *, is_held: bool = False, leaving: str = "") -> None:
         """`is_held`: the donor has a place already. `leaving`: a donor that leaves memory in any case."""
@@ -490,10 +489,9 @@ class _RoomSearch:
         self._movable = {tier: catalog._movable(tier, leaving) for tier in Tier}
 
     def on(self, tier: Tier) -> TierMoves | None:
-        """Returns what makes room in the arena or in host memory; None when nothing does.
+        """Return what makes room in the arena or in host memory; None when nothing does.
 
-        Of donors displaced from the arena, the last used has the first claim on host memory. Those without room
-        leave."""
+        Of donors displaced from the arena, the last used has the first claim on host memory. Others leave."""
         needed = self._limits.room(tier, self._tokens)
         if needed > self._limits.limit(tier):
             return None
@@ -513,7 +511,7 @@ class _RoomSearch:
         return self._moves(tier, offloaded, leaving)
 
     def _take(self, tier: Tier, missing: int) -> list[str] | None:
-        """Takes the tier's next donors that hold what is `missing`; None, without effect, when too few."""
+        """Take the tier's next donors that hold what is `missing`; None, without effect, when too few."""
         taken: list[str] = []
         while missing > 0:
             donor_id = next(self._movable[tier], None)
@@ -525,7 +523,7 @@ class _RoomSearch:
         return taken
 
     def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
-        """Returns the moves, with more drops where the catalog is full; None when there are too few."""
+        """Return the moves, with more drops where the catalog is full; None when there are too few."""
         leaving = self._leaving + leaving
         released = [each for each in leaving if self._entries[each].file == "held"]
         dropped = [each for each in leaving if each not in released]

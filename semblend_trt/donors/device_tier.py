@@ -81,8 +81,8 @@ class DeviceTier:
     def writing(self, donor_id: str, tokens: int) -> Iterator[PagedKv]:
         """Give blocks for `tokens` positions of a new donor, which is held, and readable, once the block is left.
 
-        Raises ValueError when the id is taken, CapacityError when free blocks are too few, and at the end
-        DonorUnavailableError when the donor was dropped meanwhile. After an error nothing is held."""
+        Raises ValueError when the id is taken, and CapacityError when free blocks are too few. Raises
+        DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
         donor = self._claim(donor_id, tokens)
         stream = current_stream(self._arena.device)
         try:
@@ -161,7 +161,7 @@ class DeviceTier:
         return donor
 
     def _end_work(self, donor: _Donor, end: Event | None) -> None:
-        """Ends a reader or writer of `donor` whose queued work ends with `end`."""
+        """End a reader or writer of `donor` whose queued work ends with `end`."""
         with self._changed:
             donor.readers -= 1
             if end is not None:
@@ -172,7 +172,7 @@ class DeviceTier:
             self._release_unread(donor)
 
     def _let_go(self, donor_id: str, donor: _Donor) -> bool:
-        """Drops `donor`, not another one of the same name; False when it was dropped before."""
+        """Drop `donor`, not another one of the same name; False when it was dropped before."""
         with self._changed:
             if self._donors.get(donor_id) is not donor:
                 return False

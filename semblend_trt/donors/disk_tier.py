@@ -126,7 +126,7 @@ class _Header:
     generation: int
 
     def sealed(self, form: KvForm, key: bytes) -> tuple[bytes, str]:
-        """Returns all bytes before the KV (too many where names are too long), and their seal."""
+        """Return all bytes before the KV (too many where names are too long), and their seal."""
         end = self.tokens * form.token_bytes
         about: dict[str, Any] = {
             "format": FORMAT,
@@ -262,7 +262,7 @@ class DiskTier:
             os.unlink(name, dir_fd=self._descriptor)
 
     def _check_place(self) -> None:
-        """Raises OSError where the folder or its lock was removed or replaced: another engine may own it now."""
+        """Raise OSError where the folder or its lock was removed or replaced: another engine may own it now."""
         there = os.stat(self._folder / "lock", follow_symlinks=False)
         if not os.path.samestat(there, os.fstat(self._lock)):
             raise FileNotFoundError(f"{self._folder} is not the folder any more that this engine locked; start it anew")
@@ -462,7 +462,7 @@ def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) 
 
 
 def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
-    """Runs `work` for each layer on several threads. All end before an error is raised: the file is closed next."""
+    """Run `work` for each layer on several threads. All end before an error is raised: file and memory go next."""
     results, errors = [""] * form.num_layers, []
 
     def run(layers: range) -> None:
@@ -488,7 +488,7 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
 
 
 def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
-    """Writes a layer to its place in the file, or reads it; returns the digest of its bytes in memory."""
+    """Write a layer to its place in the file, or read it; return the digest of its bytes in memory."""
     at, digest = form.header_bytes + layer * kv.capacity * form.layer_bytes, hashlib.sha256()
     for part in kv.parts:
         rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim], without a copy
@@ -500,7 +500,7 @@ def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer:
 
 
 def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]:
-    """Returns header and seal, after checks of key, form and file length, but not of tokens and KV."""
+    """Return header and seal, after checks of key, form and file length, but not of tokens and KV."""
     length = int.from_bytes(_bytes_at(descriptor, 0, _LENGTH_BYTES), "little")
     if length > _MOST_HEADER_BYTES:
         raise DonorFileError("corrupt", f"the file claims a header of {length} bytes")
@@ -520,8 +520,7 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
 
 
 def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
-    """Returns the unverified header; refuses other versions, keys and forms. `_header_of` catches what forgeries
-    raise."""
+    """Return the unverified header; refuse other versions, keys and forms. `_header_of` catches a forgery's errors."""
     said = json.loads(encoded)
     about = said.get("__metadata__", {})
     if about.get("format") != FORMAT:
@@ -549,7 +548,7 @@ def _encoded(header: dict[str, Any]) -> bytes:
 
 
 def _key_name(key: bytes) -> str:
-    """Names a key without revealing it."""
+    """Name a key without revealing it."""
     return hmac.digest(key, b"semblend donor key", "sha256").hex()[:16]
 
 
@@ -562,7 +561,7 @@ def _bytes_of(array: npt.NDArray[np.uint8]) -> memoryview:
 
 
 def _write_all(descriptor: int, view: memoryview, start: int) -> None:
-    """Writes everything: the system takes at most 2 GiB at once, and may take less."""
+    """Write everything: the system takes at most 2 GiB at once, and may take less."""
     while view:
         taken = os.pwrite(descriptor, view, start)
         view, start = view[taken:], start + taken
@@ -575,7 +574,7 @@ def _bytes_at(descriptor: int, start: int, length: int) -> bytes:
 
 
 def _read_all(descriptor: int, view: memoryview, start: int) -> None:
-    """Fills `view` from byte `start` on. Raises DonorFileError where the file ends before, and OSError."""
+    """Fill `view` from byte `start` on. Raises DonorFileError where the file ends before, and OSError."""
     while view:
         taken = os.preadv(descriptor, [view], start)
         if not taken:

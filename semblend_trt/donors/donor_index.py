@@ -37,7 +37,7 @@ logger.addFilter(OnceAMinute(by_values=False))
 # Neighbours to compare on each side. One suffices where no text continues another.
 _REACH = 2
 _FEWEST_COMPARED = 256
-# A text is kept beside one that begins alike if it adds a span, or this fraction of its tokens.
+# A text is kept beside one that begins alike if it adds a span, or 1 / LITTLE_SHARE of its tokens.
 LITTLE_SHARE = 8
 
 
@@ -100,11 +100,9 @@ class DonorTexts(DonorObserver):
                 yield Near(each.donor_id, generation, common, len(each.tokens))
 
     def keeper(self, intent: SaveIntent, near: Iterable[Near], most: int) -> str | None:
-        """Return the donor that makes a text of at most `most` tokens needless, or None. `near` are texts near this
-        one.
+        """Return the donor that makes a text of at most `most` tokens needless, or None. `near`: texts near this one.
 
-        Its generation is the same or lower. It holds all but few of the text's tokens, or its prompt with another
-        answer."""
+        Its generation is not higher. It holds all but few of the text's tokens, or its prompt with another answer."""
         for each in near:
             if each.donor_id == intent.donor_id or each.generation > intent.generation:
                 continue
@@ -189,8 +187,7 @@ class DonorIndex:
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
     ) -> None:
-        """`observers` hear of held donors and their tiers, `count` of every tier event. `disk`: None without a disk
-        tier."""
+        """`observers` hear of held donors, `count` of every tier event. `disk` is None without a disk tier."""
         self._settings, self._observers = settings, observers
         geometry = pool.geometry
         capacities = Capacities(
@@ -270,8 +267,7 @@ class DonorIndex:
             saving.is_sound &= block_id not in saving.block_ids
 
     def saved(self, saved: SavedDonor) -> None:
-        """Take the worker's report: it holds the donor (only then found), could not save it, or lost it on the way
-        down."""
+        """Take the worker's report: the donor is held (only then found), not saved, or lost on its way down."""
         donor_id, why, entry = saved.donor_id, saved.error, self._saving.pop(saved.donor_id, None)
         if entry is None:
             if why is not None:
@@ -332,7 +328,7 @@ class DonorIndex:
         self._drop_continued()
 
     def _found(self, donor_id: str, text: DonorText) -> None:
-        """Makes a donor found on disk known to lookups and to the fleet, unless another one keeps its text."""
+        """Make a donor found on disk known to lookups and to the fleet, unless another one keeps its text."""
         intent = SaveIntent(0, donor_id, len(text.tokens), generation=text.generation, prompt_tokens=len(text.tokens))
         near = list(self.texts.near(text.namespace_key, text.tokens))
         self.texts.put(text.namespace_key, text.generation, donor_id, text.tokens)
@@ -351,6 +347,6 @@ class DonorIndex:
             self._doomed.intersection_update(self.texts)
 
     def _drop_continued(self) -> None:
-        """Drops donors that others continue, once nothing reads them and the others have their files."""
+        """Drop donors that others continue, once nothing reads them and the others have their files."""
         continued = self.texts.continued.items()
         self.lost({older for older, newer in continued if not self.catalog.is_writing(newer)})

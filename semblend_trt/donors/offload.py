@@ -90,8 +90,8 @@ class DiskLink:
 class OffloadCommands:
     """Commands to every rank's tiers for one iteration.
 
-    Before a forward `drops` go from every tier, `releases` leave memory and keep their files, and `fetches` are read
-    from their files to the host. After its launch `offloads` move from the device to the host. Then `writes` among
+    Before a forward `drops` go from every tier, and `releases` leave memory but keep their files. `fetches` are read
+    from their files to the host. After the launch `offloads` move from the device to the host. Then `writes` among
     these, and among host donors, get a file. `promotions` are copied to the device and leave the host. `saves`, for
     which all this makes room, begin last."""
 

@@ -1,7 +1,7 @@
 """What one rank holds of donors in memory. It obeys the scheduler's catalog and decides nothing.
 
-Page-locked memory is allocated once and given out in ranges. Torch's allocator would round every donor up to a power of
-two and keep freed memory, and locking memory would hold up running requests."""
+Page-locked memory is allocated once and given out in ranges: locking memory would hold up running requests. Torch's
+allocator would round every donor up to a power of two and keep freed memory."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ class HostTier:
 
         The donor is held once the `with` block ends; its bytes must be there by then. Reads of the memory's former
         donor end before the block begins; with `stream`, which alone may then write, that stream waits for them
-        instead. Raises ValueError for a taken id, CapacityError without room in the budget, and at the end
-        DonorUnavailableError when the donor was dropped meanwhile. After an error nothing is held."""
+        instead. Raises ValueError for a taken id, and CapacityError without room in the budget. Raises
+        DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
         slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
         try:
             held = self._allocate(slot, shape, dtype)
@@ -258,7 +258,7 @@ class HostTier:
             self._memory.give_back(slot.ranges)
 
     def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
-        """Makes the copied donor readable. Without `kv`, or when it was dropped, frees its room and returns False."""
+        """Make the copied donor readable. Without `kv`, or when it was dropped, free its room and return False."""
         with self._lock:
             is_held = self._slots.get(donor_id) is slot
             if is_held and kv is not None:
@@ -346,6 +346,6 @@ class DonorStore:
             return reads.enter_context(self.host.reading(donor_id))
         with suppress(DonorUnavailableError):
             return reads.enter_context(self.device.reading(donor_id))
-        with suppress(DonorUnavailableError):  # never on the device, or moved down since
+        with suppress(DonorUnavailableError):  # never on the device, or moved down since: the host has it already
             return reads.enter_context(self.host.reading(donor_id))
         return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere
