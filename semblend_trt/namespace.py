@@ -1,8 +1,7 @@
-"""CacheNamespace: everything that has to be equal before one request's KV may stand in for another's.
+"""CacheNamespace: everything that has to be equal before one request's KV may replace another's.
 
 `key` decides reuse. It covers every field except the ranks, the tenant key, and names whose revision is a digest of the
-content. A donor has a part on each rank, so all ranks must derive the same key as the scheduler, which is on rank 0.
-"""
+content. A donor has a part on each rank, so all ranks must derive the scheduler's key (rank 0)."""
 
 from __future__ import annotations
 
@@ -24,16 +23,16 @@ UNKNOWN_PREFIX = "semblend:unknown:"
 CONTENT_PREFIX = "semblend:content:"
 MAX_TEXT = 4096
 MAX_DEPTH = 8
-# Adapters whose unsalted namespace is kept: binding it anew takes longer than looking a short prompt up.
+# Adapters whose unsalted namespace is kept: to bind it again takes longer than the lookup of a short prompt.
 MAX_REMEMBERED = 64
-# A name binds where its revision is no digest of the content.
+# A name counts unless its revision is a digest of the content.
 REVISION_OF = {"model": "model_revision", "tokenizer": "tokenizer_revision"}
 PARALLEL_SIZES = ("tp_size", "pp_size", "cp_size")
 PARALLEL_RANKS = ("tp_rank", "pp_rank", "cp_rank")
 
 
 def unknown_value() -> str:
-    """A value for a field that could not be determined. It equals no other value, not even another unknown one."""
+    """Return a value for a field that cannot be determined. It equals no other value, not even an unknown one."""
     return UNKNOWN_PREFIX + uuid.uuid4().hex
 
 
@@ -43,7 +42,7 @@ def is_unknown(value: object) -> bool:
 
 
 def content_value(digest: str) -> str:
-    """A revision that is a digest of every byte it stands for; what has one is the same under every name."""
+    """Return a revision that is a digest of all its bytes; such content is the same under every name."""
     return CONTENT_PREFIX + digest
 
 
@@ -53,18 +52,16 @@ def is_content(value: object) -> bool:
 
 
 def salt_digest(salt: str) -> str:
-    """The form in which a cache salt is kept, every character of it counting; the salt cannot be read back.
+    """Return the irreversible form in which a cache salt is kept; every character counts.
 
-    An empty salt is a salt: it never meets requests without one. Raises NamespaceError.
-    """
+    An empty salt is a salt: it never meets requests without one. Raises NamespaceError."""
     return SALT_PREFIX + _digest(_checked_salt(salt))
 
 
 def tenant_key(salt: str | None) -> str:
-    """Tenant key v1 for the wire (lessons of SemBlend 0.3.25): the untrimmed salt's digest, `none` without a salt.
+    """Return tenant key v1 for the wire (SemBlend 0.3.25): the untrimmed salt's digest, `none` without a salt.
 
-    Never part of `CacheNamespace.key`. Raises NamespaceError.
-    """
+    Never part of `CacheNamespace.key`. Raises NamespaceError."""
     if salt is None or not _checked_salt(salt):
         return TENANT_PREFIX + "none"
     return TENANT_PREFIX + _digest(salt)
@@ -72,12 +69,11 @@ def tenant_key(salt: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheNamespace:
-    """Every field that makes KV interchangeable. None in `quantization` and `adapter` means none is in use.
+    """Every field that makes KV interchangeable. None in `quantization` and `adapter` means not in use.
 
     A field that cannot be determined is `unknown_value()`; there is no wildcard. `rope_config` and `extra` hold JSON
     values, `tensor_parallel` the sizes (part of the key) and the ranks (not part of it; 0 where absent).
-    `extra["cache_salt"]` is a digest, absent for requests without a salt. Raises NamespaceError.
-    """
+    `extra["cache_salt"]` is a digest, absent for requests without a salt. Raises NamespaceError."""
 
     model: str
     model_revision: str
@@ -112,10 +108,10 @@ class CacheNamespace:
         object.__setattr__(self, "key", hashlib.sha256(_canonical_json(self._key_fields())).hexdigest())
 
     def for_request(self, cache_salt: str | None, adapter: str | None) -> CacheNamespace:
-        """This engine's namespace bound to one request's salt and LoRA adapter; only digests of the salt are kept.
+        """Return this engine's namespace bound to one request's salt and LoRA adapter; it keeps digests of the salt
+        only.
 
-        A request's adapter adds to one that the engine always applies. Raises NamespaceError.
-        """
+        A request's adapter adds to one that the engine always applies. Raises NamespaceError."""
         if "tenant_key" in self.extra:
             raise NamespaceError("the namespace is bound to a request already; bind the engine's own namespace instead")
         if cache_salt is None and adapter in self._unsalted:
@@ -125,18 +121,18 @@ class CacheNamespace:
             extra["cache_salt"] = salt_digest(cache_salt)
         of_both = adapter if self.adapter is None else json.dumps([self.adapter, adapter])
         bound = replace(self, extra=extra, adapter=self.adapter if adapter is None else of_both)
-        # Salts may be secrets, so none of them is remembered.
+        # Salts may be secrets, so they are never remembered.
         if cache_salt is None and len(self._unsalted) < MAX_REMEMBERED:
             self._unsalted[adapter] = bound
         return bound
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, read back by `from_dict`; holds no raw salt."""
+        """Return the JSON-ready form, read back by `from_dict`; it holds no raw salt."""
         return {name: _thawed(getattr(self, name)) for name in _FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheNamespace:
-        """Reads `to_dict`'s form. A missing or an unexpected field is a NamespaceError: it might matter."""
+        """Read `to_dict`'s form. A missing or unexpected field is a NamespaceError: it might matter."""
         if not isinstance(values, Mapping):
             raise NamespaceError(f"a namespace is a mapping of {len(_FIELDS)} fields, not {type(values).__name__}")
         missing = [name for name in _FIELDS if name not in values]
@@ -237,7 +233,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _frozen(name: str, value: Any, depth: int = 0) -> Any:
-    """Read-only copy of a JSON value. A whole float becomes an integer, so that 1e6 and 1000000 are one theta."""
+    """Copy a JSON value as read-only. A whole float becomes an integer, so that 1e6 and 1000000 are one theta."""
     if depth > MAX_DEPTH:
         raise NamespaceError(f"namespace field {name} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
 """SemanticKvPlan: which donor KV goes where for one request, how it is checked, and who computes the rest.
 
-The constructor refuses every plan that could corrupt KV, so code that receives a plan need not check again.
-"""
+The constructor refuses every plan that could corrupt KV, so code that receives a plan need not check again."""
 
 from __future__ import annotations
 
@@ -18,29 +17,27 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-WINDOW_TOKENS = 32  # of a check, where nothing else is said
+WINDOW_TOKENS = 32  # a check's default
 
 
 @dataclass(frozen=True, slots=True)
 class SpanCheck:
-    """Layers below `layer` run on all tokens; in `layer` every token's fresh K and V are compared with its donor's.
+    """Layers below `layer` run on all tokens; `layer` compares every token's fresh K and V with its donor's.
 
     A token's deviation is the larger one of K's and V's, each ||fresh - donor|| / ||donor|| over heads and channels.
-    Tokens that deviate by more than `threshold` are computed in all layers. With `largest_share` instead, that share of
-    the checked tokens which deviates most is computed (CacheBlend, arXiv 2405.16444). Windows whose mean deviation is
-    above `window_threshold` are computed as well: where the text means something else, many tokens deviate by little.
-    A window is `window_tokens` long, counted from a span's first checked token; a span's last one may be shorter.
+    Tokens above `threshold` are computed in all layers. With `largest_share` instead, that share of the checked tokens
+    which deviates most is computed (CacheBlend, arXiv 2405.16444). Windows with a mean above `window_threshold` are
+    computed as well: where the text means something else, many tokens deviate by little. A window has `window_tokens`
+    tokens from a span's first checked token on; a span's last one may be shorter.
 
-    A span of which more than `max_span_share` deviates is computed whole. A plan that would save less than
+    If more than `max_span_share` of a span deviates, the whole span is computed. A plan that would save less than
     `min_saved_share` of its promised tokens is dropped: everything is computed.
 
-    With `sample_every`, a sample comes first: all tokens of the first window of every span, and one, at random, of
-    every `sample_every` after them. Only these run in the layers below `layer`, over the donor's KV of the others. A
-    window whose sample deviates by more than `sample_threshold` in the mean, or by more than `threshold` in one token,
-    is checked as above, and so are its neighbours; the other windows keep the donor's KV in all layers. If
-    more than `max_span_share` of the tokens would be checked so, all are: the text before them has changed what they
-    mean, and a sample over the donor's KV sees too little of it.
-    """
+    With `sample_every`, a sample comes first: every span's first window, and one random token of every `sample_every`
+    after it. Below `layer` only the sample runs, over the donor's KV of the others. A window is suspect if its sample's
+    mean is above `sample_threshold`, or one token above `threshold`. Suspect windows and their neighbours are checked
+    as above; the others keep the donor's KV in all layers. If that would check more than `max_span_share` of the
+    tokens, all are checked: the earlier text has changed their meaning, and a sample over donor KV sees too little."""
 
     layer: int
     threshold: float | None = None
@@ -55,13 +52,12 @@ class SpanCheck:
 
 @dataclass(frozen=True, slots=True)
 class CheckEvidence:
-    """Tokens of one plan by what became of them; `offered_tokens`, those of all spans, are either reused or recomputed.
+    """Tokens of one plan by what became of them; `offered_tokens` are either reused or recomputed.
 
-    `checked_tokens` were compared with their donor's KV, all of a window; before them `sampled_tokens` of all windows
-    were. `reused_tokens` keep the donor's KV above the check layer; exact spans, which need no check, are among them.
-    `largest_kept` is the largest deviation of a token that was compared and is reused, 0.0 without one. `is_dropped`
-    says that the plan would have saved too little, and everything was computed.
-    """
+    `checked_tokens` were compared with their donor's KV, in whole windows; `sampled_tokens` of all windows came first.
+    `reused_tokens` keep the donor's KV above the check layer, exact spans included. `largest_kept` is the largest
+    deviation of a compared and reused token, else 0.0. `is_dropped`: everything was computed, as too little was
+    saved."""
 
     request_id: int
     offered_tokens: int
@@ -92,9 +88,8 @@ class PlanKind(str, Enum):
 class PlanSpan:
     """`length` tokens of `donor_id`, equal to the prompt's, moved from `donor_start` to `target_start`.
 
-    `exact` says that the donor's text equals the prompt's from position 0 to the end of the span, so that its KV is
-    what a cold run would produce. `generation` is the donor's: how often its KV was built from approximate KV.
-    """
+    `exact`: the donor's text equals the prompt's from position 0 to the span's end; a cold run would produce the same
+    KV. `generation`: how often the donor's KV was built from approximate KV."""
 
     donor_id: str
     donor_start: int
@@ -129,12 +124,10 @@ class PlanSpan:
 class EngineExecution:
     """How the engine runs the prompt once the spans are placed.
 
-    Layers below `recompute_boundary_layer` are computed for every prompt token. From there on only holes, the suffix
-    and the first `head_tokens` tokens of every approximate span are computed (EPIC, arXiv 2410.15332). With a `check`,
-    the layers below its own are computed for every token too, and it decides which of the spans' tokens the others
-    compute. Exact spans are computed in no layer. `sample_seed` chooses the tokens of the check's sample, on
-    every rank the same ones.
-    """
+    Layers below `recompute_boundary_layer` compute every prompt token. From there on they compute only holes, the
+    suffix and the first `head_tokens` tokens of every approximate span (EPIC, arXiv 2410.15332). With a `check`, layers
+    below its own compute every token too, and it picks the spans' tokens for the others. No layer computes exact spans.
+    `sample_seed` picks the check's sample, the same on every rank."""
 
     mode: EngineMode
     num_layers: int
@@ -161,10 +154,9 @@ class EngineExecution:
 class SemanticKvPlan:
     """One request's reuse, decided once on the scheduler and carried to every rank.
 
-    `prompt_token_ids` are the request's own tokens, int32 [n], which nothing changes. `num_computed_tokens` leading
-    tokens are the engine's exact prefix and are never written. `matched_tokens` is what the executor was promised
-    beyond them. `target_block_ids` is None until the engine has allocated blocks for the request.
-    """
+    `prompt_token_ids`: int32 [n], never changed. `num_computed_tokens` leading tokens are the engine's exact prefix and
+    are never written; the executor was promised `matched_tokens` beyond them. `target_block_ids` is None until the
+    engine has allocated blocks."""
 
     request_id: int
     kind: PlanKind
@@ -182,8 +174,7 @@ class SemanticKvPlan:
             raise PlanError(invariant, f"request {self.request_id}: {message}")
 
     def check(self) -> None:
-        """Raises PlanError, or TypeError for a value of another type, for a plan that came as bytes: those reach no
-        constructor."""
+        """Check a plan that came as bytes, past the constructor. Raises PlanError, or TypeError for a wrong type."""
         tokens, execution = self.prompt_token_ids, self.execution
         numbers = [abs(self.request_id), self.num_computed_tokens, self.matched_tokens, self.block_size]
         numbers += [*(self.target_block_ids or ()), execution.num_layers, execution.recompute_boundary_layer]
@@ -219,7 +210,7 @@ class SemanticKvPlan:
 
     @property
     def is_checked(self) -> bool:
-        """True when the engine compares tokens with their donors' and leaves evidence: a span has tokens to check."""
+        """True when a span has tokens to compare with its donor's, so that the engine leaves evidence."""
         execution = self.execution
         if execution.check is None or self.kind is PlanKind.DISCOVERY_ONLY:
             return False
@@ -227,19 +218,20 @@ class SemanticKvPlan:
 
     @property
     def is_exact(self) -> bool:
-        """True when every block of the request may be published; a plan that moves nothing changes nothing."""
+        """True when every block may be published; a plan that moves nothing changes nothing."""
         return self.kind is not PlanKind.REQUEST_LOCAL
 
     @property
     def exact_token_count(self) -> int:
-        """Leading tokens whose KV equals a cold run's: everything before the first placed span that is not exact."""
+        """Count leading tokens whose KV equals a cold run's: those before the first placed span that is not exact."""
         if self.kind is PlanKind.DISCOVERY_ONLY:
             return self.prompt_length
         return next((span.target_start for span in self.spans if not span.exact), self.prompt_length)
 
     def donor_part(self, generations: int) -> tuple[int, int]:
-        """The leading tokens whose KV is of generation `generations` at most, and its generation: 0 where a cold run
-        would produce it, else one more than the largest among the spans moved there."""
+        """Return the leading tokens with KV of generation `generations` at most, and their generation.
+
+        That is 0 where a cold run would produce the KV, else one more than the largest among the spans moved there."""
         moved = () if self.is_exact else tuple(span for span in self.spans if not span.exact)
         end = next((span.target_start for span in moved if span.generation >= generations), self.prompt_length)
         return end, max((1 + span.generation for span in moved if span.target_start < end), default=0)
@@ -256,10 +248,9 @@ class SemanticKvPlan:
         return replace(self, target_block_ids=block_ids)
 
     def without_spans(self, reason: str) -> SemanticKvPlan:
-        """The plan without spans: everything that was promised is computed, as when a donor cannot be read any more.
+        """Return the plan without spans, as when a donor became unreadable: all promised tokens are computed.
 
-        Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them.
-        """
+        Raises PlanError `hole_needs_wrapper` when a stock engine was promised tokens: it cannot compute them."""
         return replace(self, spans=(), diagnostics={**self.diagnostics, "dropped": reason})
 
 
@@ -269,14 +260,14 @@ def are_counts(values: Sequence[int]) -> bool:
 
 
 def gaps(taken: Iterable[tuple[int, int]], begin: int, end: int) -> Iterator[range]:
-    """The ranges of [begin, end) that the ranges `taken` (start and end of each, sorted and disjoint) leave free."""
+    """Yield the ranges of [begin, end) that `taken` (starts and ends, sorted and disjoint) leaves free."""
     for start, stop in (*taken, (end, end)):
         if begin < min(start, end):
             yield range(begin, min(start, end))
         begin = max(begin, stop)
 
 
-# Each yields the invariants that a plan breaks, with a sentence.
+# Each yields the invariants that a plan breaks, with a message.
 def _of_counts(plan: SemanticKvPlan) -> Iterator[tuple[str, str]]:
     computed, matched = plan.num_computed_tokens, plan.matched_tokens
     if min(computed, matched) < 0 or plan.block_size < 1:

@@ -19,14 +19,12 @@ class ReusePolicy(str, Enum):
     """Which token-identical runs are reused, and what of them is computed again.
 
     OFF: no lookup and no donors. EXACT: only KV that a cold run would produce. VERIFIED: what the model's reuse profile
-    justifies; without one that matches, as EXACT. BOUNDARY: any run, its keys rotated to their new positions, with the
-    layers below the recompute boundary computed for every token. POSITION_FIX: any run, rotated, and nothing computed
-    again.
+    justifies; without a matching one, as EXACT. BOUNDARY: any run, its keys rotated to their new positions; layers
+    below the recompute boundary compute every token. POSITION_FIX: any run, rotated; nothing is computed again.
 
-    Two published fixed budgets are there to be compared with, not because they are safe: they compute the same share
-    again whether a run's meaning has changed or not. EPIC (arXiv 2410.15332): the first tokens of every run. CACHEBLEND
-    (arXiv 2405.16444): a fixed share of the tokens, those that deviate most at layer 1.
-    """
+    Two published fixed budgets serve for comparison. They are not safe: they compute the same share again whether a
+    run's meaning has changed or not. EPIC (arXiv 2410.15332): the first tokens of every run. CACHEBLEND (arXiv
+    2405.16444): a fixed share of the tokens, those that deviate most at layer 1."""
 
     OFF = "off"
     EXACT = "exact"
@@ -37,14 +35,14 @@ class ReusePolicy(str, Enum):
     CACHEBLEND = "cacheblend"
 
 
-# The entry of a request's `kv_transfer_params` by which nothing is reused for it that differs from a cold run.
+# With this entry in `kv_transfer_params`, a request reuses only what equals a cold run.
 EXACT_ONLY = "semblend.exact_only"
-# The entry by which nothing at all is reused for it, and nothing of it is kept: a cold run to compare an answer with.
+# With this entry it reuses and leaves nothing: a cold run to compare an answer with.
 COLD = "semblend.cold"
 
 
 def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
-    """Reads a policy's name in upper or lower case; raises ConfigurationError naming the policies of this version."""
+    """Return the policy of this name, in any case; ConfigurationError names this version's policies."""
     name = value.value if isinstance(value, ReusePolicy) else str(value).strip().lower()
     try:
         return ReusePolicy(name)
@@ -57,8 +55,7 @@ def parse_policy(value: str | ReusePolicy) -> ReusePolicy:
 class ReuseTerms:
     """How runs that are not exact are executed: the fields of `EngineExecution` that a policy decides.
 
-    Donors up to the generation `generations` are used, and kept.
-    """
+    Donors up to generation `generations` are used, and kept."""
 
     boundary: int = 0
     check: SpanCheck | None = None
@@ -67,7 +64,7 @@ class ReuseTerms:
 
     @property
     def wrapper_reason(self) -> str | None:
-        """Why a stock engine cannot keep to these terms; None when it can."""
+        """Why a stock engine cannot keep these terms, or None."""
         if self.check is not None:
             return "check_needs_wrapper"
         if self.head_tokens:
@@ -75,7 +72,7 @@ class ReuseTerms:
         return "boundary_needs_wrapper" if self.boundary else None
 
     def expected_reuse(self, length: int) -> int:
-        """Tokens of a run of `length` tokens that stay reused, as far as this is known before the check runs."""
+        """Return how many of `length` tokens stay reused, as far as known before the check."""
         kept = max(0, length - self.head_tokens)
         if self.check is None or self.check.largest_share is None:
             return kept

@@ -17,22 +17,22 @@ Event = torch.cuda.Event
 
 
 def side_stream(device: torch.device) -> Stream | None:
-    """A stream of its own on `device`; None on the CPU."""
+    """Return a new stream on `device`; None on the CPU."""
     return Stream(device) if device.type == "cuda" else None
 
 
 def current_stream(device: torch.device) -> Stream | None:
-    """The stream on which torch queues work for `device` now; None on the CPU."""
+    """Return the stream on which torch now queues work for `device`; None on the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def on(stream: Stream | None) -> AbstractContextManager[Any]:
-    """Makes `stream` the current one within a `with` block."""
+    """Make `stream` the current one within a `with` block."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def record(stream: Stream | None) -> Event | None:
-    """An event behind everything that is queued on `stream` so far."""
+    """Return an event after all work queued on `stream` so far."""
     if stream is None:
         return None
     event = Event()
@@ -41,7 +41,7 @@ def record(stream: Stream | None) -> Event | None:
 
 
 def finish(stream: Stream | None) -> None:
-    """Waits until all that is queued on `stream` is done; the thread sleeps meanwhile, where torch's own wait spins."""
+    """Wait until all work queued on `stream` is done; the thread sleeps, where torch's own wait spins."""
     if stream is not None:
         event = Event(blocking=True)
         event.record(stream)
@@ -49,7 +49,7 @@ def finish(stream: Stream | None) -> None:
 
 
 def wait(stream: Stream | None, events: Iterable[Event | None]) -> None:
-    """Queues on `stream` that nothing later starts before `events`; the host does not wait."""
+    """Have later work on `stream` wait for `events`; the host does not wait."""
     if stream is None:
         return
     for event in events:
@@ -58,16 +58,16 @@ def wait(stream: Stream | None, events: Iterable[Event | None]) -> None:
 
 
 class HostCopy:
-    """A tensor on its way to the host, behind what is queued on the current stream so far."""
+    """A tensor on its way to the host, after the work queued on the current stream so far."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Queues the copy; the host does not wait."""
+        """Queue the copy; the host does not wait."""
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._host.copy_(tensor, non_blocking=True)
         self._copied = record(current_stream(tensor.device))
 
     def read(self) -> npt.NDArray[Any]:
-        """Waits for the copy, and for nothing that was queued behind it."""
+        """Wait for the copy, and for nothing queued after it."""
         if self._copied is not None:
             self._copied.synchronize()
         found: npt.NDArray[Any] = self._host.numpy()

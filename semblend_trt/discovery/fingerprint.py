@@ -1,11 +1,10 @@
 """Content-defined anchors of a token sequence, chosen by winnowing.
 
 Schleimer, Wilkerson, Aiken, "Winnowing: Local Algorithms for Document Fingerprinting" (SIGMOD 2003): of every 17
-consecutive grams of 16 tokens, those with the smallest rank are kept as anchors. The choice depends on the window's
-tokens only, so sequences that share a run of 32 tokens keep the same anchor inside it, at any position. The smallest
-rank of a wider window is also the smallest of each window of 17 that holds it, so a lookup for longer runs needs only
-some of the same anchors.
-"""
+consecutive grams of 16 tokens, those with the smallest rank become anchors. Only the window's tokens decide: sequences
+that share a run of 32 tokens keep the same anchor inside it, at any position. The smallest rank of a wider window is
+also the smallest of each window of 17 that holds it. So a lookup for longer runs needs only some of the same
+anchors."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _NO_ENDS: Positions = np.empty(0, dtype=np.int64)
 
 GRAM_TOKENS, WINDOW_GRAMS = 16, 17
 GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
-# Fewer anchors hardly make a lookup quicker, and its bounds would hide more runs.
+# Fewer anchors hardly speed a lookup up, and its bounds would hide more runs.
 WIDEST_RUN = 64
 MAX_TOKENS = 1 << 28
 # Anchors kept per hash and sequence.
@@ -41,7 +40,7 @@ _ROOM = _BLOCK + 4 * WIDEST_RUN
 
 
 class _Scratch(threading.local):
-    """A thread's arrays for one block. To allocate them for every block takes longer than the arithmetic."""
+    """A thread's arrays for one block: to allocate them for every block takes longer than the arithmetic."""
 
     def __init__(self) -> None:
         self.ranks, self.halves, self.minima, self.one, self.other = np.empty((5, _ROOM), dtype=np.uint32)
@@ -57,11 +56,11 @@ class Fingerprints(NamedTuple):
     positions: Positions
 
     def only(self, flags: _Flags) -> Fingerprints:
-        """The anchors with a flag."""
+        """Return the anchors with a flag."""
         return Fingerprints(self.hashes[flags], self.positions[flags])
 
     def surplus(self, most: int, ends: Positions = _NO_ENDS) -> _Flags:
-        """Which anchors are beyond the `most` of their hash and text; of these the first half and the last are not."""
+        """Flag anchors beyond the `most` of their hash and text; of these the first half and the last stay."""
         keys, positions = self
         is_surplus: _Flags = np.zeros(len(keys), dtype=np.bool_)
         if len(keys) <= most:
@@ -80,10 +79,9 @@ class Fingerprints(NamedTuple):
 
 
 def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
-    """Returns `tokens` as a contiguous int32 [n] array.
+    """Return `tokens` as a contiguous int32 [n] array.
 
-    Raises ValueError for anything but one dimension of integers in 0 .. 2**31 - 1, or for MAX_TOKENS and more of them.
-    """
+    Raises ValueError unless they are fewer than MAX_TOKENS integers in 0 .. 2**31 - 1, in one dimension."""
     array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"token ids have shape {list(array.shape)}; one dimension is needed")
@@ -101,19 +99,17 @@ def as_token_array(tokens: npt.ArrayLike) -> TokenArray:
 def fingerprint(
     tokens: TokenArray, max_repeats: int = MAX_REPEATS, shortest: int = GUARANTEED_RUN, ends: Positions = _NO_ENDS
 ) -> Fingerprints:
-    """Chooses the anchors of `tokens` (int32 [n], from `as_token_array`): about one in 9 tokens of ordinary text, and
-    one in 25 for runs of 64 tokens.
+    """Choose the anchors of `tokens` (int32 [n], from `as_token_array`).
 
-    Two sequences that share a run of at least `shortest` tokens, not all equal, keep the same anchor at the same place
-    of that run. This also holds when one of them was given a smaller `shortest`. `shortest` is at least GUARANTEED_RUN,
-    and a value above WIDEST_RUN counts as WIDEST_RUN. Shorter input has no anchors.
+    In ordinary text about one token in 9 begins an anchor, and one in 25 for runs of 64 tokens. Sequences that share a
+    run of at least `shortest` tokens, not all equal, keep the same anchor at its same place. This also holds when one
+    of them had a smaller `shortest`. `shortest` is at least GUARANTEED_RUN; above WIDEST_RUN it counts as that. Shorter
+    input has no anchors.
 
-    A stretch of one repeated token keeps its first and last gram only. At most `max_repeats` anchors of one hash are
-    kept, the first half and the last: so repetitive text costs no more than other text, and its ends still align.
+    A stretch of one repeated token keeps its first and last gram only. Each hash keeps at most `max_repeats` anchors,
+    the first half and the last: so repetitive text costs no more than other text, and its ends still align.
 
-    `ends` (int64 [texts - 1], ascending) says where a text ends and the next begins; the texts do not influence each
-    other's anchors.
-    """
+    `ends` (int64 [texts - 1], ascending) are the borders of texts, which do not influence each other's anchors."""
     shortest = min(shortest, WIDEST_RUN)
     if len(tokens) < shortest:
         return Fingerprints(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64))
@@ -139,10 +135,9 @@ def fingerprint(
 
 
 def _rank(tokens: TokenArray) -> _Ranks:
-    """The rank of each gram: the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32.
+    """Rank each gram: the sum of token[start + j] * RANK_BASE**(GRAM_TOKENS - j) modulo 2**32.
 
-    It is made from the sums over 1, 2, 4 and 8 tokens; the sums over 8 stay in `_scratch.halves`.
-    """
+    It adds up sums over 1, 2, 4 and 8 tokens; those over 8 stay in `_scratch.halves`."""
     rooms = (_scratch.other, _scratch.one, _scratch.halves, _scratch.ranks)
     sums: _Ranks = np.multiply(tokens.view(np.uint32), _FACTORS[0], out=_scratch.one[: len(tokens)])
     for length, factor, room in zip((1, 2, 4, 8), _FACTORS, rooms, strict=True):
@@ -153,10 +148,9 @@ def _rank(tokens: TokenArray) -> _Ranks:
 
 
 def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
-    """Which ranks are the least of some `window` consecutive ranks of the same text.
+    """Flag ranks that are the least of some `window` consecutive ranks of the same text.
 
-    Such a rank equals the greatest minimum of the windows that hold it.
-    """
+    Such a rank equals the greatest minimum of the windows that hold it."""
     minima = _scratch.minima[: len(ranks) + window - 1]
     minima[window - 1 : len(ranks)] = _reduce(np.minimum, ranks, window)
     # Windows that reach beyond a text's end get the minimum 0, which is never the greatest.
@@ -171,7 +165,7 @@ def _chosen(ranks: _Ranks, window: int, ends: Positions) -> _Flags:
 
 
 def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
-    """`ufunc` over every `window` consecutive values, in the scratch arrays."""
+    """Apply `ufunc` to every `window` consecutive values, in the scratch arrays."""
     length, room, spare = 1, _scratch.one, _scratch.other
     while length < window:
         step = min(length, window - length)
@@ -182,10 +176,9 @@ def _reduce(ufunc: np.ufunc, values: _Ranks, window: int) -> _Ranks:
 
 
 def _repeated_token(tokens: TokenArray, ends: Positions) -> tuple[_Flags, _Flags] | None:
-    """Which grams are one repeated token, and which of those begin or end a stretch of at least GUARANTEED_RUN tokens.
+    """Flag grams of one repeated token, and those that begin or end a stretch of GUARANTEED_RUN tokens or more.
 
-    None where no gram is. The quick test: such a gram holds 8 equal tokens from a multiple of 8 on.
-    """
+    Returns None without such a gram. The quick test: it holds 8 equal tokens from a multiple of 8 on."""
     parts = tokens[: len(tokens) // 8 * 8].reshape(-1, 8)
     alike = parts[:, 0] == parts[:, 7]
     if not alike.any() or not (parts[alike] == parts[alike, :1]).all(axis=1).any():

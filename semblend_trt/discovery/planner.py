@@ -1,8 +1,7 @@
 """From a prompt to a plan or a named refusal: the only place that decides which runs are reused.
 
 The planner leases and moves nothing. The scheduler leases the donors of a plan's spans; where it cannot, it asks for a
-plan without those donors.
-"""
+plan without those donors."""
 
 from __future__ import annotations
 
@@ -32,21 +31,20 @@ if TYPE_CHECKING:
     from semblend_trt.reuse_profile import ReuseProfile
 
 
-# The default of 5 ms is under 1 % of the prefill of this many tokens and of more (validation/assets/h200_ttft.json). A
-# prompt with fewer has it too: beside other work an ordinary look-up takes milliseconds, and a cut one costs a prefill.
+# From this many tokens on, 5 ms (the default) are under 1 % of the prefill (validation/assets/h200_ttft.json). Shorter
+# prompts have them too: on a busy machine a lookup takes milliseconds, and a cut one costs a prefill.
 DEADLINE_TOKENS = 20_480
-# The part of a look-up's time that may go by before no further run is looked for. The rest is for choosing.
+# The share of a lookup's time for finding runs; the rest is for choosing.
 _FINDING_SHARE = 0.6
-# Refusals that a run could have averted which a bound has hidden.
+# Refusals that a hidden run could have averted.
 _AVERTABLE = frozenset({"no_donor_match", "low_reuse"})
 
 
 class Deadline:
-    """Ends after `milliseconds` of this thread's processor time, in proportion later for more than DEADLINE_TOKENS.
+    """Ends after `milliseconds` of this thread's processor time, or in proportion for more than DEADLINE_TOKENS.
 
-    Time in which the thread waits for a processor or for the interpreter's lock does not count: to give the lookup up
-    would not bring that time back. It is asked before each piece of work. `has_cut` says that it refused one.
-    """
+    Time spent waiting for a processor or Python's lock does not count: giving up would not bring it back. Work asks
+    before each piece; `has_cut` says that one was refused."""
 
     def __init__(self, milliseconds: float, tokens: int, clock: Callable[[], float] = time.thread_time) -> None:
         """`clock` returns seconds."""
@@ -64,12 +62,10 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """One prompt to plan: `tokens` int32 [prompt], of which `num_computed_tokens` are the engine's own exact prefix.
+    """One prompt to plan: `tokens` int32 [prompt]; the engine's exact prefix is `num_computed_tokens` of them.
 
-    `publication_guard` says that approximate KV is kept out of the engine's reuse tree. `profile` holds for the
-    request's namespace; where there is none, `profile_refusal` says why. Donors in `exclude` are not used. With
-    `exact_only` nothing is placed that differs from a cold run.
-    """
+    `publication_guard`: approximate KV stays out of the engine's reuse tree. `profile` holds for the request's
+    namespace; without one `profile_refusal` says why. `exact_only`: nothing is placed that differs from a cold run."""
 
     request_id: int
     namespace_key: str
@@ -85,16 +81,15 @@ class LookupRequest:
 
     @property
     def last_usable(self) -> int:
-        """End of the positions that may be reused: the last prompt token is always computed."""
+        """End of the positions that may be reused: the engine always computes the last prompt token."""
         return len(self.tokens) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, or the reason for none; `runs_found` counts the runs found in the namespace before any rule applied.
+    """A plan, or the reason for its absence; `runs_found` counts runs before any rule applied.
 
-    A plan with a reason may lack runs: `lookup_timeout` or `lookup_bound`. `scan` is what the index found.
-    """
+    A plan with a reason may lack runs: `lookup_timeout` or `lookup_bound`."""
 
     plan: SemanticKvPlan | None
     outcome_reason: str | None
@@ -104,23 +99,21 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Which of several pieces, runs or parts of them, is taken: the one of most `weight`, and which of equal ones.
+    """Choose between runs or parts of them: the most `weight` first, then an order among equals.
 
-    Preferred are, in this order: donors of a low generation (`generations` holds those above 0), near donors
-    (`is_near`: the KV is on the GPU), donors in use already, shifts by whole blocks of `block_size` tokens, the donor
-    that offers most tokens, and the lowest donor id.
-    """
+    That order: a low generation (`generations` holds those above 0), near donors (KV on the GPU), donors in use
+    already, shifts by whole blocks, the donor that offers most tokens, the lowest donor id."""
 
     is_near: Callable[[str], bool] = lambda _donor_id: False
     block_size: int = 1
     generations: Mapping[str, int] = field(default_factory=dict)
 
     def weight(self, piece: Run) -> int:
-        """The piece's length; from a donor of generation g the part of it by g + 1."""
+        """Return the piece's length; for a donor of generation g, that divided by g + 1."""
         return piece.length // (1 + self.generations.get(piece.donor_id, 0)) if self.generations else piece.length
 
     def is_aligned(self, piece: Run) -> bool:
-        """Whether the piece's tokens have the same offsets in their blocks in donor and prompt."""
+        """Whether the piece's tokens have equal offsets in the blocks of donor and prompt."""
         return (piece.donor_start - piece.target_start) % self.block_size == 0
 
 
@@ -133,24 +126,23 @@ class _Refusal(Exception):  # noqa: N818 - an answer, not an error
 
 
 class Planner:
-    """Plans one prompt at a time under one policy. Thread safe: it has no state between calls.
+    """Plan one prompt at a time under one policy. Thread safe: it has no state between calls.
 
-    `is_near` says whether a donor's KV is on the GPU; of equally good donors such a one is taken. `generations` holds
-    the generations above 0 of donors, which may change between calls: such a donor is never exact, and is used only up
-    to the generation that the request's profile allows.
-    Raises ConfigurationError when the policy needs a layer that a model of `num_layers` layers does not have.
+    Of equally good donors one with KV on the GPU (`is_near`) is taken. `generations` holds donors' generations above 0
+    and may change between calls. Such a donor is never exact; the request's profile bounds the generation that is used.
+    Raises ConfigurationError when the policy needs a layer beyond `num_layers`.
 
-    A model with chunked attention has chunks of `chunk` tokens, None for others. The KV of a run in which a chunk ends
-    depends on where that is, in donor and prompt: such a run is cut there.
-    Reasons for no plan: disabled, policy_off, short_prompt, prefix_covers_prompt (the engine's own prefix leaves less
-    than a span), invalid_tokens, lookup_timeout (nothing was found in time), lookup_bound (bounds hide what may be
-    runs, and the others are too few), no_donor_match, chunk_edge (each run is cut into pieces shorter than a span),
-    hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no hole),
-    strict_prefix_boundary (no run continues it up to a block's end, which the setting demands), low_reuse; and where
-    only runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
-    exact KV), the refusal of `ProfileMatch`, check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a
-    stock engine), no_publication_guard (approximate KV could be published).
-    """
+    A model with chunked attention has chunks of `chunk` tokens; None for others. Where a chunk ends, in donor or
+    prompt, changes KV, so runs are cut there.
+
+    Reasons for no plan: disabled, policy_off, short_prompt, invalid_tokens, no_donor_match, low_reuse;
+    prefix_covers_prompt (the engine's own prefix leaves less than a span); lookup_timeout (nothing was found in time);
+    lookup_bound (bounds hide possible runs, and the others are too few); chunk_edge (each run is cut into pieces
+    shorter than a span); hole_needs_wrapper (no run continues the engine's prefix, and a stock engine computes no
+    hole); strict_prefix_boundary (no run continues the prefix up to a block's end, as the setting demands). Where only
+    runs that are not exact were found: not_exact (policy exact, a profile that justifies no more, or a request for
+    exact KV); the refusal of `ProfileMatch`; no_publication_guard (approximate KV could be published);
+    check_needs_wrapper, head_needs_wrapper, boundary_needs_wrapper (each on a stock engine)."""
 
     def __init__(
         self,
@@ -172,13 +164,12 @@ class Planner:
         self._terms = terms_of(policy, settings, num_layers)
 
     def plan(self, request: LookupRequest, deadline: Deadline | None = None, scan: Scan | None = None) -> Planned:
-        """Looks `request` up and plans its reuse; with the setting discovery_only the plan promises nothing.
+        """Look `request` up and plan its reuse; with the setting discovery_only the plan promises nothing.
 
-        Past `deadline`, by default the settings' from now on, what was found and chosen by then is planned. A `scan` of
-        the same prompt is not made again.
-        """
+        Past `deadline`, by default the settings' from now on, what was found and chosen by then is planned. `scan`
+        replaces a new one of the same prompt."""
         deadline = deadline or Deadline(self._settings.lookup_deadline_ms, len(request.tokens))
-        # A pass of Python's garbage collector over all of an engine's objects takes longer than a look-up may.
+        # A garbage collection over all of an engine's objects takes longer than a lookup may.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -219,14 +210,14 @@ class Planner:
         try:
             scan = self._index.find(request.namespace_key, request.tokens, self._settings.min_span_tokens, is_over)
         except ValueError:
-            # Engines mark multimodal input with ids outside the vocabulary; equal ids do not mean equal content there.
+            # Engines mark multimodal input with ids outside the vocabulary: equal ids are not equal content.
             raise _Refusal("invalid_tokens") from None
-        # What was left out is no loss where other runs hold the same text.
+        # Nothing is lost where other runs hold the same text.
         deadline.has_cut &= scan.hidden_end > request.num_computed_tokens
         return scan
 
     def _in_chunks(self, runs: list[Run]) -> list[Run]:
-        """Raises _Refusal where runs are long enough and no piece of them is."""
+        """Cut runs at chunks. Raises _Refusal where runs are long enough and no piece of them is."""
         if self._chunk is None:
             return runs
         pieces = [piece for run in runs for piece in run.in_chunks(self._chunk)]
@@ -255,7 +246,7 @@ class Planner:
     def _select(
         self, request: LookupRequest, runs: list[Run], terms: ReuseTerms | None, refusal: str, deadline: Deadline
     ) -> list[PlanSpan]:
-        """The spans to place, sorted and disjoint. Raises _Refusal with the rule that leaves none."""
+        """Return the spans to place, sorted and disjoint. Raises _Refusal with the rule that leaves none."""
         begin, end, min_span = request.num_computed_tokens, request.last_usable, self._settings.min_span_tokens
         generation = self._generations.get
         if self._generations:
@@ -265,11 +256,11 @@ class Planner:
         if not usable:
             raise _Refusal("no_donor_match")
         preference = Preference(self._is_near, request.block_size, self._generations)
-        # Exact KV comes before a longer shifted run: it costs no quality and may be published.
+        # Exact KV precedes a longer shifted run: it costs no quality and may be published.
         first = _exact_run(usable, begin, end, preference)
         chosen, position = ([], begin) if first is None else ([first], first.target_end)
         strict = self._settings.strict_prefix_boundary
-        # A run of head tokens alone would be moved and then computed anyway.
+        # A run of head tokens alone would be moved, then computed anyway.
         worth_moving = max(min_span, 0 if terms is None else terms.head_tokens + 1)
         if terms is not None and (strict or request.mode is EngineMode.STOCK):
             chosen += chain(usable, position, end, worth_moving, preference)
@@ -299,7 +290,7 @@ class Planner:
         terms = terms if kind is PlanKind.REQUEST_LOCAL and terms is not None else ReuseTerms()
         check = terms.check
         if check is not None and any(span.generation for span in spans):
-            check = replace(check, sample_every=0)  # all of what was built from approximate KV is compared
+            check = replace(check, sample_every=0)  # KV built from approximate KV is compared in full
         computed, end = request.num_computed_tokens, spans[-1].target_end
         taken = ((span.target_start, span.target_end) for span in spans)
         diagnostics: dict[str, Any] = {
@@ -334,8 +325,9 @@ class Planner:
     def _withhold(
         self, request: LookupRequest, spans: list[PlanSpan]
     ) -> tuple[PlanKind, list[PlanSpan], list[PlanSpan]]:
-        """The kind of plan, its spans, and those that the settings discovery_only and exact_materialization_only allow
-        to be reported only."""
+        """Return the kind of plan, its spans, and spans that settings allow only to be reported.
+
+        The settings are discovery_only and exact_materialization_only."""
         settings, exact = self._settings, [span for span in spans if span.exact]
         if settings.discovery_only:
             return PlanKind.DISCOVERY_ONLY, spans, []
@@ -351,7 +343,7 @@ class Planner:
 
 
 def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str | None:
-    """Why runs may be missing that could be reused, None where none is."""
+    """Why reusable runs may be missing, or None."""
     if deadline.has_cut:
         return "lookup_timeout"
     is_hidden = scan is not None and scan.hidden_end > request.num_computed_tokens
@@ -359,17 +351,16 @@ def _cut(request: LookupRequest, scan: Scan | None, deadline: Deadline) -> str |
 
 
 def _exact_run(runs: Sequence[Run], begin: int, end: int, preference: Preference) -> Run | None:
-    """The longest run that starts at position 0 of donor and prompt, cut to [begin, end); None when there is none.
+    """Return the longest run from position 0 of donor and prompt, cut to [begin, end), or None.
 
-    Of equally long ones a near donor's is taken, and none of an approximate donor.
-    """
+    Of equally long ones a near donor's is taken, and none of an approximate donor."""
     from_start = [run for run in runs if run[1] == run[2] == 0 and run.donor_id not in preference.generations]
     ranks = [(-min(run.target_end, end), not preference.is_near(run.donor_id), run.donor_id) for run in from_start]
     return from_start[ranks.index(min(ranks))].within(begin, end) if ranks else None
 
 
 def _cut_to_block(spans: list[PlanSpan], block_size: int, min_span: int) -> list[PlanSpan]:
-    """`spans` up to the last block's end that they reach; a last span that keeps less than `min_span` is dropped."""
+    """Cut `spans` at the last block's end they reach; drop a last span left with less than `min_span`."""
     for last in range(len(spans) - 1, -1, -1):
         span = spans[last]
         length = span.target_end // block_size * block_size - span.target_start
@@ -387,13 +378,11 @@ def cover(
     preference: Preference | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[Run]:
-    """Covers prompt positions [begin, end) with disjoint pieces of `runs`, of at least `min_span` tokens each, sorted.
+    """Cover prompt positions [begin, end) with disjoint, sorted pieces of `runs`, each of at least `min_span` tokens.
 
-    The piece of most weight is taken first, which is the longest one where all donors are of one generation; the free
-    parts of pieces that it cuts are considered again. `preference` says what a piece weighs and decides between equal
-    ones, and `used_donors` are in use already. The order of `runs` does not matter. What is taken once it `is_over` is
-    the cover.
-    """
+    The piece of most weight is taken first; the free parts of pieces that it cuts are considered again. `preference`
+    weighs pieces and decides between equal ones; `used_donors` are in use already. The order of `runs` does not matter.
+    Once `is_over`, what was taken is the cover."""
     preference = preference or Preference()
     pieces = {piece for run in runs if (piece := run.within(begin, end)) is not None and piece.length >= min_span}
     offered, waiting = Counter[str](), defaultdict[int, list[Run]](list)
@@ -429,12 +418,10 @@ def cover(
 
 
 def chain(runs: Sequence[Run], begin: int, end: int, min_span: int, preference: Preference | None = None) -> list[Run]:
-    """Covers prompt positions from `begin` on without a hole, up to `end` or as far as the runs reach.
+    """Cover prompt positions from `begin` on without a hole, up to `end` or as far as the runs reach.
 
-    Each piece starts where the last one ended and has at least `min_span` tokens. Of the runs that hold this position,
-    the one that reaches furthest is taken; of equally far ones that of the lowest generation, then a near donor's, then
-    the last piece's donor's.
-    """
+    Each piece starts where the last one ended and has at least `min_span` tokens. The run that reaches furthest is
+    taken; of equally far ones the lowest generation, then a near donor, then the last piece's donor."""
     preference = preference or Preference()
     later = sorted(runs, key=lambda run: run.target_start, reverse=True)
     reaching: list[tuple[int, str, int]] = []
@@ -466,14 +453,12 @@ class _Cover:
         self._ends: list[int] = []
 
     def add(self, piece: Run) -> None:
-        """Adds a piece that is free."""
         at = bisect_right(self._ends, piece.target_start)
         self._starts.insert(at, piece.target_start)
         self._ends.insert(at, piece.target_end)
         self.runs.insert(at, piece)
 
     def free_parts(self, piece: Run) -> list[Run]:
-        """The parts of a piece that the runs leave free."""
         position, end, parts = piece.target_start, piece.target_end, list[Run | None]()
         at = bisect_right(self._ends, position)
         while at < len(self.runs) and self._starts[at] < end:

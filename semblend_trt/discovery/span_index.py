@@ -1,7 +1,6 @@
-"""Index of donors' tokens: finds the runs of a prompt that donors of the same namespace hold token for token.
+"""Index of donors' tokens: finds the runs that a prompt shares, token for token, with donors of its namespace.
 
-Anchors (fingerprint.py) nominate places; only a comparison of tokens makes a run.
-"""
+Anchors (fingerprint.py) nominate places; only a comparison of tokens makes a run."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 
-_FEW_NOMINATIONS = 64  # these are all compared, in any order
-# Tokens compared at once: at first at least and at most, and later at most.
+_FEW_NOMINATIONS = 64  # all are compared, in any order
+# Tokens compared at once: at first at least, at first at most, later at most.
 _FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 2048, 1 << 15
 
 # A slot is a word: 36 bits of a key, the last of them set, then 28 bits with the number of the key's newest place.
@@ -42,11 +41,11 @@ _FEWEST_COMPARED, _LIKELY_EQUAL, _MOST_COMPARED = 64, 2048, 1 << 15
 _KEY_BITS, _NUMBER_BITS = 36, np.uint64(28)
 _NUMBER = np.uint64((1 << 28) - 1)
 _EMPTIED = np.uint64(1)
-# A bucket's rows are cache lines, filled from the left: a row that does not end in 0 may have overflowed.
+# A bucket's rows are cache lines, filled from the left; a row that does not end in 0 may have overflowed.
 _ROWS, _SLOTS = 256, 8
 # With more words, searches for missing keys take more steps.
 _MOST_FILLED = _ROWS * _SLOTS * 6 // 10
-# With fewer keys a full bucket does not split; it only drops its emptied slots.
+# A full bucket with fewer keys only drops its emptied slots, without a split.
 _WORTH_SPLITTING = _MOST_FILLED * 7 // 10
 _PAGE_BITS, _PAGE = 4, 16  # places are given to donors in pages
 _GONE = -1
@@ -67,15 +66,14 @@ class Run(NamedTuple):
         return self.target_start + self.length
 
     def within(self, begin: int, end: int) -> Run | None:
-        """The part of the run inside prompt positions [begin, end), None when there is none."""
+        """Return the part of the run in prompt positions [begin, end), or None."""
         first, last = max(begin, self.target_start), min(end, self.target_end)
         if first >= last:
             return None
         return Run(self.donor_id, self.donor_start + first - self.target_start, first, last - first)
 
     def in_chunks(self, chunk: int) -> list[Run]:
-        """The run cut where a chunk of `chunk` tokens ends in the donor or in the prompt: whole, where both end at the
-        same tokens."""
+        """Cut the run where a chunk ends in donor or prompt; it stays whole where both end at the same tokens."""
         if (self.donor_start - self.target_start) % chunk == 0:
             return [self]
         donor_id, donor_start, target_start, length = self
@@ -86,18 +84,16 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScanBounds:
-    """What one lookup may cost at most.
+    """Bounds on the cost of one lookup.
 
     `max_repeats`: anchors kept per hash and donor. `max_bucket`: places tried per anchor, the newest first.
-    `max_pairs`: places tried in all; the newest of every anchor come before older ones. `max_extensions`: places
-    compared by tokens, or one for every GUARANTEED_RUN tokens of a prompt that is longer. Those come first whose donor
-    holds most anchors of the prompt at the same distance, and of each anchor the best. `max_compared`: equal tokens
-    after which no further place is compared.
+    `max_pairs`: places tried in all, the newest of every anchor first. `max_extensions`: places compared by tokens, or
+    one for every GUARANTEED_RUN tokens of a longer prompt; the best place of each anchor comes first, by its donor's
+    number of anchors at the same distance. `max_compared`: equal tokens after which no further place is compared; the
+    lookup may exceed it by the prompt's tokens and two.
 
-    Below these bounds every run of the wanted length is found, unless it is one repeated token. Above them the runs
-    found are still right, but some may be missing: see `Scan.hidden_end`. Beyond `max_compared`, the prompt's tokens
-    and two more may be compared.
-    """
+    Below these bounds every run of the wanted length is found, unless it is one repeated token. Above them the found
+    runs are right, but some may be missing: see `Scan.hidden_end`."""
 
     max_repeats: int = 8
     max_bucket: int = 32
@@ -108,11 +104,9 @@ class ScanBounds:
 
 @dataclass(slots=True)
 class _Namespace:
-    """The namespace `key`, of `donors` donors. Its keys are its anchors' hashes times `factor`.
+    """Its keys are its anchors' hashes times `factor`, odd and random: no text can be chosen to give equal keys.
 
-    The factor is odd and random, so that texts cannot be chosen to give equal keys (Dietzfelbinger et al., "A Reliable
-    Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997).
-    """
+    Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997."""
 
     key: str
     factor: np.uint64
@@ -121,7 +115,7 @@ class _Namespace:
 
 @dataclass(slots=True)
 class _Donor:
-    """`pages`: of its anchors' places, None until these are entered."""
+    """`pages` of its anchors' places; None until these are entered."""
 
     donor_id: str
     space: _Namespace
@@ -130,18 +124,17 @@ class _Donor:
     pages: Pages | None = None
 
 
-# The donor, the shift from positions in the prompt to those in the donor, and the anchors' positions in the prompt.
+# The donor, the shift from prompt to donor positions, and the anchors' positions in the prompt.
 _Nomination: TypeAlias = "tuple[_Donor, int, Positions]"
 
 
 class AnchorTable:
-    """Where donors hold each anchor: from its key to its newest place, which links to older ones. Not thread safe.
+    """Map each anchor's key to its newest place in donors, which links to older ones. Not thread safe.
 
-    The hash table uses extendible hashing (Fagin et al., TODS 1979): a key's leading bits select an entry in a
-    directory of 2**depth bucket numbers, a full bucket splits in two, and the directory doubles when it must. So a
+    The hash table uses extendible hashing (Fagin et al., TODS 1979). A key's leading bits select one of 2**depth
+    directory entries, which number buckets. A full bucket splits in two; the directory doubles when it must. So a
     change moves only the buckets that it fills. Every step handles all keys of a prompt or donor at once. Keys are
-    uint64 with all bits random.
-    """
+    uint64 with all bits random."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -149,18 +142,16 @@ class AnchorTable:
         self._buckets = 1
         self._rows: Keys = np.zeros((_ROWS, _SLOTS), dtype=np.uint64)
         self._filled: Integers = np.zeros(1, dtype=np.int64)
-        # Of each place: its position in the donor, and the next older and newer place of its key. Place 0 means none;
-        # its own values are never read.
+        # Of each place: position in the donor, next older and newer place of its key. Place 0, for none, is never read.
         self._positions, self._older, self._newer = (np.zeros(_PAGE, dtype=np.int32) for _ in range(3))
         self._donors: Pages = np.zeros(1, dtype=np.int32)
         self._pages = 1
         self._free: list[int] = []
 
     def add(self, donor: int, keys: Keys, positions: Integers) -> Pages:
-        """Enters the keys [n] of a donor (a number below 2**31) that stand at `positions` (int64 [n], below 2**31).
+        """Enter keys [n] of a donor (a number below 2**31) at `positions` (int64 [n], below 2**31).
 
-        Returns the pages of its places, for `remove`. Raises CapacityError.
-        """
+        Returns the pages of its places, for `remove`. Raises CapacityError."""
         pages = self._take_pages(-(-len(keys) // _PAGE))
         places = _places_of(pages, len(keys))
         self._donors[pages] = donor
@@ -184,7 +175,7 @@ class AnchorTable:
         return pages
 
     def remove(self, pages: Pages, keys: Keys) -> None:
-        """Removes the places in the pages that `add` returned for `keys`."""
+        """Remove the places in the pages that `add` returned for `keys`."""
         places = _places_of(pages, len(keys))
         self._positions[places] = _GONE
         older, newer = self._older[places], self._newer[places]
@@ -200,11 +191,10 @@ class AnchorTable:
         self._free += pages.tolist()
 
     def find(self, keys: Keys, most: int, limit: int) -> tuple[Integers, Integers, Integers, Integers]:
-        """The newest places of each key: at most `most` of a key and `limit` in all, the newest of all keys first.
+        """Return at most `most` places of a key and `limit` in all, the newest of all keys first.
 
-        Returns indices into `keys`, donor numbers, and positions in the donors, int64 [places] each; then the indices
-        of the keys that have older places as well.
-        """
+        These are indices into `keys`, donor numbers, and positions in the donors, int64 [places] each. Last come the
+        indices of keys that have further, older places."""
         which, slots = self._find(_shortened(keys))
         places = (self._rows.reshape(-1)[slots] & _NUMBER).astype(np.int64)
         found, unread = [], []
@@ -229,7 +219,7 @@ class AnchorTable:
         return rows
 
     def _find(self, keys: Keys) -> tuple[Integers, Integers]:
-        """The indices of the `keys` that are in the table, and their slots: int64 [found] each."""
+        """Return indices of the `keys` in the table, and their slots: int64 [found] each."""
         rows, waiting = self._home_rows(keys), np.arange(len(keys))
         which, slots = [waiting[:0]], [waiting[:0]]
         while len(waiting):
@@ -246,7 +236,7 @@ class AnchorTable:
         return np.concatenate(which), np.concatenate(slots)
 
     def _slots_for(self, keys: Keys) -> Integers:
-        """The slots of the different `keys`, int64 [n]; missing keys are entered."""
+        """Return the slots of the different `keys`, int64 [n], and enter missing ones."""
         while True:
             which, found = self._find(keys)
             missing = np.ones(len(keys), dtype=np.bool_)
@@ -257,7 +247,7 @@ class AnchorTable:
             if not len(crowded):
                 break
             for bucket, count in zip(buckets[crowded].tolist(), coming[crowded].tolist(), strict=True):
-                self._rebuild(bucket, count)  # words have moved, and there may still be too little room
+                self._rebuild(bucket, count)  # words have moved; room may still be missing
         self._filled[buckets] = filled
         slots = np.empty(len(keys), dtype=np.int64)
         slots[which] = found
@@ -265,7 +255,7 @@ class AnchorTable:
         return slots
 
     def _claim(self, keys: Keys) -> Integers:
-        """Enters different `keys` that are missing and for which there is room; returns their slots."""
+        """Enter different, missing `keys`, for which there is room, and return their slots."""
         slots = np.empty(len(keys), dtype=np.int64)
         rows, waiting, words = self._home_rows(keys), np.arange(len(keys)), self._rows.reshape(-1)
         while len(waiting):
@@ -282,7 +272,7 @@ class AnchorTable:
         return slots
 
     def _rebuild(self, bucket: int, coming: int) -> None:
-        """Rebuilds a bucket without its emptied slots, as two buckets when it has many keys."""
+        """Rebuild a bucket without its emptied slots, as two buckets when it has many keys."""
         rows = slice(bucket * _ROWS, (bucket + 1) * _ROWS)
         held = self._rows[rows]
         held = held[held > _NUMBER]
@@ -320,13 +310,13 @@ class AnchorTable:
 
 
 def _shortened(keys: Keys) -> Keys:
-    """The bits of each key that a slot holds; never 0."""
+    """Return the bits of each key that a slot holds; never 0."""
     shortened: Keys = keys >> _NUMBER_BITS | np.uint64(1)
     return shortened
 
 
 def _next_rows(rows: Integers, keys: Keys) -> Integers:
-    """The next row of the same bucket for keys whose row is full. Different steps keep full rows from clustering."""
+    """Return the bucket's next row for keys whose row is full. Different steps keep full rows from clustering."""
     steps = keys.view(np.int64) >> 9 | 1
     return rows & -_ROWS | rows + steps & _ROWS - 1
 
@@ -336,19 +326,17 @@ def _places_of(pages: Pages, count: int) -> Integers:
 
 
 def _grow(array: npt.NDArray[np.generic], count: int) -> None:
-    """Makes `array` at least `count` long. The C library remaps the pages of large arrays instead of copying them."""
+    """Make `array` at least `count` long. The C library remaps the pages of large arrays instead of copying them."""
     if len(array) < count:
         spare = min(count // 2, _GROWTH_BYTES * len(array) // array.nbytes)
         array.resize((count + spare, *array.shape[1:]), refcheck=False)
 
 
 class SpanIndex:
-    """Donors by their tokens. Thread safe: a lock is held while anchors are entered or looked up, never while tokens
-    are compared.
+    """Index donors by their tokens. Thread safe: the lock covers anchors, never comparisons of tokens.
 
-    Anchors are entered and taken out by a thread of the index, one donor after the other, while the caller goes on:
-    they take a millisecond, which an engine's step would wait for. A lookup waits for the donor under way.
-    """
+    One thread of the index enters and removes anchors, donor by donor: that takes a millisecond, for which an engine's
+    step would otherwise wait. A lookup waits for the donor under way."""
 
     def __init__(self, bounds: ScanBounds | None = None) -> None:
         self._bounds = bounds or ScanBounds()
@@ -365,10 +353,9 @@ class SpanIndex:
         self._is_idle.set()
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
-        """Adds a donor with these `tokens` (integers [n]; copied).
+        """Add a donor with these `tokens` (integers [n]; copied). In a full index it is not found.
 
-        In a full index it is not found. Raises ValueError when the id is taken or a token id is bad.
-        """
+        Raises ValueError when the id is taken or a token id is bad."""
         held = as_token_array(tokens).copy()
         with self._changes:
             self.wait()
@@ -388,7 +375,7 @@ class SpanIndex:
             self._begin(self._enter, donor)
 
     def remove(self, donor_id: str) -> bool:
-        """Removes a donor; False when it is not indexed."""
+        """Remove a donor; False when it is not indexed."""
         with self._changes:
             self.wait()
             if donor_id not in self._donors:
@@ -409,13 +396,12 @@ class SpanIndex:
         shortest: int = GUARANTEED_RUN,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Scan:
-        """Finds the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
+        """Find the maximal runs of at least `shortest` tokens that `tokens` shares with the namespace's donors.
 
-        A run is maximal when the tokens before and after it differ. Runs shorter than GUARANTEED_RUN are never
-        returned; a larger `shortest` makes the lookup quicker. Sorted by prompt position, then the longest first.
-        Donors of other namespaces are never compared. Once `is_over` no further place is compared. Raises ValueError
-        for bad token ids.
-        """
+        A run is maximal when the tokens around it differ. A `shortest` below GUARANTEED_RUN counts as that; a larger
+        one makes the lookup quicker. Runs are sorted by prompt position, then the longest first. Donors of other
+        namespaces are never compared. Once `is_over`, no further place is compared. Raises ValueError for bad token
+        ids."""
         prompt, shortest = as_token_array(tokens), max(shortest, GUARANTEED_RUN)
         scan = Scan(prompt, shortest, self._bounds, is_over)
         if namespace_key not in self._namespaces:
@@ -426,13 +412,13 @@ class SpanIndex:
         is_surplus = anchors.surplus(self._bounds.max_repeats)
         scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus), scan))
         if is_surplus.any():
-            # Text that repeats itself is in runs by now; else a donor's text is in the prompt many times.
+            # Runs cover text that repeats itself; what is left holds a donor's text many times.
             again = is_surplus & _are_outside(anchors.positions, scan.runs)
             scan.compare(self._nominate(namespace_key, anchors.only(again), scan))
         return scan
 
     def used_bytes(self) -> int:
-        """Memory of tokens and anchors in bytes, without donor ids and Python objects."""
+        """Return the bytes of tokens and anchors, without donor ids and Python objects."""
         self.wait()
         with self._lock:
             arrays = [*vars(self._table).values()]
@@ -441,7 +427,7 @@ class SpanIndex:
             return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
 
     def wait(self) -> None:
-        """Waits until the change under way is done."""
+        """Wait until the change under way is done."""
         self._is_idle.wait()
 
     def __contains__(self, donor_id: object) -> bool:
@@ -468,8 +454,9 @@ class SpanIndex:
             self._free_numbers.append(donor.number)
 
     def _nominate(self, namespace_key: str, anchors: Fingerprints, scan: Scan) -> list[_Nomination]:
-        """Where the namespace's donors hold `anchors` of a prompt, those with most anchors first. Where there are many,
-        the best one of each anchor comes before all others, and there are no more than these or the bound."""
+        """Return where the namespace's donors hold a prompt's `anchors`, those with most anchors first.
+
+        Of many, each anchor's best one comes first; these are kept, and others up to the bound."""
         bounds = self._bounds
         with self._lock:
             space = self._namespaces.get(namespace_key)
@@ -503,10 +490,11 @@ class SpanIndex:
 
 
 class Scan:
-    """One lookup: the `runs` of a prompt that are found, and what that cost. `anchors` are the prompt's, `places` those
-    that were read for them, `extensions` those that were compared by tokens, and `compared` the equal tokens, with one
-    more for each end of a comparison. `left` are positions of anchors of which a nominated place was not compared,
-    `unread` of those that have older places."""
+    """Find the `runs` of one prompt, and count the cost.
+
+    `places` were read for the `anchors`, and `extensions` of them compared. `compared` counts equal tokens, plus one
+    for each end of a comparison. `left` are positions of anchors with a nominated place that was not compared;
+    `unread`, of those with older places."""
 
     def __init__(self, prompt: TokenArray, shortest: int, bounds: ScanBounds, is_over: Callable[[], bool]) -> None:
         self._prompt, self._backwards, self._shortest, self._is_over = prompt, prompt[::-1], shortest, is_over
@@ -517,7 +505,7 @@ class Scan:
         self.anchors = self.places = self.extensions = self.compared = 0
 
     def compare(self, nominations: list[_Nomination]) -> None:
-        """Adds the runs that the nominated places lie in, until a bound is reached; sorts the runs."""
+        """Add the runs at the nominated places until a bound is reached; sort the runs."""
         for number, (donor, shift, targets) in enumerate(nominations):
             if not self._follow(donor, shift, sorted(targets.tolist())):
                 self.left += [targets for *_, targets in nominations[number:]]
@@ -526,12 +514,10 @@ class Scan:
 
     @cached_property
     def hidden_end(self) -> int:
-        """The end of the last anchor that is in no run and has a place that was not compared, because of a bound or the
-        caller; 0 without one.
+        """Return the end of the last anchor outside all runs that has an uncompared place; 0 without one.
 
-        Places that `max_bucket` or `max_pairs` leave out count where such anchors follow each other for a wanted run's
-        length: phrases that many donors hold are shorter.
-        """
+        Places beyond `max_bucket` or `max_pairs` count only where such anchors follow each other for a wanted run's
+        length: phrases that many donors hold are shorter."""
         end = 0
         for positions, shortest in ((self.left, GRAM_TOKENS), (self.unread, self._shortest)):
             anchors = np.concatenate([*positions, np.empty(0, dtype=np.int64)])
@@ -543,13 +529,13 @@ class Scan:
         return end
 
     def _follow(self, donor: _Donor, shift: int, targets: list[int]) -> bool:
-        """Adds the runs of one donor and shift that hold one of `targets`; False where a bound was in the way."""
+        """Add the runs of one donor and shift that hold one of `targets`; False when a bound stops it."""
         prompt, held, held_backwards, at = self._prompt, donor.tokens, donor.tokens[::-1], 0
         most_extensions, most_compared = self._most
         while at < len(targets):
             if self.extensions == most_extensions or self.compared > most_compared:
                 return False
-            if self.extensions % 8 == 0 and self._is_over():  # to ask a clock takes a tenth of a comparison
+            if self.extensions % 8 == 0 and self._is_over():  # a clock costs a tenth of a comparison
                 return False
             target = targets[at]
             place = target + shift
@@ -566,8 +552,7 @@ class Scan:
 
 
 def _best_first(ranked: Positions, which: Positions, sizes: Positions) -> tuple[Positions, int]:
-    """`ranked` nominations, of `sizes` places of the anchors `which`, with the first one of every anchor in front; and
-    how many these are."""
+    """Return the `ranked` nominations with every anchor's first one in front, and the number of these."""
     ranks = np.empty_like(ranked)
     ranks[ranked] = np.arange(len(ranked))
     best = np.full(int(which.max()) + 1, len(ranked))
@@ -579,7 +564,7 @@ def _best_first(ranked: Positions, which: Positions, sizes: Positions) -> tuple[
 
 
 def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]:
-    """Which of the prompt's positions lie in none of the `runs` (sorted by prompt position)."""
+    """Return which prompt positions lie in none of the `runs` (sorted by prompt position)."""
     starts, ends = (np.array([0, *(each[2] + part * each[3] for each in runs)]) for part in (0, 1))
     reached = np.maximum.accumulate(ends)[np.searchsorted(starts, positions, "right") - 1]
     outside: npt.NDArray[np.bool_] = positions >= reached
@@ -587,7 +572,7 @@ def _are_outside(positions: Positions, runs: list[Run]) -> npt.NDArray[np.bool_]
 
 
 def equal_tokens(left: TokenArray, right: TokenArray, step: int) -> int:
-    """Number of equal tokens at the beginning; `step` are compared first, then four times as many each time."""
+    """Return the number of equal leading tokens; compare `step` first, then four times the last step."""
     length, done = min(len(left), len(right)), 0
     while done < length:
         end = min(done + min(step, _MOST_COMPARED), length)

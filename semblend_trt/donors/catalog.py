@@ -1,12 +1,11 @@
-"""DonorCatalog: where each donor is held, the room that it takes, and which donors make room for another.
+"""DonorCatalog: each donor's tier and room, and the choice of donors that make room for another.
 
 It runs on the scheduler and decides for every rank. A donor is *saving* from `reserve` to `commit`, then *ready*. Only
-ready donors are leased, moved or evicted, and a leased one neither moves down nor goes. A donor counts in one tier: in
-the host's from the decision to offload it on, and in both while it is promoted.
+ready donors are leased, moved or evicted; a leased one neither moves down nor goes. A donor counts in one tier: in the
+host's once its offload is decided, and in both during a promotion.
 
 A new donor goes to the device first. The donors that it displaces move down to the host, then out. A file is a second
-copy: a donor that has one is released when it leaves memory, and may be fetched again.
-"""
+copy: a donor with one is released when it leaves memory, and may be fetched again."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from semblend_trt.config import Eviction
     from semblend_trt.discovery.fingerprint import TokenArray
 
-# For this long files take no more room than they did when the disk was found to be full.
+# For this long files take no more room than when the disk was full.
 FULL_SECONDS = 60.0
-# A promotion may drop this share of the host's tokens at most: the donor's own room there is free only later.
+# A promotion may drop at most 1 / _PROMOTION_SHARE of the host's tokens: its own room there is free only later.
 _PROMOTION_SHARE = 16
 
 
 class Tier(str, Enum):
-    """What holds donors: the arena on the card, (page-locked) host memory, or files. On disk alone none is readable."""
+    """What holds donors: the arena on the card, (page-locked) host memory, or files. KV on disk alone is unreadable."""
 
     DEVICE = "device"
     HOST = "host"
@@ -53,11 +52,9 @@ class DonorText:
 
 @dataclass(frozen=True, slots=True)
 class Capacities:
-    """`host_bytes` bounds one rank's KV on the host; `bytes_per_token` is K and V of all layers.
+    """Bounds of one rank's tiers; `bytes_per_token` is K and V of all layers.
 
-    The arena on the card has `device_blocks` blocks of `block_size` tokens. `disk_bytes` bounds the files; that of a
-    donor of n tokens has `file_bytes(n)`.
-    """
+    The arena has `device_blocks` blocks of `block_size` tokens. A donor of n tokens has a file of `file_bytes(n)`."""
 
     host_bytes: int
     bytes_per_token: int
@@ -68,13 +65,13 @@ class Capacities:
     file_bytes: Callable[[int], int] = int
 
     def limit(self, tier: Tier) -> int:
-        """Blocks of the arena, tokens of the host, or bytes of files."""
+        """Return blocks of the arena, tokens of the host, or bytes of files."""
         if tier is Tier.DEVICE:
             return self.device_blocks
         return self.host_bytes // self.bytes_per_token if tier is Tier.HOST else self.disk_bytes
 
     def room(self, tier: Tier, tokens: int) -> int:
-        """What a donor of `tokens` tokens takes in `tier`, in the unit of `limit`."""
+        """Return what a donor takes in `tier`, in the unit of `limit`."""
         if tier is Tier.DEVICE:
             return -(-tokens // self.block_size)
         return tokens if tier is Tier.HOST else self.file_bytes(tokens)
@@ -82,9 +79,10 @@ class Capacities:
 
 @dataclass(frozen=True, slots=True)
 class TierMoves:
-    """A donor goes to `tier`. Before its bytes move there, in this order, `dropped` go, `released` leave memory and
-    keep their files, and `offloaded` move to the host. `written` are those of the offloaded, and the donor itself, that
-    get a file as soon as they are in host memory."""
+    """A donor goes to `tier`. Before its bytes move, the other donors move, in this order.
+
+    `dropped` go, `released` leave memory and keep their files, `offloaded` move to the host. `written` get a file once
+    in host memory: some of the offloaded, or the donor itself."""
 
     tier: Tier
     offloaded: tuple[str, ...] = ()
@@ -95,8 +93,7 @@ class TierMoves:
 
 @dataclass(frozen=True, slots=True)
 class CatalogStats:
-    """Counts at one moment. Used room includes what is reserved; `ready` donors are in memory, `resting` on disk alone.
-    The counts from `evicted` on are totals since the start."""
+    """Counts at one moment, reserved room included; those from `evicted` on are totals since the start."""
 
     ready: int
     saving: int
@@ -114,19 +111,17 @@ class CatalogStats:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry(DonorHistory):
-    """One donor, and what the policies read of it. While it is promoted it takes room on the device too. `is_retried`:
-    the disk had no room for its file, and others were dropped for it."""
+    """A donor as policies see it; a promotion takes device room too. `is_retried`: others were dropped for its file."""
 
     tier: Tier
     state: Literal["saving", "ready", "fetching"] = "saving"
-    file: Literal["none", "writing", "held"] = "none"  # from "writing" on it takes room on the disk
+    file: Literal["none", "writing", "held"] = "none"  # from "writing" on it takes disk room
     leases: int = 0
     is_promoting: bool = False
     is_retried: bool = False
 
     @property
     def is_readable(self) -> bool:
-        """True when its KV is in memory."""
         return self.state == "ready" and self.tier is not Tier.DISK
 
     @property
@@ -136,13 +131,13 @@ class _Entry(DonorHistory):
 
     @property
     def is_movable(self) -> bool:
-        """True when nothing reads it, its file's writer included, and nothing is on its way."""
+        """True when nothing reads it, its file's writer included, and it is not moving."""
         return self.state == "ready" and self.file != "writing" and not self.is_promoting and not self.leases
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One reader's hold on one donor, which is not dropped before `release`. A second release does nothing."""
+    """One reader's hold on a donor, which cannot go before `release`. A second release does nothing."""
 
     catalog: DonorCatalog
     donor_id: str
@@ -156,10 +151,9 @@ class Lease:
 
 
 class DonorCatalog:
-    """Which donors are held, in which tier, what room they take, and which are leased. Thread safe.
+    """Track donors, their tiers, room and leases. Thread safe.
 
-    `generations` holds those above 0: how often a donor's KV was built from approximate KV.
-    """
+    `generations` holds those above 0: how often a donor's KV was built from approximate KV."""
 
     def __init__(self, capacities: Capacities, eviction: Eviction) -> None:
         self.capacities = capacities
@@ -174,11 +168,10 @@ class DonorCatalog:
         self._lock = threading.Lock()
 
     def reserve(self, donor_id: str, tokens: int, continues: str = "", generation: int = 0) -> TierMoves:
-        """Makes room for a donor of at most `tokens` tokens, on the device where that is possible.
+        """Make room for a donor of at most `tokens` tokens, if possible on the device.
 
-        The donor that it `continues` leaves memory where another one would have to move without that. Raises ValueError
-        when the id is taken, and CapacityError when no unleased donors make enough room; nothing has changed then.
-        """
+        Where another donor would have to move, the one that it `continues` leaves memory first. Raises ValueError when
+        the id is taken, CapacityError when unleased donors make too little room. Nothing has changed then."""
         with self._lock:
             if donor_id in self._entries:
                 raise ValueError(f"donor {donor_id} is already held; use another id or drop it first")
@@ -199,10 +192,7 @@ class DonorCatalog:
             return self._with_files(moves, (donor_id,)) if moves.tier is Tier.HOST else moves
 
     def commit(self, donor_id: str, tokens: int) -> Tier:
-        """Makes a saving donor ready with the `tokens` it really holds, at most those reserved, and frees the rest.
-
-        Returns its tier.
-        """
+        """Make a saving donor ready with the `tokens` it holds, free the rest, and return its tier."""
         with self._lock:
             entry = self._entries[donor_id]
             with self._recounting(entry):
@@ -211,15 +201,15 @@ class DonorCatalog:
             return entry.tier
 
     def cancel(self, donor_id: str) -> bool:
-        """Gives the room of a saving donor back; False when there is no such donor or it is ready."""
+        """Give back a saving donor's room; False when it is ready or missing."""
         return self._remove_where(lambda entry: entry.state == "saving", donor_id)
 
     def drop(self, donor_id: str) -> bool:
-        """Drops a ready donor; False, and nothing happens, when it is read, on its way somewhere, or not held."""
+        """Drop a ready donor; False, without effect, when it is read, moving or not held."""
         return self._remove_where(lambda entry: entry.is_movable, donor_id)
 
     def lease(self, donor_id: str) -> Lease:
-        """Holds a ready donor and counts as a use; raises DonorUnavailableError when it is not in memory."""
+        """Hold a ready donor, which counts as a use; DonorUnavailableError when it is not in memory."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or not entry.is_readable:
@@ -229,21 +219,20 @@ class DonorCatalog:
             return Lease(self, donor_id)
 
     def touch(self, donor_id: str) -> None:
-        """Counts as a use of a ready donor; nothing happens for any other."""
+        """Count a use of a donor, if it is ready."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is not None and entry.state == "ready":
                 self._count_use(donor_id, entry)
 
     def begin_writing(self) -> None:
-        """From now on donors that come into host memory get a file where there is room for one."""
+        """From now on donors that come into host memory get a file where there is room."""
         self._writes_files = self.capacities.disk_bytes > 0
 
     def adopt(self, donor_id: str, tokens: int, generation: int = 0) -> tuple[str, ...] | None:
-        """Takes in a donor whose file was found; returns the donors on disk alone that were dropped for it.
+        """Take in a donor whose file was found; return the donors on disk alone that were dropped for it.
 
-        None, and nothing has changed, when the id is taken or they do not make enough room.
-        """
+        None, without effect, when the id is taken or room is missing."""
         with self._lock:
             if donor_id in self._entries:
                 return None
@@ -255,12 +244,10 @@ class DonorCatalog:
             return dropped
 
     def written(self, donor_id: str, succeeded: bool, free: int | None = None) -> tuple[str, ...] | None:
-        """The donor's file has been written, or could not be. Where the disk had no more than `free` bytes for it,
-        returns the donors on disk alone that were dropped, after which it is to be written again; else None.
+        """Note that the donor's file was written or failed. If the disk had only `free` bytes, retry it once.
 
-        The files then take no more room than now, and what is `free`, for FULL_SECONDS. Where that did not help,
-        something else takes the room, and no file is written meanwhile.
-        """
+        Returns the donors on disk alone that were dropped for the retry, else None. For FULL_SECONDS files take no more
+        than now plus `free`. If the retry fails, something else fills the disk: no file is written meanwhile."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or entry.file != "writing":
@@ -269,7 +256,7 @@ class DonorCatalog:
                 entry.file = "held" if succeeded else "none"
             if free is None:
                 return None
-            # As much as the file needs is free where a quota or the inodes are used up.
+            # With a quota or the inodes used up, the disk reports free bytes that no file can take.
             free = free if free < self.capacities.room(Tier.DISK, entry.tokens) else 0
             self._full_at = 0 if entry.is_retried else self._used[Tier.DISK] + free
             self._full_until = time.monotonic() + FULL_SECONDS
@@ -281,11 +268,9 @@ class DonorCatalog:
             return victims
 
     def fetch(self, donor_id: str, *, may_drop: bool = True) -> TierMoves | None:
-        """Makes room on the host for a donor that is on disk alone; None when it is not, or there is no room.
+        """Make room on the host for a donor on disk alone; None when it is elsewhere or room is missing.
 
-        Without `may_drop` only donors that have a file make room. The donor cannot be leased until `fetched` says that
-        it has been read back.
-        """
+        Without `may_drop` only donors with files make room. The donor can be leased once `fetched` reports success."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or entry.tier is not Tier.DISK or not entry.is_movable:
@@ -299,7 +284,7 @@ class DonorCatalog:
             return moves
 
     def fetched(self, donor_id: str, succeeded: bool) -> bool:
-        """The donor has been read back, or is lost. Returns False when it was not being fetched."""
+        """Note that the donor was read back, or is lost; False when it was not being fetched."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or entry.state != "fetching":
@@ -313,11 +298,9 @@ class DonorCatalog:
             return True
 
     def promote(self, donor_id: str) -> TierMoves | None:
-        """Makes room on the device for a donor of the host; None when it is not there, or when too many tokens would be
-        dropped for it.
+        """Make device room for a donor of the host; None when it is not there, or too many tokens would be dropped.
 
-        It stays readable on the host until `promoted` says that it has been copied.
-        """
+        It stays readable on the host until `promoted` reports the copy."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or entry.tier is not Tier.HOST or entry.state != "ready":
@@ -334,7 +317,7 @@ class DonorCatalog:
             return self._apply(moves)
 
     def promoted(self, donor_id: str, succeeded: bool) -> None:
-        """The donor has been copied to the device and left the host, or stays where it was."""
+        """Note that the donor left the host for the device, or stays where it was."""
         with self._lock:
             entry = self._entries.get(donor_id)
             if entry is None or not entry.is_promoting:
@@ -346,7 +329,7 @@ class DonorCatalog:
                 self._counts["promoted"] += 1
 
     def tier(self, donor_id: str) -> Tier | None:
-        """The tier in which the donor counts; None when it is not held."""
+        """Return the tier in which the donor counts; None when it is not held."""
         entry = self._entries.get(donor_id)
         return None if entry is None else entry.tier
 
@@ -356,7 +339,7 @@ class DonorCatalog:
         return entry is not None and entry.file == "writing"
 
     def resting(self) -> frozenset[str]:
-        """Donors that can be found but not leased, because they are on disk alone or still being read back."""
+        """Return donors that are found but cannot be leased: on disk alone, or being read back."""
         with self._lock:
             return frozenset(donor_id for donor_id, entry in self._entries.items() if entry.is_resting)
 
@@ -384,7 +367,7 @@ class DonorCatalog:
                 self._remove(donor_id)
             return is_going
 
-    # -- the caller of what follows holds the lock -------------------------------------------------------------------
+    # -- callers of the methods below hold the lock ------------------------------------------------------------------
 
     def _enter(self, donor_id: str, entry: _Entry, generation: int) -> None:
         self._entries[donor_id] = entry
@@ -399,7 +382,7 @@ class DonorCatalog:
         self.generations.pop(donor_id, None)
 
     def _make_ready(self, donor_id: str, entry: _Entry) -> None:
-        """The donor may be leased, or fetched, and counts as just used."""
+        """Let the donor be leased or fetched, as one just used."""
         entry.state = "ready"
         entry.last_use = next(self._ticks)
         self._eviction[entry.tier].added(donor_id, entry)
@@ -410,7 +393,7 @@ class DonorCatalog:
         self._eviction[entry.tier].used(donor_id)
 
     def _move(self, donor_id: str, tier: Tier, *, evicted: bool = False) -> None:
-        """The donor takes its room in `tier` from now on, and is a candidate there when it is ready."""
+        """Move the donor's room to `tier`, where it is a candidate if ready."""
         entry = self._entries[donor_id]
         self._eviction[entry.tier].removed(donor_id, evicted=evicted)
         with self._recounting(entry):
@@ -420,13 +403,12 @@ class DonorCatalog:
 
     @contextmanager
     def _recounting(self, entry: _Entry) -> Iterator[None]:
-        """Counts the entry's room anew around a change of it."""
         self._count_room(entry, -1)
         yield
         self._count_room(entry, 1)
 
     def _count_room(self, entry: _Entry, sign: int) -> None:
-        """Adds the entry's room to what is used, or with -1 takes it off."""
+        """Add the entry's room to what is used; -1 takes it off."""
         takes = {
             Tier.DEVICE: entry.tier is Tier.DEVICE or entry.is_promoting,
             Tier.HOST: entry.tier is Tier.HOST,
@@ -441,7 +423,7 @@ class DonorCatalog:
         return (self._full_at if is_full else self.capacities.limit(tier)) - self._used[tier]
 
     def _movable(self, tier: Tier, but: str = "") -> Iterator[str]:
-        """Donors of `tier` that may go, `but` this one, in the order in which they should."""
+        """Yield donors of `tier` that may go, `but` this one, in eviction order."""
         candidates = self._eviction[tier].candidates()
         return (each for each in candidates if each != but and self._entries[each].is_movable)
 
@@ -450,8 +432,7 @@ class DonorCatalog:
         return next((moves for moves in in_order if moves is not None), None)
 
     def _apply(self, moves: TierMoves, continues: str = "") -> TierMoves:
-        """Carries `moves` out. Returns them with the donors that get a file, and those that are dropped for it. What
-        the new donor `continues` goes without being evicted."""
+        """Carry out `moves`; return them with files and drops for these. `continues` leaves unevicted."""
         for donor_id in moves.dropped:
             self._remove(donor_id, evicted=donor_id != continues)
         for donor_id in moves.released:
@@ -463,7 +444,7 @@ class DonorCatalog:
         return self._with_files(moves, moves.offloaded)
 
     def _with_files(self, moves: TierMoves, donor_ids: tuple[str, ...]) -> TierMoves:
-        """`moves` with those of `donor_ids` that get a file, and the donors whose files make room for it."""
+        """Return `moves` with the `donor_ids` that get a file, and the donors dropped for it."""
         written, dropped = moves.written, moves.dropped
         for donor_id in donor_ids if self._writes_files else ():
             entry = self._entries[donor_id]
@@ -475,8 +456,9 @@ class DonorCatalog:
         return replace(moves, written=written, dropped=dropped, released=released)
 
     def _make_file_room(self, tokens: int, *, is_held: bool = True) -> tuple[str, ...] | None:
-        """Drops donors on disk alone for the file of a donor of `tokens` tokens, and for the donor itself where it is
-        not held yet; returns them. None, and nothing has changed, when they do not suffice."""
+        """Drop and return donors on disk alone for a file, and for the donor if not held yet.
+
+        None, without effect, when they do not suffice."""
         missing = self.capacities.room(Tier.DISK, tokens) - self._free(Tier.DISK)
         crowd = 0 if is_held else len(self._entries) + 1 - self.capacities.max_donors
         candidates, victims = self._movable(Tier.DISK), list[str]()
@@ -493,7 +475,7 @@ class DonorCatalog:
 
 
 class _RoomSearch:
-    """Looks once for the room of one donor of `tokens` tokens. Nothing moves until its result is applied."""
+    """Search once for one donor's room. Nothing moves until its result is applied."""
 
     def __init__(self, catalog: DonorCatalog, tokens: int, *, is_held: bool = False, leaving: str = "") -> None:
         """`is_held`: the donor has a place already. `leaving`: a donor that leaves memory in any case."""
@@ -507,11 +489,9 @@ class _RoomSearch:
         self._movable = {tier: catalog._movable(tier, leaving) for tier in Tier}
 
     def on(self, tier: Tier) -> TierMoves | None:
-        """What makes room for the donor in the arena or in host memory; None when nothing does.
+        """Return what makes room in the arena or in host memory; None when nothing does.
 
-        Of those displaced from the arena, the one used last has the first claim on host memory. Those that do not fit
-        there leave.
-        """
+        Of donors displaced from the arena, the last used has the first claim on host memory. Others leave."""
         needed = self._limits.room(tier, self._tokens)
         if needed > self._limits.limit(tier):
             return None
@@ -531,8 +511,7 @@ class _RoomSearch:
         return self._moves(tier, offloaded, leaving)
 
     def _take(self, tier: Tier, missing: int) -> list[str] | None:
-        """The tier's next donors that together hold what is `missing`; None, and none is taken, when they are too
-        few."""
+        """Take the tier's next donors that hold what is `missing`; None, without effect, when too few."""
         taken: list[str] = []
         while missing > 0:
             donor_id = next(self._movable[tier], None)
@@ -544,12 +523,11 @@ class _RoomSearch:
         return taken
 
     def _moves(self, tier: Tier, offloaded: list[str], leaving: list[str]) -> TierMoves | None:
-        """The moves, with more donors that go where the catalog has no place left; None when there are too few."""
+        """Return the moves, with more drops where the catalog is full; None when there are too few."""
         leaving = self._leaving + leaving
         released = [each for each in leaving if self._entries[each].file == "held"]
         dropped = [each for each in leaving if each not in released]
-        # Donors on disk go first, then those that leave memory anyway, the host's, those on their way there, and the
-        # device's.
+        # First donors on disk, then those that leave memory anyway, the host's, those moving there, the device's.
         on_device, on_host, on_disk = self._movable.values()
         more = chain(on_disk, released, on_host, offloaded, on_device)
         dropped += islice(more, max(0, 1 - self._places - len(dropped)))

@@ -1,8 +1,7 @@
 """The device tier: donors in an arena that is allocated once, a paged pool of the engine pool's shape and dtype.
 
-A donor is a list of blocks, so nothing fragments. Its blocks are free again once it is dropped and no thread queues
-work on them. The queued work may still run then, so the blocks' next writer waits for it on the device.
-"""
+A donor is a list of blocks, so nothing fragments. Its blocks are free once it is dropped and no thread queues work on
+them. Queued work may still run then, so the blocks' next writer waits for it on the device."""
 
 from __future__ import annotations
 
@@ -20,14 +19,13 @@ from semblend_trt.streams import Event, current_stream, record, wait
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Queueing the work of one read takes milliseconds; a reader that has not ended by then never will.
+# Queueing one read takes milliseconds; a reader that has not ended by then never will.
 _LEAVING_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class _Donor:
-    """`block_ids`: int64 [blocks], on the host. `readers` threads are queueing work on the blocks; `reads` are the ends
-    of work that was queued before."""
+    """`block_ids`: int64 [blocks], on the host. `readers` threads queue work; `reads` are the ends of earlier work."""
 
     block_ids: torch.Tensor
     tokens: int
@@ -41,9 +39,8 @@ class _Donor:
 class DeviceTier:
     """Donor KV in `blocks` blocks of `geometry` on `device`, which may be the CPU. Thread safe.
 
-    Reads and writes queue their work on the current stream of their `with` block. Only a writer may have to wait on the
-    host, for a reader in another thread that is about to leave its block.
-    """
+    Reads and writes queue their work on the current stream of their `with` block. Only a writer may wait on the host,
+    for a reader in another thread that is about to leave its block."""
 
     def __init__(
         self,
@@ -53,8 +50,7 @@ class DeviceTier:
         device: torch.device,
         setting: str = "SEMBLEND_DEVICE_BYTES",
     ) -> None:
-        """Allocates the arena, whose size `setting` gives. Raises ConfigurationError when it has no block or does not
-        fit on the device."""
+        """Allocate the arena, sized by `setting`. Raises ConfigurationError when it has no block or does not fit."""
         if blocks < 1:
             raise ConfigurationError(
                 f"device memory for donors of {blocks} blocks; raise {setting} to at least "
@@ -83,11 +79,10 @@ class DeviceTier:
 
     @contextmanager
     def writing(self, donor_id: str, tokens: int) -> Iterator[PagedKv]:
-        """Blocks for `tokens` positions of a new donor, which is held, and readable, once the block is left.
+        """Give blocks for `tokens` positions of a new donor, which is held, and readable, once the block is left.
 
-        Raises ValueError when the id is taken, CapacityError when the free blocks do not suffice, and
-        DonorUnavailableError at the end when the donor was dropped meanwhile. Nothing is held after an error.
-        """
+        Raises ValueError when the id is taken, and CapacityError when free blocks are too few. Raises
+        DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
         donor = self._claim(donor_id, tokens)
         stream = current_stream(self._arena.device)
         try:
@@ -108,10 +103,9 @@ class DeviceTier:
 
     @contextmanager
     def reading(self, donor_id: str) -> Iterator[PagedKv]:
-        """The donor's blocks, which stay its own until everything queued within the block has run.
+        """Give the donor's blocks, which stay its own until everything queued within the block has run.
 
-        Raises DonorUnavailableError when the donor is not held.
-        """
+        Raises DonorUnavailableError when the donor is not held."""
         with self._changed:
             donor = self._ready(donor_id)
             donor.readers += 1
@@ -123,12 +117,12 @@ class DeviceTier:
             self._end_work(donor, record(stream))
 
     def tokens_of(self, donor_id: str) -> int:
-        """Positions that the donor holds; DonorUnavailableError when it is not held."""
+        """Return the positions that the donor holds; DonorUnavailableError when it is not held."""
         with self._changed:
             return self._ready(donor_id).tokens
 
     def drop(self, donor_id: str) -> bool:
-        """Lets the donor's blocks go, now or when its last reader leaves; False when there is none."""
+        """Free the donor's blocks, now or when its last reader leaves; False without one."""
         with self._changed:
             donor = self._donors.get(donor_id)
             return donor is not None and self._let_go(donor_id, donor)
@@ -167,7 +161,7 @@ class DeviceTier:
         return donor
 
     def _end_work(self, donor: _Donor, end: Event | None) -> None:
-        """The reader or writer of `donor` has queued all of its work, which ends with `end`."""
+        """End a reader or writer of `donor` whose queued work ends with `end`."""
         with self._changed:
             donor.readers -= 1
             if end is not None:
@@ -178,7 +172,7 @@ class DeviceTier:
             self._release_unread(donor)
 
     def _let_go(self, donor_id: str, donor: _Donor) -> bool:
-        """Drops `donor`, not another one of the same name; False when it was dropped before."""
+        """Drop `donor`, not another one of the same name; False when it was dropped before."""
         with self._changed:
             if self._donors.get(donor_id) is not donor:
                 return False

@@ -1,17 +1,15 @@
-"""The disk tier: a folder of donors' files that one engine owns, and the transfers to and from it.
+"""The disk tier: one engine's folder of donor files, and the background transfers to and from it.
 
-Its calls read and write files and are made in the background only. Files hold token ids and KV, from which prompts can
-be recovered: the folder is the owner's alone (0700, files 0600) and belongs where prompts may be. A key that is
-elsewhere seals the files, so a process that can write the folder can still make no file that is read.
+Files hold token ids and KV, from which prompts can be recovered. So only the owner may read the folder (0700, files
+0600). A key outside the folder seals the files: a process that can write the folder cannot forge one.
 
-A file is safetensors with `kv` [layers, tokens, kv_factor, kv_heads, head_dim] and `tokens` int32 [tokens]. KV lies in
-it as in host memory and begins at a page boundary, so it is read straight to its place. The header's metadata name the
-donor and hold a SHA-256 of every layer and of the tokens. An HMAC-SHA256 seals the whole header: the seal binds the
-header, and the header binds every other byte, its place and the file's length.
+A file is safetensors with `kv` [layers, tokens, kv_factor, kv_heads, head_dim] and `tokens` int32 [tokens]. KV has the
+layout of host memory and begins at a page boundary, so the reader fills its destination directly. The header's metadata
+name the donor and hold a SHA-256 of every layer and of the tokens. An HMAC-SHA256 seals the header, which fixes every
+other byte, its place and the file's length.
 
-The safetensors package is not used. It writes from a second copy in memory, and it maps what it reads: a page that the
-disk cannot give would then end the process.
-"""
+The safetensors package is not used: it writes from a second copy, and maps what it reads. A page that the disk cannot
+give would then end the process."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"
 _DONOR_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 PAGE = 4096
-# A header holds names and numbers of fixed length, and of each layer a digest in hexadecimal.
+# Names and numbers of fixed length, and a hexadecimal digest of each layer.
 _HEADER_FIXED, _HEADER_PER_LAYER = 1536, 65
 FORMAT = "semblend-donor-3"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
@@ -64,12 +62,10 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 20
 _THREADS = 4
 KEY_BYTES = 32
-# A donor that waits to be written cannot leave host memory; on a slow disk more of them would crowd the others out.
+# A donor that waits for its write cannot leave host memory; on a slow disk, more would crowd others out.
 MAX_WAITING = 8
 _CLOSING_SECONDS = 60.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
 FILE_REASONS = ("other_version", "other_key", "other_geometry", "corrupt", "unreadable", "unfinished")
 
 
@@ -83,7 +79,7 @@ class DonorFileError(SemBlendError):
 
 @dataclass(frozen=True, slots=True)
 class KvForm:
-    """What all donors of one rank have in common: their sizes and dtype."""
+    """Sizes and dtype that all donors of one rank share."""
 
     num_layers: int
     kv_factor: int
@@ -92,7 +88,7 @@ class KvForm:
     dtype: torch.dtype
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """[layers, kv_factor, kv_heads, tokens, head_dim], as tiers take it."""
+        """Return [layers, kv_factor, kv_heads, tokens, head_dim], as tiers take it."""
         return self.num_layers, self.kv_factor, self.kv_heads, tokens, self.head_dim
 
     def in_file(self, tokens: int) -> list[int]:
@@ -110,19 +106,18 @@ class KvForm:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes before the KV, whole pages, so that it begins where a block of the disk does."""
+        """Bytes before the KV: whole pages, so that KV begins at a disk block."""
         return _header_bytes(self.num_layers)
 
 
 def file_bytes(num_layers: int, token_bytes: int, tokens: int) -> int:
-    """Bytes on disk, whole pages, of a donor with `token_bytes` bytes of KV a token; known before it is written."""
+    """Return a donor's bytes on disk, in whole pages, for `token_bytes` bytes of KV a token."""
     return _header_bytes(num_layers) + _pages(tokens * (token_bytes + 4))
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What a file's header says beside its form: `tokens` of them, and the digests of all layers and of the tokens, in
-    hexadecimal and in this order."""
+    """What the header says beside its form. `digests`: of each layer, then of the tokens, in hexadecimal."""
 
     donor_id: str
     namespace_key: str
@@ -131,7 +126,7 @@ class _Header:
     generation: int
 
     def sealed(self, form: KvForm, key: bytes) -> tuple[bytes, str]:
-        """All bytes before the KV, more than are set aside for them where the names are too long; and their seal."""
+        """Return all bytes before the KV (too many where names are too long), and their seal."""
         end = self.tokens * form.token_bytes
         about: dict[str, Any] = {
             "format": FORMAT,
@@ -140,7 +135,7 @@ class _Header:
             "namespace_key": self.namespace_key,
             "digests": self.digests,
         }
-        if self.generation:  # a version that does not know of generations then refuses the file
+        if self.generation:  # a version without generations then refuses the file
             about["generation"] = self.generation
         header = {
             "__metadata__": about,
@@ -153,15 +148,14 @@ class _Header:
 
 
 class DiskTier:
-    """Files of donors of one form in `path`/semblend-donors. Thread safe where each donor is handled by one thread.
+    """Keep files of donors of one form in `path`/semblend-donors. Thread safe where one thread handles each donor.
 
-    A file appears whole or not at all: it is written under another name, synced and renamed. The folder is locked: a
-    second engine gets an OSError. The folder is held by its descriptor: once it, or its lock, is moved or replaced,
-    nothing is written or read any more. `key_file` is made where there is none; unset, it is the user's.
-    """
+    A file appears whole or not at all: it is written under another name, synced and renamed. The tier locks the folder:
+    a second engine gets an OSError. It holds the folder by its descriptor: once the folder or its lock is moved or
+    replaced, nothing is read or written. Without `key_file` the user's key is used; a missing file is made."""
 
     def __init__(self, path: Path, form: KvForm, key_file: Path | None = None) -> None:
-        """Makes and locks the folder, and clears what an unfinished write left. Raises OSError."""
+        """Make and lock the folder, and clear what an unfinished write left. Raises OSError."""
         self.form = form
         self._folder = path / FOLDER
         self._key = make_key(key_path(key_file, self._folder))
@@ -186,11 +180,11 @@ class DiskTier:
             for left in self._unfinished:
                 self._remove(left)
             self._opened = opened.pop_all()
-        # Tokens and seal of each donor's file: a file that was put back or exchanged has another seal.
+        # Tokens and seal of each donor's file: an exchanged file has another seal.
         self._known: dict[str, tuple[int, str]] = {}
 
     def write(self, donor_id: str, text: DonorText, kv: HostKv) -> None:
-        """Keeps the donor's file, of as many tokens as both have. Raises OSError; there is no file then."""
+        """Write the donor's file, of the tokens that both have. After an OSError there is no file."""
         if _DONOR_ID.fullmatch(donor_id) is None:
             raise OSError(f"donor id {donor_id!r:.140} cannot be part of a file's name")
         self._check_place()
@@ -208,13 +202,13 @@ class DiskTier:
         self._known[donor_id] = len(text.tokens), seal
 
     def tokens_of(self, donor_id: str) -> int:
-        """Tokens of a donor that was written or scanned; DonorUnavailableError for any other."""
+        """Return the tokens of a written or scanned donor; DonorUnavailableError for any other."""
         if donor_id not in self._known:
             raise DonorUnavailableError(f"donor {donor_id} has no file")
         return self._known[donor_id][0]
 
     def read(self, donor_id: str, held: HostKv) -> None:
-        """Copies the donor's KV into `held`, checked, and marks the file as used. Raises DonorFileError and OSError."""
+        """Copy the donor's checked KV into `held` and mark the file as used. Raises DonorFileError and OSError."""
         self.tokens_of(donor_id)
         self._check_place()
         with open_file(donor_id + _SUFFIX, folder=self._descriptor) as file:
@@ -227,14 +221,15 @@ class DiskTier:
         return disk.f_bavail * disk.f_frsize
 
     def forget(self, donor_id: str) -> None:
-        """Removes the donor's file where there is one. Raises OSError."""
+        """Remove the donor's file, if any. Raises OSError."""
         self._known.pop(donor_id, None)
         if _DONOR_ID.fullmatch(donor_id) is not None:
             self._remove(donor_id + _SUFFIX)
 
     def scan(self) -> Iterator[tuple[str, DonorText] | DonorFileError]:
-        """The donors whose files are in the folder, the longest unused first. A file that cannot be used is removed,
-        and its error comes in its place; unfinished files come first. Raises OSError."""
+        """Yield the donors in the folder, the longest unused first; errors of unfinished files come before them.
+
+        A file that cannot be used is removed, and its error comes in its place. Raises OSError."""
         for left in self._unfinished:
             yield DonorFileError("unfinished", f"{left} was not written to its end")
         self._check_place()
@@ -259,7 +254,7 @@ class DiskTier:
             yield donor_id, text
 
     def close(self) -> None:
-        """Lets another engine have the folder."""
+        """Release the folder to other engines."""
         self._opened.close()
 
     def _remove(self, name: str) -> None:
@@ -267,8 +262,7 @@ class DiskTier:
             os.unlink(name, dir_fd=self._descriptor)
 
     def _check_place(self) -> None:
-        """Raises OSError where the lock under the folder's path is not ours: it, or the folder, was removed, moved or
-        replaced, and another engine may have taken its place."""
+        """Raise OSError where the folder or its lock was removed or replaced: another engine may own it now."""
         there = os.stat(self._folder / "lock", follow_symlinks=False)
         if not os.path.samestat(there, os.fstat(self._lock)):
             raise FileNotFoundError(f"{self._folder} is not the folder any more that this engine locked; start it anew")
@@ -281,14 +275,13 @@ class DiskTier:
 
 
 class DiskTransfers:
-    """Writes donors' files and reads them back in the background, on one thread each.
+    """Write donors' files and read them back in the background, on one thread each.
 
-    Every `write` and every `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of
-    its bytes have been read back and checked.
-    """
+    Every `write` and `fetch` ends in exactly one event, also when it fails. A donor is readable only after all of its
+    bytes have been read and checked."""
 
     def __init__(self, disk: DiskTier, host: HostTier, link: DiskLink, events: deque[OffloadEvent]) -> None:
-        """Begins to look for the files that are there."""
+        """Begin to scan the folder."""
         self._disk, self._host, self._link, self._events = disk, host, link, events
         self._waiting = 0
         self._lock = threading.Lock()
@@ -296,7 +289,7 @@ class DiskTransfers:
         self._reader.submit(self._scan)
 
     def write(self, donor_id: str) -> None:
-        """Begins writing a donor of host memory; with MAX_WAITING before it, it stays without a file."""
+        """Begin writing a donor of host memory; with MAX_WAITING before it, it gets no file."""
         with self._lock:
             is_taken = self._waiting < MAX_WAITING
             self._waiting += is_taken
@@ -306,20 +299,20 @@ class DiskTransfers:
             self._report(OffloadEventKind.WRITE_SKIPPED, donor_id, f"{MAX_WAITING} donors wait to be written")
 
     def fetch(self, donor_id: str) -> None:
-        """Begins reading a donor back into host memory."""
+        """Begin reading a donor back into host memory."""
         self._reader.submit(lambda: self._fetch(donor_id))
 
     def drop(self, donor_id: str) -> None:
-        """Begins removing a donor's file, after what is being written."""
+        """Begin removing a donor's file, after the writes under way."""
         self._writer.submit(lambda: self._drop(donor_id))
 
     def drain(self) -> None:
-        """Waits until everything that was begun has ended."""
+        """Wait until all work has ended."""
         self._reader.drain()
         self._writer.drain()
 
     def close(self) -> None:
-        """Waits, for a minute at most, until what was begun has ended."""
+        """Wait at most a minute until all work has ended."""
         end = time.monotonic() + _CLOSING_SECONDS
         closed = [thread.close(max(0.0, end - time.monotonic())) for thread in (self._reader, self._writer)]
         if all(closed):
@@ -341,7 +334,7 @@ class DiskTransfers:
             logger.warning("the file of donor %s cannot be written: %s", donor_id, error)
             free = None
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                free = self._disk.free_bytes() if self._waiting == 1 else 0  # others that wait take of it
+                free = self._disk.free_bytes() if self._waiting == 1 else 0  # other waiting writes take some of it
             self._events.append(OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, repr(error), text, free))
         finally:
             with self._lock:
@@ -381,8 +374,9 @@ class DiskTransfers:
 
 
 def key_path(given: Path | None, sealed: Path) -> Path:
-    """The key's file: the given one, else `semblend-trt/donor-key` in the user's state folder (XDG base directory
-    specification). Raises OSError, also where it would lie in `sealed`, the folder of the files."""
+    """Return `given`, else `semblend-trt/donor-key` in the user's state folder (XDG base directory specification).
+
+    Raises OSError, also where the key would lie in `sealed`, the folder of the files."""
     state = os.environ.get("XDG_STATE_HOME", "")
     try:
         folder = given or (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state")
@@ -395,7 +389,7 @@ def key_path(given: Path | None, sealed: Path) -> Path:
 
 
 def read_key(path: Path) -> bytes:
-    """Raises FileNotFoundError where there is none, and OSError where it cannot be used."""
+    """Return the key; FileNotFoundError where the file is missing, OSError where it cannot be used."""
     with open_file(path, refused=0o077) as descriptor:
         key = os.read(descriptor, KEY_BYTES + 1)
     if len(key) != KEY_BYTES:
@@ -404,12 +398,11 @@ def read_key(path: Path) -> bytes:
 
 
 def make_key(path: Path) -> bytes:
-    """The key in the file, made where there is none. Engines that make it at the same time get the same key. Raises
-    OSError."""
+    """Return the key, made where the file is missing; engines that race get the same one. Raises OSError."""
     with suppress(FileNotFoundError):
         return read_key(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Written whole under another name, then linked: half a key is never read, and no key is overwritten.
+    # Written under another name, then linked: half a key is never read, and no key is overwritten.
     unnamed = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open_file(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
@@ -423,13 +416,12 @@ def make_key(path: Path) -> bytes:
 
 
 def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, form: KvForm, key: bytes) -> str:
-    """Fills an empty file and returns its seal once all bytes are on the disk. `text` holds as many tokens as `kv`.
+    """Fill an empty file and return its seal once all bytes are on disk. `text` and `kv` have equally many tokens.
 
-    Raises OSError; the file is then incomplete.
-    """
+    After an OSError the file is incomplete."""
     tokens = len(text.tokens)
     end = form.header_bytes + tokens * form.token_bytes
-    # A full disk is met before anything is copied.
+    # So that a full disk fails before any copy.
     os.posix_fallocate(descriptor, 0, end + 4 * tokens)
     digests = _of_layers(form, lambda layer: _moved(_write_all, descriptor, layer, form, kv))
     token_bytes = _token_bytes(text.tokens)
@@ -447,7 +439,7 @@ def write_donor(descriptor: int, donor_id: str, text: DonorText, kv: HostKv, for
 
 
 def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText, str]:
-    """The donor's id, its text and the file's seal, checked. Raises DonorFileError; OSError where reading fails."""
+    """Return the checked donor id, text and seal. Raises DonorFileError, and OSError where reading fails."""
     header, seal = _header_of(descriptor, form, key)
     end = form.header_bytes + header.tokens * form.token_bytes
     token_ids = np.frombuffer(_bytes_at(descriptor, end, 4 * header.tokens), dtype="<i4").astype(np.int32)
@@ -458,10 +450,9 @@ def read_text(descriptor: int, form: KvForm, key: bytes) -> tuple[str, DonorText
 
 
 def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) -> None:
-    """Reads the KV of the file that has the seal into `held` and checks what arrived there, some layers at a time.
+    """Read the KV of the file with this seal into `held`, several layers at once, and check what arrived.
 
-    Raises DonorFileError, and OSError where the file cannot be read; `held` is then worth nothing.
-    """
+    Raises DonorFileError or OSError; `held` is then worthless."""
     header, found = _header_of(descriptor, form, key)
     if found != seal:
         raise DonorFileError("corrupt", "another file of ours has come in its place")
@@ -471,8 +462,7 @@ def read_kv(descriptor: int, seal: str, form: KvForm, key: bytes, held: HostKv) 
 
 
 def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
-    """The results of `work` for each layer, on several threads. An error is raised once all threads have ended: behind
-    it the file is closed and the memory given away."""
+    """Run `work` for each layer on several threads. All end before an error is raised: file and memory go next."""
     results, errors = [""] * form.num_layers, []
 
     def run(layers: range) -> None:
@@ -498,7 +488,7 @@ def _of_layers(form: KvForm, work: Callable[[int], str]) -> list[str]:
 
 
 def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer: int, form: KvForm, kv: HostKv) -> str:
-    """Writes a layer to its place in the file, or reads it from there; returns the digest of its bytes in memory."""
+    """Write a layer to its place in the file, or read it; return the digest of its bytes in memory."""
     at, digest = form.header_bytes + layer * kv.capacity * form.layer_bytes, hashlib.sha256()
     for part in kv.parts:
         rows = part.tensor[layer].permute(2, 0, 1, 3)  # [tokens, kv_factor, kv_heads, head_dim], without a copy
@@ -510,7 +500,7 @@ def _moved(move: Callable[[int, memoryview, int], None], descriptor: int, layer:
 
 
 def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]:
-    """The header and its seal. Checked are key, form and the file's length; tokens and KV are not."""
+    """Return header and seal, after checks of key, form and file length, but not of tokens and KV."""
     length = int.from_bytes(_bytes_at(descriptor, 0, _LENGTH_BYTES), "little")
     if length > _MOST_HEADER_BYTES:
         raise DonorFileError("corrupt", f"the file claims a header of {length} bytes")
@@ -520,7 +510,7 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
         expected, seal = header.sealed(form, key)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DonorFileError("corrupt", f"this is no donor's file: {error!r:.140}") from error
-    # Nothing that a header says is used before this: a header that another key sealed is forged.
+    # The header is not used before this: one that another key sealed is forged.
     if not hmac.compare_digest(expected, written):
         raise DonorFileError("corrupt", "the file's header is not the one that was sealed")
     size = form.header_bytes + header.tokens * (form.token_bytes + 4)
@@ -530,8 +520,7 @@ def _header_of(descriptor: int, form: KvForm, key: bytes) -> tuple[_Header, str]
 
 
 def _claimed(encoded: bytes, form: KvForm, key: bytes) -> _Header:
-    """The header as the file claims it. Refuses another version, key or form; a forged one may raise anything that
-    `_header_of` catches."""
+    """Return the unverified header; refuse other versions, keys and forms. `_header_of` catches a forgery's errors."""
     said = json.loads(encoded)
     about = said.get("__metadata__", {})
     if about.get("format") != FORMAT:
@@ -559,7 +548,7 @@ def _encoded(header: dict[str, Any]) -> bytes:
 
 
 def _key_name(key: bytes) -> str:
-    """A name by which keys are told apart; it says nothing about them."""
+    """Name a key without revealing it."""
     return hmac.digest(key, b"semblend donor key", "sha256").hex()[:16]
 
 
@@ -572,7 +561,7 @@ def _bytes_of(array: npt.NDArray[np.uint8]) -> memoryview:
 
 
 def _write_all(descriptor: int, view: memoryview, start: int) -> None:
-    """Writes everything: the system takes at most 2 GiB at once, and may take less."""
+    """Write everything: the system takes at most 2 GiB at once, and may take less."""
     while view:
         taken = os.pwrite(descriptor, view, start)
         view, start = view[taken:], start + taken
@@ -585,7 +574,7 @@ def _bytes_at(descriptor: int, start: int, length: int) -> bytes:
 
 
 def _read_all(descriptor: int, view: memoryview, start: int) -> None:
-    """Fills `view` with the file's bytes from `start` on. Raises DonorFileError where it ends before, and OSError."""
+    """Fill `view` from byte `start` on. Raises DonorFileError where the file ends before, and OSError."""
     while view:
         taken = os.preadv(descriptor, [view], start)
         if not taken:

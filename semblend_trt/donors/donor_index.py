@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceAMinute(by_values=False))
 
-# Neighbours to look at on each side. One suffices where no text continues another one.
+# Neighbours to compare on each side. One suffices where no text continues another.
 _REACH = 2
 _FEWEST_COMPARED = 256
-# A text is kept beside another one that begins alike if it adds a span, or one in this many of its tokens.
+# A text is kept beside one that begins alike if it adds a span, or 1 / LITTLE_SHARE of its tokens.
 LITTLE_SHARE = 8
 
 
 class Near(NamedTuple):
-    """A text of `length` tokens, the first `common` of which begin the text that was asked about."""
+    """A text of `length` tokens, the first `common` of which begin the text in question."""
 
     donor_id: str
     generation: int
@@ -63,12 +63,11 @@ class _Text:
 
 
 class DonorTexts(DonorObserver):
-    """Donors' texts by namespace and generation, in the order of their tokens: those that begin alike are neighbours.
+    """Keep donors' texts by namespace and generation, sorted by tokens, so that texts that begin alike are neighbours.
 
-    A text is kept once: what would add little to another donor becomes no donor, and a donor that another one continues
-    goes when that one is held. Texts of donors that are being saved are among them; `spans` has those of held donors
-    alone. A look for near texts takes some comparisons of arrays, whatever is held.
-    """
+    A text is kept once: what adds little to another donor becomes no donor, and a donor goes once another, held one
+    continues it. Texts of running saves are included; `spans` has only those of held donors. A search for near texts
+    compares a few arrays, whatever is held."""
 
     def __init__(self, settings: Settings) -> None:
         self.spans = SpanIndex()
@@ -79,20 +78,20 @@ class DonorTexts(DonorObserver):
         self._continued: dict[str, str] = {}
 
     def put(self, namespace_key: str, generation: int, donor_id: str, tokens: TokenArray) -> None:
-        """Holds a donor's text (int32 [n], never changed), in place of what it was before."""
+        """Hold a donor's text (int32 [n], never changed) in place of its former one."""
         self._remove(donor_id)
         text = _Text(donor_id, tokens)
         self._places[donor_id] = namespace_key, generation, text
         insort(self._orders.setdefault(namespace_key, {}).setdefault(generation, []), text)
 
     def gone(self, donor_id: str) -> None:
-        """The donor is not found any more, and its text may be kept again."""
+        """Forget the donor; its text may be kept again."""
         self.spans.remove(donor_id)
         self._continued.pop(donor_id, None)
         self._remove(donor_id)
 
     def near(self, namespace_key: str, tokens: TokenArray) -> Iterator[Near]:
-        """Of each generation some texts, among them the one that begins most like `tokens`."""
+        """Yield some texts of each generation, among them the one that begins most like `tokens`."""
         asked = _Text("", tokens)
         for generation, order in self._orders.get(namespace_key, {}).items():
             at = bisect_left(order, asked)
@@ -101,11 +100,9 @@ class DonorTexts(DonorObserver):
                 yield Near(each.donor_id, generation, common, len(each.tokens))
 
     def keeper(self, intent: SaveIntent, near: Iterable[Near], most: int) -> str | None:
-        """The donor for which a text of at most `most` tokens need not be kept; None without one.
+        """Return the donor that makes a text of at most `most` tokens needless, or None. `near`: texts near this one.
 
-        It is of the same or a lower generation, and holds all but few of the text's tokens, or its prompt with another
-        answer. `near` are texts near this one.
-        """
+        Its generation is not higher. It holds all but few of the text's tokens, or its prompt with another answer."""
         for each in near:
             if each.donor_id == intent.donor_id or each.generation > intent.generation:
                 continue
@@ -115,12 +112,12 @@ class DonorTexts(DonorObserver):
         return None
 
     def continued_by(self, intent: SaveIntent, near: Iterable[Near]) -> list[str]:
-        """Donors of the same or a higher generation of which the text that these are near holds all but few."""
+        """Return donors of the same or a higher generation that this text holds all but few tokens of."""
         others = (each for each in near if each.donor_id != intent.donor_id and each.generation >= intent.generation)
         return [each.donor_id for each in others if self._is_little(each.length - each.common, each.length)]
 
     def continue_with(self, intent: SaveIntent, near: Iterable[Near]) -> None:
-        """The intent's donor is held, and continues those that it holds all but few tokens of."""
+        """Note that the intent's held donor continues those that it holds all but few tokens of."""
         continued = self.continued_by(intent, near)
         self._continued.update(dict.fromkeys(continued, intent.donor_id))
         for older, newer in self._continued.items():
@@ -132,11 +129,11 @@ class DonorTexts(DonorObserver):
         return {older: newer for older, newer in self._continued.items() if newer in self.spans}
 
     def __iter__(self) -> Iterator[str]:
-        """The donors that are held or being saved."""
+        """Iterate over donors that are held or being saved."""
         return iter(self._places)
 
     def _is_little(self, tokens: int, length: int) -> bool:
-        """Whether `tokens` that no other donor holds are too few to keep a text of `length` tokens for them."""
+        """Whether `tokens` that no other donor holds are too few to keep a text of `length` tokens."""
         return tokens < min(self._settings.min_span_tokens, self._settings.min_donor_tokens, 1 + length // LITTLE_SHARE)
 
     def _remove(self, donor_id: str) -> None:
@@ -154,10 +151,9 @@ class DonorTexts(DonorObserver):
 
 @dataclass(slots=True)
 class _Saving:
-    """A donor that a worker is asked to save, and the engine's blocks that hold it.
+    """A donor that a worker saves from the engine's blocks.
 
-    `is_sound` until the engine is seen to copy into one of the blocks, or the donor is to be dropped.
-    """
+    `is_sound` until the engine copies into one of the blocks, or the donor is to be dropped."""
 
     intent: SaveIntent
     text: DonorText
@@ -167,10 +163,9 @@ class _Saving:
 
 @dataclass(frozen=True, slots=True)
 class HeldDonors:
-    """Donors that can be found, and the bytes taken in each tier, including those that running saves have reserved.
+    """Donors that can be found, and each tier's bytes, with those that running saves reserve.
 
-    `approximate` donors were built from approximate KV, or will be when their save ends.
-    """
+    `approximate` donors are built, or being built, from approximate KV."""
 
     donors: int = 0
     host_bytes: int = 0
@@ -180,10 +175,9 @@ class HeldDonors:
 
 
 class DonorIndex:
-    """Texts, catalog and offload queue, kept in step: a donor is found only while its bytes are held.
+    """Keep texts, catalog and offload queue in step: a donor is found only while its bytes are held.
 
-    `catalog` says where a donor is, `texts` what it holds, and `offload` collects what the catalog decides about tiers.
-    """
+    `catalog` says where a donor is, `texts` what it holds; `offload` collects the catalog's decisions about tiers."""
 
     def __init__(
         self,
@@ -193,8 +187,7 @@ class DonorIndex:
         disk: DiskLink | None,
         count: Callable[[OffloadEventKind], None],
     ) -> None:
-        """`observers` hear which donors are held, and where. `disk` is None without an open disk tier. `count` hears
-        every event of the tiers."""
+        """`observers` hear of held donors, `count` of every tier event. `disk` is None without a disk tier."""
         self._settings, self._observers = settings, observers
         geometry = pool.geometry
         capacities = Capacities(
@@ -216,7 +209,7 @@ class DonorIndex:
         self._doomed: set[str] = set()
 
     def held(self) -> HeldDonors:
-        """What the catalog holds at this moment; any thread may ask."""
+        """Return what the catalog holds now; any thread may call."""
         stats, limits = self.catalog.stats(), self.catalog.capacities
         return HeldDonors(
             donors=stats.ready + stats.resting,
@@ -234,9 +227,9 @@ class DonorIndex:
         block_ids: Iterable[int] = (),
         generation: int | None = 0,
     ) -> bool:
-        """Takes room for `tokens` (int32 [n], the donor's whole text, in the engine's blocks `block_ids`), and has the
-        workers save them. Returns False when they are too few, held already or without room, or when no `generation`
-        says what they are."""
+        """Take room for the donor's whole text, `tokens` (int32 [n]), and have the workers save it.
+
+        Returns False when the text is too short, held already or without room, or `generation` is None."""
         donor_id, text = intent.donor_id, DonorText(namespace_key, tokens, generation or 0)
         intent = replace(intent, max_tokens=len(tokens), generation=text.generation)
         near = list(self.texts.near(namespace_key, tokens))
@@ -265,18 +258,16 @@ class DonorIndex:
         return keeper is not None
 
     def is_saving(self, request_id: int) -> bool:
-        """Whether the blocks of this request, which has ended, are held until its donor is saved."""
+        """Whether the blocks of this ended request are held until its donor is saved."""
         return any(saving.intent.request_id == request_id for saving in self._saving.values())
 
     def copied_into(self, block_id: int) -> None:
-        """The engine copies into this block, in no known order to a save that may still read it: a donor that is being
-        saved from it is not kept."""
+        """Discard running saves from this block: the engine copies into it, in no known order to their reads."""
         for saving in self._saving.values():
             saving.is_sound &= block_id not in saving.block_ids
 
     def saved(self, saved: SavedDonor) -> None:
-        """The worker holds the donor, could not save it, or lost it on its way to the host. Only a held one is
-        found."""
+        """Take the worker's report: the donor is held (only then found), not saved, or lost on its way down."""
         donor_id, why, entry = saved.donor_id, saved.error, self._saving.pop(saved.donor_id, None)
         if entry is None:
             if why is not None:
@@ -309,36 +300,35 @@ class DonorIndex:
         self._drop_continued()
 
     def cancel(self, intent: SaveIntent) -> None:
-        """Gives back the room of a request that does not become a donor."""
+        """Give back the room of a request that does not become a donor."""
         self._saving.pop(intent.donor_id, None)
         self.catalog.cancel(intent.donor_id)
         self.offload.forget(intent.donor_id)
 
     def lost(self, donor_ids: set[str]) -> list[str]:
-        """Drops donors whose KV could not be read, so that no later prompt counts on them; returns those dropped.
+        """Drop donors whose KV was unreadable, so that no later prompt counts on them; return those dropped.
 
-        A donor that another request has leased stays until that request's own load reports it.
-        """
+        A donor that another request leases stays until that request's load reports it."""
         dropped = [donor_id for donor_id in sorted(donor_ids) if self.catalog.drop(donor_id)]
         self.offload.drop(dropped)
         return dropped
 
     def lost_all(self) -> None:
-        """Drops every donor: at once, or when its save, its transfer or its last lease ends. No look-up finds them."""
+        """Drop every donor, now or when its save, transfer or last lease ends. No lookup finds them."""
         for saving in self._saving.values():
             saving.is_sound = False
         self._doomed |= set(self.texts)
         self._drop_doomed()
 
     def take_events(self, events: deque[OffloadEvent]) -> None:
-        """Takes the tiers' events."""
+        """Take the tiers' events, and drop what can go."""
         for donor_id, text in self.offload.take_events(events):
             self._found(donor_id, text)
         self._drop_doomed()
         self._drop_continued()
 
     def _found(self, donor_id: str, text: DonorText) -> None:
-        """Makes a donor whose file was found known to look-ups and to the fleet; its text is not kept a second time."""
+        """Make a donor found on disk known to lookups and to the fleet, unless another one keeps its text."""
         intent = SaveIntent(0, donor_id, len(text.tokens), generation=text.generation, prompt_tokens=len(text.tokens))
         near = list(self.texts.near(text.namespace_key, text.tokens))
         self.texts.put(text.namespace_key, text.generation, donor_id, text.tokens)
@@ -357,6 +347,6 @@ class DonorIndex:
             self._doomed.intersection_update(self.texts)
 
     def _drop_continued(self) -> None:
-        """Drops donors that others continue: when nothing reads them, and the others are held and have their files."""
+        """Drop donors that others continue, once nothing reads them and the others have their files."""
         continued = self.texts.continued.items()
         self.lost({older for older, newer in continued if not self.catalog.is_writing(newer)})

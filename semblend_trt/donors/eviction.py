@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class DonorHistory:
     """One donor's past, the same in every tier; the catalog keeps it.
 
-    `last_use` is a tick of one counter (adding is a use too). `uses` counts the uses after the first.
-    """
+    `last_use` is a tick of one counter (adding is a use too). `uses` counts the uses after the first."""
 
     tokens: int
     last_use: int = 0
@@ -29,36 +28,35 @@ HistoryT_contra = TypeVar("HistoryT_contra", bound=DonorHistory, contravariant=T
 
 
 class Ranking:
-    """Names in the order of their ranks: a sorted list, in which a change moves some kilobytes for 10,000 names."""
+    """Keep names in rank order: a sorted list, in which a change moves some kilobytes for 10,000 names."""
 
     def __init__(self) -> None:
         self._order: list[tuple[Rank, str]] = []
         self._ranks: dict[str, Rank] = {}
 
     def put(self, name: str, rank: Rank) -> None:
-        """Gives `name` this rank, whether it had one or not."""
+        """Give `name` this rank, new or not."""
         self.discard(name)
         self._ranks[name] = rank
         insort(self._order, (rank, name))
 
     def discard(self, name: str) -> Rank | None:
-        """Takes `name` out and returns the rank that it had."""
+        """Take `name` out and return its former rank."""
         rank = self._ranks.pop(name, None)
         if rank is not None:
             del self._order[bisect_left(self._order, (rank, name))]
         return rank
 
     def items(self) -> Iterator[tuple[Rank, str]]:
-        """(rank, name), the lowest rank first; the ranking must not change meanwhile."""
+        """Iterate over (rank, name), the lowest rank first; the ranking must not change meanwhile."""
         return iter(self._order)
 
 
 class EvictionPolicy(Generic[HistoryT_contra]):
-    """Names the donors of one tier in the order in which they should go, the lowest rank first.
+    """Order the donors of one tier, the first to go first: the lowest rank.
 
     Not thread safe: the catalog calls it under its own lock, and changes nothing while it walks `candidates`. A donor's
-    history is up to date when the policy hears of it.
-    """
+    history is up to date when the policy hears of it."""
 
     def __init__(self, rank: Callable[[HistoryT_contra], Rank]) -> None:
         """`rank` is taken when a donor is added or used."""
@@ -67,21 +65,21 @@ class EvictionPolicy(Generic[HistoryT_contra]):
         self._ranking = Ranking()
 
     def added(self, donor_id: str, history: HistoryT_contra) -> None:
-        """The donor is ready in this tier from now on; it may have been in another before."""
+        """Add a donor that is ready in this tier; it may come from another one."""
         self._histories[donor_id] = history
         self._put(donor_id)
 
     def used(self, donor_id: str) -> None:
-        """The donor was leased, or its text was asked for again."""
+        """Note that the donor was leased, or its text was asked for again."""
         self._put(donor_id)
 
     def removed(self, donor_id: str, *, evicted: bool = False) -> None:  # noqa: ARG002 - other policies read it
-        """The donor has left this tier; `evicted` when it had to make room."""
+        """Remove a donor that left this tier; `evicted` when it had to make room."""
         self._histories.pop(donor_id, None)
         self._ranking.discard(donor_id)
 
     def candidates(self) -> Iterator[str]:
-        """Donors, the one to go first in front."""
+        """Iterate over donors, the first to go first."""
         return (name for _, name in self._ranking.items())
 
     def _put(self, donor_id: str) -> None:
@@ -91,9 +89,8 @@ class EvictionPolicy(Generic[HistoryT_contra]):
 class SizeAwareEviction(EvictionPolicy[DonorHistory]):
     """Large and long unused first: GreedyDual-Size with a cost of one for every use (Cao and Irani, USITS 1997).
 
-    A donor's rank is one over its tokens, on top of the rank of the last donor that was evicted. Among donors of one
-    size the least recently used goes first; a donor of half the tokens may stay unused for twice as many evictions.
-    """
+    A donor's rank is one over its tokens, plus the rank of the last evicted donor. Among donors of one size the least
+    recently used goes first; a donor of half the tokens may stay unused for twice the evictions."""
 
     def __init__(self) -> None:
         super().__init__(lambda history: (self._floor + 1.0 / history.tokens, history.last_use))
@@ -107,7 +104,7 @@ class SizeAwareEviction(EvictionPolicy[DonorHistory]):
 
 
 def policy_of(name: Eviction) -> EvictionPolicy[DonorHistory]:
-    """Makes the policy of one tier."""
+    """Return the policy of one tier."""
     if name is Eviction.SIZE_AWARE:
         return SizeAwareEviction()
     if name is Eviction.LFU:

@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 # Each fetch and each promotion holds room in two tiers until it has ended.
 MAX_FETCHES, MAX_PROMOTIONS = 4, 2
-# Fetches that no look-up has asked for begin only while fewer than this are under way.
+# Fetches that no lookup asked for begin only while fewer than this are under way.
 MAX_PREFETCHES = 2
-# A look-up indexes at most this many donors that were found on disk: it waits for them.
+# A lookup waits while it indexes donors found on disk: at most this number.
 _FOUND_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """If the request finishes, its first `max_tokens` written tokens may be kept as donor `donor_id`; its prompt is
-    `prompt_tokens` of them. `generation` is above 0 where these tokens' KV will be built from approximate KV.
+    """If the request finishes, its first `max_tokens` written tokens may become donor `donor_id`.
 
-    To the workers it goes once the request has ended: then there is room for all of its tokens in `tier`, and with
-    `is_written` the donor gets a file on disk as well.
-    """
+    `generation` is above 0 where their KV will be built from approximate KV. The workers get the intent once the
+    request has ended: `tier` then has room for all tokens, and with `is_written` the donor also gets a file."""
 
     request_id: int
     donor_id: str
@@ -43,7 +41,7 @@ class SaveIntent:
 
 
 class OffloadEventKind(str, Enum):
-    """What happened to a donor, or to the disk. The values are the metric's labels, which call a promotion a lift."""
+    """What happened to a donor or the disk. The values are metric labels, which call a promotion a lift."""
 
     FILE_FOUND = "file_found"
     FILE_REFUSED = "file_refused"
@@ -60,7 +58,7 @@ class OffloadEventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """One event; `donor_id` may be empty. FILE_FOUND and WRITE_FAILED have a `text`; a full disk has `free` bytes."""
+    """`donor_id` may be empty. FILE_FOUND and WRITE_FAILED have a `text`; a full disk has `free` bytes."""
 
     kind: OffloadEventKind
     donor_id: str = ""
@@ -71,7 +69,7 @@ class OffloadEvent:
 
 @dataclass(frozen=True, slots=True)
 class SavedDonor:
-    """What the worker holds of one donor: `tokens` positions; 0 when `error` says why it could not be kept."""
+    """What the worker holds of a donor: `tokens` positions; 0 when `error` says why not."""
 
     donor_id: str
     tokens: int
@@ -80,8 +78,9 @@ class SavedDonor:
 
 @dataclass(slots=True)
 class DiskLink:
-    """Exists while the disk tier is open. The scheduler keeps in `texts` the donors that may get a file and have none
-    yet. `found` are events of the files that were there at the start."""
+    """Exists while the disk tier is open.
+
+    `texts`: donors that may still get a file, kept by the scheduler. `found`: events of files present at the start."""
 
     texts: dict[str, DonorText] = field(default_factory=dict)
     found: deque[OffloadEvent] = field(default_factory=deque)
@@ -89,10 +88,12 @@ class DiskLink:
 
 @dataclass(slots=True)
 class OffloadCommands:
-    """Before a forward `drops` go from every tier, `releases` leave memory and keep their files, and `fetches` are read
-    back from their files to the host. Behind its launch `offloads` move from the device to the host, and get a file if
-    they are among `writes`, as donors of the host do; `promotions` are copied to the device and then leave the host.
-    Then `saves` begin, for which all of that makes room."""
+    """Commands to every rank's tiers for one iteration.
+
+    Before a forward `drops` go from every tier, and `releases` leave memory but keep their files. `fetches` are read
+    from their files to the host. After the launch `offloads` move from the device to the host. Then `writes` among
+    these, and among host donors, get a file. `promotions` are copied to the device and leave the host. `saves`, for
+    which all this makes room, begin last."""
 
     drops: list[str] = field(default_factory=list)
     offloads: list[str] = field(default_factory=list)
@@ -104,10 +105,9 @@ class OffloadCommands:
 
 
 class DonorObserver:
-    """Hears of an engine's donors on the scheduler's thread, and does nothing. No method waits or raises.
+    """Hear of an engine's donors on the scheduler's thread, and do nothing. No method waits or raises.
 
-    Token arrays are int32 [n] and never change.
-    """
+    Token arrays are int32 [n] and never change."""
 
     def intended(self, donor_id: str, namespace: CacheNamespace, salt: str | None) -> None:
         """A donor of this namespace, bound to `salt`, may be held soon."""
@@ -125,15 +125,14 @@ class DonorObserver:
         """The donor is no longer held, or its save failed."""
 
     def close(self) -> None:
-        """The engine ends: none of its donors is held any more."""
+        """The engine ends, and all its donors with it."""
 
 
 class OffloadQueue:
-    """Collects commands for the tiers, keeps the catalog in step with the tiers' events, and tells the observers.
+    """Collect tier commands, keep the catalog in step with tier events, and inform the observers.
 
-    A donor on disk alone is never promised: a look-up that would have used it has it fetched, and a later one finds it
-    in memory. A donor that is used from host memory is promoted to the device, if there is one.
-    """
+    A donor on disk alone is never promised: a lookup that would have used it has it fetched, and a later one finds it
+    in memory. A donor used from host memory is promoted to the device, if there is one."""
 
     def __init__(
         self,
@@ -148,12 +147,12 @@ class OffloadQueue:
         self._promoting: set[str] = set()
 
     def take_commands(self) -> OffloadCommands:
-        """The commands since the last call; they must reach the workers before any later ones."""
+        """Return the commands since the last call; they must reach the workers before later ones."""
         taken, self._commands = self._commands, OffloadCommands()
         return taken
 
     def make_room(self, moves: TierMoves) -> None:
-        """Adds the commands that make room for a donor that the catalog has placed."""
+        """Add the commands that make room for a donor that the catalog has placed."""
         self.drop(moves.dropped)
         for donor_id in moves.released:
             self._commands.releases.append(donor_id)
@@ -164,38 +163,36 @@ class OffloadQueue:
         self._commands.writes.extend(donor_id for donor_id in moves.written if donor_id in moves.offloaded)
 
     def save(self, intent: SaveIntent, text: DonorText) -> None:
-        """Has an ended request's KV saved, for which the commands up to now make room; it may get a file later."""
+        """Have an ended request's KV saved after the commands so far, which make room; a file may follow."""
         self._commands.saves.append(intent)
         if self._link is not None:
             self._link.texts[intent.donor_id] = text
 
     def drop(self, donor_ids: Iterable[str]) -> None:
-        """Has donors dropped that the catalog no longer holds."""
+        """Have donors dropped that the catalog no longer holds."""
         for donor_id in donor_ids:
             self._commands.drops.append(donor_id)
             self.forget(donor_id)
 
     def forget(self, donor_id: str) -> None:
-        """The donor is not held any more, and gets no file."""
+        """Report the donor as gone; it gets no file."""
         for observer in self._observers:
             observer.gone(donor_id)
         if self._link is not None:
             self._link.texts.pop(donor_id, None)
 
     def fetch(self, donor_ids: Iterable[str]) -> None:
-        """Reads donors back from disk, the first ones first, as far as there is room and few are on their way."""
+        """Read donors back from disk in this order, while room lasts and few are on their way."""
         self._fetch(donor_ids, MAX_FETCHES, may_drop=True)
 
     def prefetch(self, donor_ids: Iterable[str]) -> None:
-        """Reads donors back that a later lookup may use: few at once, and only where no other donor is lost for it.
+        """Read back donors that a later lookup may use: few at once, and only where no donor is lost for it.
 
-        Equal tokens still decide what that lookup reuses.
-        """
+        Equal tokens still decide what that lookup reuses."""
         self._fetch(donor_ids, MAX_PREFETCHES, may_drop=False)
 
     def promote(self, donor_ids: Iterable[str]) -> None:
-        """Copies donors of the host to the device, the first ones first, as far as there is room and few are on their
-        way."""
+        """Copy donors of the host to the device in this order, while room lasts and few are on their way."""
         for donor_id in donor_ids:
             if len(self._promoting) < MAX_PROMOTIONS and (moves := self._catalog.promote(donor_id)) is not None:
                 self.make_room(moves)
@@ -203,8 +200,9 @@ class OffloadQueue:
                 self._promoting.add(donor_id)
 
     def take_events(self, events: deque[OffloadEvent]) -> Iterator[tuple[str, DonorText]]:
-        """Takes all events, and of the donors that were found on disk a few. Yields those that the catalog has taken
-        in, each before anything else is taken."""
+        """Take all events, and a few donors that were found on disk.
+
+        Yields each donor that the catalog has adopted before it takes anything else."""
         while events:
             yield from self._take(events.popleft())
         for _ in range(_FOUND_AT_ONCE):
@@ -222,7 +220,7 @@ class OffloadQueue:
                 self.drop(dropped)
                 yield donor_id, event.text
         elif kind is OffloadEventKind.FILES_READ:
-            # Before, the disk may hold files that the catalog has not counted yet.
+            # Before this event, the disk may hold files that the catalog has not counted.
             self._catalog.begin_writing()
         elif kind in (OffloadEventKind.FILE_WRITTEN, OffloadEventKind.WRITE_FAILED, OffloadEventKind.WRITE_SKIPPED):
             dropped = self._catalog.written(donor_id, kind is OffloadEventKind.FILE_WRITTEN, event.free)

@@ -1,8 +1,7 @@
-"""What one rank holds of donors, in memory. It obeys the scheduler's catalog and decides nothing.
+"""What one rank holds of donors in memory. It obeys the scheduler's catalog and decides nothing.
 
-Page-locked memory is taken from the system once, and given out in ranges. Torch's allocator would round every donor up
-to a power of two and keep what was freed, and locking memory while requests run would hold them up.
-"""
+Page-locked memory is allocated once and given out in ranges: locking memory would hold up running requests. Torch's
+allocator would round every donor up to a power of two and keep freed memory."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def arena_blocks(byte_budget: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Blocks of a device tier of at most `byte_budget` bytes. Scheduler and workers both count with this."""
+    """Return a device tier's blocks within `byte_budget`; scheduler and workers both use this."""
     return byte_budget // (geometry.bytes_per_token(dtype) * geometry.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class HostKv:
-    """`parts`: [layers, kv_factor, kv_heads, tokens of the part, head_dim] each, in the order of their tokens."""
+    """`parts`: [layers, kv_factor, kv_heads, tokens of the part, head_dim] each, in token order."""
 
     parts: tuple[ContiguousKv, ...]
 
@@ -45,7 +44,7 @@ class HostKv:
         return sum(part.capacity for part in self.parts)
 
     def parts_of(self, start: int, length: int) -> Iterator[tuple[ContiguousKv, int, int]]:
-        """Where positions `start .. start + length - 1` lie: each part of them, its first index there, and how many."""
+        """Yield each part of positions `start .. start + length - 1`, its first index there, and how many."""
         first, end = 0, start + length
         for part in self.parts:
             begin, stop = max(start, first), min(end, first + part.capacity)
@@ -68,9 +67,8 @@ class Range(NamedTuple):
 class HostMemory:
     """`size` bytes, page-locked for the GPU with `lock`; not thread safe.
 
-    As long as all takes have rows of one size, every free row can be had: scattered room is given out as several
-    ranges. Raises ConfigurationError when the memory cannot be had.
-    """
+    While all takes have rows of one size, every free row is usable: scattered room becomes several ranges. Raises
+    ConfigurationError when the memory is not available."""
 
     def __init__(self, size: int, *, lock: bool) -> None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -89,14 +87,13 @@ class HostMemory:
                 raise ConfigurationError(
                     f"{size} bytes of host memory cannot be page-locked (CUDA error {code}); lower SEMBLEND_HOST_BYTES"
                 )
-            # The system takes the pages back when the process ends; before, they must not be freed locked.
+            # The system takes the pages back at exit; earlier, they must not be freed locked.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def take(self, rows: int, row_bytes: int) -> list[Range]:
-        """Ranges for `rows` rows in order, each a multiple of `row_bytes`: one where that is possible, else few.
+        """Return ranges for `rows` rows in order, each a multiple of `row_bytes`: one if possible, else few.
 
-        Raises CapacityError when they cannot be had; nothing is taken then.
-        """
+        Raises CapacityError, and takes nothing, when rows are missing."""
         fitting = [hole for hole in self._holes if hole.size >= rows * row_bytes]
         chosen = [min(fitting, key=lambda hole: hole.size)] if fitting else sorted(self._holes, key=lambda h: -h.size)
         taken = []
@@ -117,7 +114,7 @@ class HostMemory:
         return taken
 
     def give_back(self, ranges: list[Range]) -> None:
-        """Makes ranges free again that were taken."""
+        """Free ranges that were taken."""
         for start, end in ranges:
             at = bisect_left(self._holes, (start, end))
             if at < len(self._holes) and self._holes[at].start == end:
@@ -128,13 +125,13 @@ class HostMemory:
             self._holes.insert(at, Range(start, end))
 
     def view(self, part: Range, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The bytes of `part` as a contiguous tensor."""
+        """Return the bytes of `part` as a contiguous tensor."""
         return self._bytes[part.start : part.end].view(dtype).view(shape)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One donor's room. `kv` is None while its bytes are being copied; `readers` threads are queueing work on them."""
+    """One donor's room. `kv` is None during its copy; `readers` threads queue work on it."""
 
     size: int
     ranges: list[Range]
@@ -144,14 +141,12 @@ class _Slot:
 
 
 class HostTier:
-    """Donor KV in host memory, at most `byte_budget` bytes of it. Thread safe; copies run outside the lock.
+    """Donor KV in host memory, at most `byte_budget` bytes. Thread safe; copies run outside the lock.
 
-    A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so that any run of tokens of one layer is
-    one copy to a device. Donors are in `memory`, in one part or in several; without it each has memory of its own. A
-    GPU reads page-locked `memory` asynchronously: the caller says by `read_until` when queued reads end, and no other
-    donor is written before. `used_bytes` counts all donors held or being copied, a dropped one until its copy has
-    ended.
-    """
+    A donor is in memory as [layers, tokens, kv_factor, kv_heads, head_dim], so any run of tokens of one layer is one
+    copy to a device. It lies in one or several parts of `memory`; without that, in memory of its own. A GPU reads
+    page-locked `memory` asynchronously: callers of `read_until` say when such reads end, and no other donor is written
+    before. `used_bytes` counts donors held or being copied, a dropped one until its copy ends."""
 
     def __init__(self, byte_budget: int, memory: HostMemory | None = None) -> None:
         self.byte_budget = byte_budget
@@ -165,14 +160,12 @@ class HostTier:
     def writing(
         self, donor_id: str, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream | None = None
     ) -> Iterator[HostKv]:
-        """Memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor, which is held once the block is
-        left; its bytes must be there by then.
+        """Give memory of `shape` ([layers, 2, kv_heads, tokens, head_dim]) for a new donor.
 
-        Reads of the memory's former donor have ended when the block begins; with `stream`, on which alone the memory
-        may then be written, that stream waits for them instead. Raises ValueError for an id that is taken,
-        CapacityError when the budget has no room, DonorUnavailableError at the end when the donor was dropped
-        meanwhile. Nothing is held after an error.
-        """
+        The donor is held once the `with` block ends; its bytes must be there by then. Reads of the memory's former
+        donor end before the block begins; with `stream`, which alone may then write, that stream waits for them
+        instead. Raises ValueError for a taken id, and CapacityError without room in the budget. Raises
+        DonorUnavailableError at the end when the donor was dropped meanwhile. After an error nothing is held."""
         slot = self._claim(donor_id, shape[3], torch.Size(shape).numel() // shape[3] * dtype.itemsize)
         try:
             held = self._allocate(slot, shape, dtype)
@@ -190,10 +183,9 @@ class HostTier:
 
     @contextmanager
     def reading(self, donor_id: str) -> Iterator[HostKv]:
-        """The donor's KV, which stays its own within the block; for reads that are only queued there see `read_until`.
+        """Give the donor's KV, which stays its own within the block; for queued reads see `read_until`.
 
-        Raises DonorUnavailableError when the donor is not held.
-        """
+        Raises DonorUnavailableError when the donor is not held."""
         with self._lock:
             slot = self._slots.get(donor_id)
             if slot is None or slot.kv is None:
@@ -208,13 +200,13 @@ class HostTier:
                     self._free(slot)
 
     def read_until(self, end: Event | None) -> None:
-        """Reads of donors that were queued within `reading` end with `end`; None where they have ended."""
+        """Note that reads queued within `reading` end with `end`; None where they have ended."""
         if end is not None:
             with self._lock:
                 self._reads = [*(read for read in self._reads if not read.query()), end]
 
     def drop(self, donor_id: str) -> bool:
-        """Frees the donor, or stops a save of it, whose room is free when its copy has ended; False without one."""
+        """Free the donor, or stop its save, whose room is free once its copy ends; False without one."""
         with self._lock:
             slot = self._slots.pop(donor_id, None)
             if slot is None:
@@ -266,7 +258,7 @@ class HostTier:
             self._memory.give_back(slot.ranges)
 
     def _end_copy(self, donor_id: str, slot: _Slot, kv: HostKv | None) -> bool:
-        """Makes the copied donor readable. Returns False, and frees its room, without `kv` or when it was dropped."""
+        """Make the copied donor readable. Without `kv`, or when it was dropped, free its room and return False."""
         with self._lock:
             is_held = self._slots.get(donor_id) is slot
             if is_held and kv is not None:
@@ -279,10 +271,9 @@ class HostTier:
 
 
 class DonorStore:
-    """The host tier and, where there is one, the device tier. Thread safe.
+    """The host tier and the device tier, if any. Thread safe.
 
-    A donor that moves stays readable: it is in its new tier before it leaves the old one.
-    """
+    A donor that moves stays readable: it is in its new tier before it leaves the old one."""
 
     def __init__(self, host: HostTier, device: DeviceTier | None) -> None:
         self.host = host
@@ -290,20 +281,18 @@ class DonorStore:
 
     @contextmanager
     def reading(self, donor_id: str) -> Iterator[PagedKv | HostKv]:
-        """The donor's KV, from the device where it is there; the work that reads it is queued within the block.
+        """Give the donor's KV, from the device where it is there. Queue the reading work within the block.
 
         The caller announces the end of queued reads of host memory by `HostTier.read_until`. Raises
-        DonorUnavailableError when neither tier holds it.
-        """
+        DonorUnavailableError when neither tier holds the donor."""
         with ExitStack() as reads:
             yield self._readable(donor_id, reads)
 
     def offload(self, donor_id: str, copy: Callable[[PagedKv, int, HostKv], None]) -> bool:
-        """Moves a donor of the device to the host; False when it is not there, or was dropped meanwhile.
+        """Move a donor of the device to the host; False when it is not there, or was dropped meanwhile.
 
         `copy(source, tokens, held)` fills `held`, and writes nothing more once it returns or raises. After an error
-        neither tier holds the donor: the catalog has given its blocks away.
-        """
+        neither tier holds the donor: the catalog has given its blocks away."""
         if self.device is None or donor_id not in self.device:
             return False
         try:
@@ -314,7 +303,7 @@ class DonorStore:
                 with self.host.writing(donor_id, shape, source.pool.dtype) as held:
                     copy(source, tokens, held)
         except Exception:
-            # Where the scheduler has dropped it meanwhile, nothing is lost.
+            # Nothing is lost where the scheduler has dropped it meanwhile.
             if not self.device.drop(donor_id):
                 return False
             raise
@@ -324,12 +313,11 @@ class DonorStore:
         return True
 
     def promote(self, donor_id: str, copy: Callable[[HostKv, PagedKv], None]) -> None:
-        """Copies a donor of the host to the device, and then drops it from the host.
+        """Copy a donor of the host to the device, then drop it from the host.
 
         `copy(held, target)` fills `target` before it returns. Raises DonorUnavailableError when the host does not hold
-        the donor, CapacityError without room on the device, and what `copy` raises; the host then holds the donor as
-        before. Raises DonorUnavailableError too when the donor was dropped meanwhile; neither tier holds it then.
-        """
+        the donor, CapacityError without device room, and what `copy` raises; the host then holds the donor as before. A
+        drop meanwhile is a DonorUnavailableError too; neither tier holds the donor then."""
         device = self.device_tier()
         with self.host.reading(donor_id) as held, device.writing(donor_id, held.capacity) as target:
             copy(held, target)
@@ -338,12 +326,12 @@ class DonorStore:
             raise DonorUnavailableError(f"donor {donor_id} was dropped while it was being promoted")
 
     def drop(self, donor_id: str) -> bool:
-        """Drops the donor, or stops its save or its way down; False when there is none."""
+        """Drop the donor, or stop its save or its way down; False when it is missing."""
         on_device = self.device is not None and self.device.drop(donor_id)
         return self.host.drop(donor_id) or on_device
 
     def device_tier(self) -> DeviceTier:
-        """The device tier; CapacityError where this rank has none."""
+        """Return the device tier; CapacityError where this rank has none."""
         if self.device is None:
             raise CapacityError("this rank has no device tier; set SEMBLEND_DEVICE_BYTES alike on every rank")
         return self.device
@@ -358,6 +346,6 @@ class DonorStore:
             return reads.enter_context(self.host.reading(donor_id))
         with suppress(DonorUnavailableError):
             return reads.enter_context(self.device.reading(donor_id))
-        with suppress(DonorUnavailableError):  # never on the device, or moved down since: then the host has it already
+        with suppress(DonorUnavailableError):  # never on the device, or moved down since: the host has it already
             return reads.enter_context(self.host.reading(donor_id))
         return reads.enter_context(self.device.reading(donor_id))  # moved up since, or held nowhere

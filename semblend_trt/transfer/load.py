@@ -27,23 +27,21 @@ if TYPE_CHECKING:
     from semblend_trt.plan import SemanticKvPlan
     from semblend_trt.transfer.staging import HostReader
 
-# Layers from the host arrive in groups. With more groups less is left to compute behind the last one; with fewer the
-# launches cost less than the copies. 14 was the fastest of 8, 14 and 28 for 24k tokens on an H200.
+# More groups of host layers leave less to compute after the last; fewer keep launches cheaper than copies. 14 was the
+# fastest of 8, 14 and 28 for 24k tokens on an H200.
 LAYER_GROUPS = 14
 # A group of fewer bytes arrives sooner than the host queues the next one.
 GROUP_BYTES = 24 << 20
-# Groups that are queued beyond the layers that a forward has come to. Queueing one takes the host up to half of its
-# transfer, and preparing the forward up to two transfers.
+# Groups queued beyond a forward's layer. Queueing one costs up to half its transfer; preparing the forward, up to two.
 GROUPS_AHEAD = 3
 
 
 class LayerReadiness:
-    """The layers that are still on their way, in the order in which they arrive.
+    """Track the layers on their way, in order of arrival.
 
-    A forward that calls `wait` before every layer, on the stream it runs on, sets `is_awaited`. Without one, and
-    where no Python runs between the layers (CUDA graphs, compiled layers), `join` makes the whole load precede what
-    follows on a stream. The engine's thread alone uses it.
-    """
+    A forward that calls `wait` before every layer, on its own stream, sets `is_awaited`. Otherwise `join` puts the
+    whole load before later work on a stream, as where no Python runs between layers (CUDA graphs, compiled layers). The
+    engine's thread alone uses it."""
 
     def __init__(self) -> None:
         self.is_awaited = False
@@ -53,33 +51,33 @@ class LayerReadiness:
 
     @property
     def is_arriving(self) -> bool:
-        """True while some layers are not waited for yet: what reads them must call `wait` or `join`."""
+        """True while some layers are not waited for: their readers must call `wait` or `join`."""
         return bool(self._queued) or self._groups is not None
 
     def expect(self, groups: Generator[tuple[int, Event | None]], ahead: int = 1) -> None:
-        """Announces one load. Each group, (end_layer, event), says: layers below `end_layer` are in the pool after
-        `event`. Asking `groups` for one queues its transfer: the first `ahead`, at least 1, here, and then this many
-        beyond the layers that a forward has come to. What was announced before must have been joined."""
+        """Announce one load; an earlier one must have been joined.
+
+        A group (end_layer, event) says: layers below `end_layer` are in the pool after `event`. Each group drawn from
+        `groups` queues its transfer. The first `ahead` groups, at least 1, are drawn here; later ones keep that lead
+        over the forward."""
         self._groups, self._ahead, self._arrived_layers = groups, ahead, 0
         self._ask()
 
     def wait(self, layer: int, stream: Stream | None) -> None:
-        """Queues on `stream` that what follows, which reads or writes `layer`, starts once it is in the pool. Raises
-        what a further transfer raises."""
+        """Have `stream` wait until `layer`, for its next work, is in the pool. Raises a further transfer's error."""
         while self._queued and self._arrived_layers <= layer:
             self._arrived_layers, event = self._queued.popleft()
             wait(stream, [event])
             self._ask()
 
     def join(self, stream: Stream | None) -> None:
-        """Queues on `stream` that what follows starts once every layer is in the pool."""
+        """Have `stream` wait until every layer is in the pool."""
         while self._queued:
             wait(stream, [self._queued.popleft()[1]])
             self._ask()
 
     def abandon(self, stream: Stream | None) -> None:
-        """Has no further transfer queued, and those that were precede what follows on `stream`: the forward that was to
-        read the layers has failed."""
+        """After a failed forward: queue no further transfer, and have `stream` wait for those queued."""
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -99,12 +97,11 @@ _Load: TypeAlias = "tuple[PagedKv, list[Move], list[Move]]"
 
 
 class PlanLoader:
-    """Places plans' spans into `pool`, in stream order.
+    """Place plans' spans into `pool`, in stream order.
 
-    `reader` copies from the host on streams of its own; without one, as on the CPU, donors of both tiers are moved by
-    one call a plan. `readiness` learns when the layers are there. The given stream waits for all of them, unless a
-    forward waits layer by layer.
-    """
+    `reader` copies from the host on its own streams; without one, as on the CPU, one call a plan moves donors of both
+    tiers. `readiness` learns when the layers arrive. The current stream waits for all of them, unless a forward waits
+    layer by layer."""
 
     def __init__(
         self,
@@ -119,11 +116,10 @@ class PlanLoader:
         self._readiness, self._reader = readiness, reader
 
     def load(self, plans: Sequence[SemanticKvPlan]) -> list[tuple[SemanticKvPlan, Exception]]:
-        """Queues the plans' loads behind the current stream's work; what follows on it sees all of them.
+        """Queue the plans' loads after the current stream's work; later work on it sees all of them.
 
-        Returns the plans that could not be loaded, with the reason: nothing, or nothing that may be read, of them
-        is in the pool. Host donors are read until `readiness` has no more to ask for; see `DeviceTier` for the others.
-        """
+        Returns the plans that could not be loaded, with the reason; nothing that may be read of them is in the pool.
+        Host donors are read until `readiness` has asked for every group; see `DeviceTier` for the others."""
         stream = current_stream(self._pool.device)
         self._readiness.join(stream)
         plans = [plan for plan in plans if plan.spans and plan.kind is not PlanKind.DISCOVERY_ONLY]
@@ -169,14 +165,13 @@ class PlanLoader:
     def _placed(
         self, loads: Sequence[tuple[PagedKv, list[Move]]], reader: HostReader, reads: ExitStack
     ) -> Generator[tuple[int, Event | None]]:
-        """Queues the loads from the host, a group of layers each time that it is asked for one, as `LayerReadiness` has
-        it; `reads` are let go behind the last."""
+        """Queue one group of host layers per step, for `LayerReadiness`; close `reads` after the last."""
         num_layers = self._geometry.num_layers
         tokens = sum(move.length for _, moves in loads for move in moves)
         layer_bytes = tokens * self._geometry.bytes_per_token(self._pool.dtype) // num_layers
         most = max(-(-num_layers // LAYER_GROUPS), -(-GROUP_BYTES // layer_bytes))
-        # Groups of the lower half are twice as large: while they come, the host lays out the moves of all layers and
-        # prepares the forward. The last layer comes alone: only its own computing is then left behind the transfer.
+        # The lower half has double groups: meanwhile the host lays out all moves and prepares the forward. The last
+        # layer comes alone, so that only its own computing follows the transfer.
         largest, step = (reader.layers_at_once(min(count, num_layers), tokens) for count in (2 * most, most))
         lower, upper = range(0, num_layers // 2, largest), range(num_layers // 2, num_layers, step)
         cuts = sorted({*lower, *upper, num_layers - 1, num_layers})
@@ -196,22 +191,21 @@ class PlanLoader:
 
 
 def target_of(plan: SemanticKvPlan, pool: torch.Tensor, geometry: KvGeometry) -> PagedKv:
-    """The request's blocks in `pool`. Raises PlanError when the plan has none."""
+    """Return the request's blocks in `pool`. Raises PlanError when the plan has no blocks."""
     if plan.target_block_ids is None:
         raise PlanError("blocks_unknown", f"request {plan.request_id}: the plan has spans but no target blocks yet")
     return PagedKv(pool, block_vector(plan.target_block_ids), geometry)
 
 
 def block_vector(block_ids: Sequence[int]) -> torch.Tensor:
-    """Block ids as int64 [n] on the host; torch itself reads a long sequence three times as slowly."""
+    """Return block ids as int64 [n] on the host; torch itself reads a long sequence three times as slowly."""
     return torch.from_numpy(np.fromiter(block_ids, dtype=np.int64, count=len(block_ids)))
 
 
 def moves_of(plan: SemanticKvPlan, donors: Mapping[str, PagedKv | HostKv]) -> list[Move]:
-    """The plan's spans as moves, several for a span of a donor in parts; `donors` by id.
+    """Return the plan's spans as moves, several for a span of a donor in parts; `donors` by id.
 
-    Raises DonorUnavailableError when a donor does not hold its span.
-    """
+    Raises DonorUnavailableError when a donor does not hold its span."""
     moves = []
     for span in plan.spans:
         donor = donors[span.donor_id]

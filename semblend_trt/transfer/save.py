@@ -38,17 +38,16 @@ logger.addFilter(OnceAMinute(by_values=False))
 
 T = TypeVar("T")
 
-# What a rank reports in place of tokens: a save or offload is still running, or an offload has lost nothing.
+# A rank reports these in place of tokens: a save or offload still runs, or an offload lost nothing.
 _RUNS, _NOTHING_LOST = -1, 1
 
 
 @dataclass(slots=True)
 class _Save:
-    """`tokens` of a donor that are being copied from the engine's pool into its tier, and later written to disk.
+    """A donor's `tokens` on their way from the engine's pool into a tier, and later to disk.
 
-    Each step of `chunks` queues a chunk of the copy into `room`, which becomes the donor's when it is left. `error` is
-    what stopped the queueing of a chunk.
-    """
+    Each step of `chunks` queues a part of the copy into `room`, which becomes the donor's when it is left. `error`
+    stopped the queueing."""
 
     intent: SaveIntent
     tokens: int
@@ -59,13 +58,10 @@ class _Save:
 
 
 class DonorSaver:
-    """Fills the tiers on one thread and one stream of its own, in the order of its calls: room is made before it is
-    used.
+    """Fill the tiers on one thread and stream, in call order: room is made before it is used.
 
     A save reads bytes that do not change: the engine holds a request's blocks until `finished` names it, or `snapshots`
-    hold a copy that was queued before any later forward. `save_seconds` are the times of the last saves, each from its
-    start to its last byte.
-    """
+    hold a copy queued before any later forward. `save_seconds` are the last saves' times, from start to last byte."""
 
     def __init__(
         self,
@@ -80,10 +76,10 @@ class DonorSaver:
         at_once: int = 0,
         snapshots: DeviceTier | None = None,
     ) -> None:
-        """`pool` is the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone. `events` hears what became
-        of promoted donors. `transfers` gets the donors that go on to disk. `ranks` save the same donors, each its own
-        heads. `start` itself queues up to `at_once` chunks of a copy to the host. Without `snapshots` the engine holds
-        what is saved."""
+        """`pool` is the engine's, [blocks, layers, 2, row]; `writer` is this saver's alone.
+
+        `events` hears of promotions, `transfers` gets donors bound for disk. `ranks` save the same donors, each its own
+        heads. `start` queues up to `at_once` chunks of a host copy. Without `snapshots` the engine holds the KV."""
         self._store, self._pool, self._geometry, self._rotation = store, pool, geometry, rotation
         self._events: deque[OffloadEvent] = deque() if events is None else events
         self._writer, self._transfers, self._ranks = writer, transfers, ranks or Ranks()
@@ -100,8 +96,7 @@ class DonorSaver:
         return self._pool.device
 
     def start(self, intent: SaveIntent, block_ids: list[int], tokens: int) -> None:
-        """Begins to save the first `tokens` positions of `block_ids`. With snapshots it saves as many as these have
-        room for."""
+        """Begin to save the first `tokens` positions of `block_ids`, or those that `snapshots` has room for."""
         source = PagedKv(self._pool, block_vector(block_ids), self._geometry)
         room = ExitStack()
         if self._snapshots is not None:
@@ -112,37 +107,32 @@ class DonorSaver:
                 room.close()
                 self.refuse(intent, f"{type(error).__name__}: {error}")
                 return
-        # The copy may start once the forward that wrote the last token has run.
+        # The copy starts after the forward that wrote the last token.
         written = record(current_stream(self._pool.device))
         save = _Save(intent, tokens, self._chunks(intent, source, tokens, written, room), room)
-        # Not while anything is under way that it would overtake, nor to the device, where it is one launch and may have
-        # to wait for room.
+        # It must not overtake running work. A copy to the device is one launch and may have to wait for room.
         if intent.tier is Tier.HOST and self._newest.done():
             self._queue(save, self._at_once)
         self._saves[intent.request_id] = self._submit(self._save, save)
 
     def refuse(self, intent: SaveIntent, why: str) -> None:
-        """Ends a save that cannot begin. `finished` reports it like any other, so that all ranks drop the donor."""
+        """End a save that cannot begin; `finished` reports it like any other, so all ranks drop the donor."""
         logger.warning("donor %s is not saved: %s", intent.donor_id, why)
         ended = self._saves[intent.request_id] = Future()
         ended.set_result(SavedDonor(intent.donor_id, 0, why))
 
     def offload(self, donor_id: str, *, is_written: bool = False) -> None:
-        """Begins to move a donor from the device to the host, and then to disk with `is_written`; a donor that is not
-        on the device stays."""
+        """Begin to move a donor of the device to the host, and with `is_written` to disk; one elsewhere stays."""
         self._offloads.append(self._submit(self._offload, donor_id, is_written))
 
     def promote(self, donor_id: str, loaded: Event | None = None) -> None:
-        """Begins to move a donor from the host to the device, behind `loaded`, if anything."""
+        """Begin to move a donor from the host to the device, after `loaded`, if given."""
         self._submit(self._promote, donor_id, loaded)
 
     def finished(self) -> list[tuple[int, SavedDonor]]:
-        """Returns and forgets the saves that have ended since the last call, failed ones included. Every rank must call
-        it.
+        """Return and forget the saves that have ended, failed ones included. Every rank must call it.
 
-        With several ranks these are the saves that have ended on all of them, with the tokens that all hold: what one
-        rank could not save is kept on none.
-        """
+        With several ranks these have ended on all, with the tokens that all hold. What one rank lacks, none keeps."""
         ended, saves = [], dict(self._saves)
         for request_id, saved in zip(saves, self._agreed(saves.values()), strict=True):
             if saved is not None:
@@ -151,8 +141,7 @@ class DonorSaver:
         return ended
 
     def lost(self) -> list[SavedDonor]:
-        """Returns and forgets the donors that any rank has lost on their way down since the last call. Every rank must
-        call it."""
+        """Return and forget the donors that any rank lost on their way down. Every rank must call it."""
         lost = []
         for saved in self._agreed([*self._offloads]):
             if saved is None:
@@ -163,8 +152,7 @@ class DonorSaver:
         return lost
 
     def _agreed(self, futures: Iterable[Future[SavedDonor]]) -> Iterator[SavedDonor | None]:
-        """What this rank has saved, as all ranks have it; None while a rank is not done. A donor that another rank does
-        not hold is dropped."""
+        """Yield what all ranks have saved, None while one is not done; drop donors that another lacks."""
         own = [future.result() if future.done() else None for future in futures]
         least = self._ranks.least([_RUNS if saved is None else saved.tokens for saved in own]) if own else []
         for saved, tokens in zip(own, least, strict=True):
@@ -179,11 +167,11 @@ class DonorSaver:
                 yield SavedDonor(saved.donor_id, 0, "another rank does not hold it")
 
     def drain(self) -> None:
-        """Waits until everything that was begun has ended."""
+        """Wait until all work has ended."""
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Waits for what is running and takes nothing more."""
+        """Wait for running work and accept no more."""
         self._thread.shutdown(wait=True)
 
     def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -195,7 +183,7 @@ class DonorSaver:
         try:
             with save.room:
                 self._queue(save)
-                # After an error too: what was queued must not reach memory that is another donor's by then.
+                # After an error too: queued copies must not reach memory that another donor owns by then.
                 finish(self._stream)
                 if save.error is not None:
                     raise save.error
@@ -208,8 +196,9 @@ class DonorSaver:
         return SavedDonor(intent.donor_id, save.tokens)
 
     def _snapshot(self, snapshots: DeviceTier, donor_id: str, source: PagedKv, tokens: int, room: ExitStack) -> PagedKv:
-        """Queues a copy of the first `tokens` positions on the engine's own stream, before anything can write these
-        blocks again. Returns the copy, which is held until `room` is left."""
+        """Queue a copy of the first `tokens` positions on the engine's stream, before later writes to these blocks.
+
+        `room` holds the returned copy."""
         if not tokens:
             raise CapacityError("no room for a snapshot is left; raise SEMBLEND_SNAPSHOT_BYTES")
         with torch.inference_mode(), snapshots.writing(donor_id, tokens) as copy:
@@ -219,13 +208,11 @@ class DonorSaver:
 
     @contextmanager
     def _queueing(self) -> Iterator[None]:
-        """Makes the saver's stream the current one, in inference mode: the engine's thread may be in it, and tensors
-        that are made there can be written in no other mode."""
+        """Set the saver's stream and inference mode: tensors that the engine's thread made in it need that mode."""
         with torch.inference_mode(), on(self._stream):
             yield
 
     def _queue(self, save: _Save, most: int | None = None) -> None:
-        """Queues the save's next chunks, at most `most`."""
         try:
             with self._queueing():
                 for _ in islice(save.chunks, most):
@@ -236,7 +223,7 @@ class DonorSaver:
     def _chunks(
         self, intent: SaveIntent, source: PagedKv, tokens: int, written: Event | None, room: ExitStack
     ) -> Iterator[None]:
-        """Takes `room` in the tier and queues the copy to it on the current stream, a chunk a step."""
+        """Take `room` in the tier and queue the copy to it on the current stream, a chunk a step."""
         wait(self._stream, [written])
         if intent.tier is Tier.DEVICE:
             target = room.enter_context(self._store.device_tier().writing(intent.donor_id, tokens))

@@ -1,8 +1,7 @@
 """Copies between host and device through staging slots on the device.
 
 Host memory is copied in long runs at the bus's full rate; the kernel that scatters or gathers then works on device
-memory. A slot holds some tokens of some layers, so that staging memory is bounded and allocated once.
-"""
+memory. A slot holds some tokens of some layers, so staging memory is bounded and allocated once."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     from semblend_trt.donors.store import HostKv
 
 
-# A slot's capacity is a multiple, so that it can be cut into 2, 3, 4, 6 or 12 equal rooms.
+# A slot's capacity is a multiple of this, for 2, 3, 4, 6 or 12 equal rooms.
 _ROOMS = 12
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One buffer, and the event after which it may be written again. `number`: its place among the slots."""
+    """One buffer, its place among the slots, and the event after which it is `free`."""
 
     number: int
     memory: torch.Tensor
@@ -40,8 +39,7 @@ class _Slot:
 class Staging:
     """`slots` buffers of at most `byte_budget` bytes together on `device`, used in turn.
 
-    `capacity` is the tokens of one layer that a slot holds. Raises ConfigurationError when that is none.
-    """
+    `capacity` is the tokens of one layer that a slot holds. Raises ConfigurationError when that is 0."""
 
     def __init__(
         self, byte_budget: int, slots: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device
@@ -60,44 +58,44 @@ class Staging:
         self._turns = cycle([_Slot(number, row) for number, row in enumerate(self._memory)])
 
     def next(self) -> _Slot:
-        """The slot whose turn it is."""
+        """Return the slot whose turn it is."""
         return next(self._turns)
 
     def rooms(self, layers: int) -> torch.Tensor:
-        """All slots, each cut into `layers` rooms of equal size: as `view`, of so many layers a slot. `layers` divides
-        the capacity."""
+        """Return all slots like `view`, each cut into `layers` equal rooms; `layers` divides the capacity."""
         geometry = self.geometry
         shape = (-1, self.capacity // layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
         return self._memory.view(shape).permute(0, 2, 3, 1, 4)
 
     def view(self, slot: _Slot, layers: int, tokens: int) -> torch.Tensor:
-        """`slot` as [layers, kv_factor, kv_heads, tokens, head_dim], in memory token by token as in the host tier."""
+        """Return `slot` as [layers, kv_factor, kv_heads, tokens, head_dim], token by token as in the host tier."""
         geometry = self.geometry
         shape = (layers, tokens, geometry.kv_factor, geometry.kv_heads, geometry.head_dim)
         return slot.memory[: torch.Size(shape).numel()].view(shape).permute(0, 2, 3, 1, 4)
 
 
 class HostReader:
-    """Places spans of host donors into a pool: copied to `staging` on one stream, rotated and scattered on another."""
+    """Place spans of host donors into a pool: copied to `staging` on one stream, rotated and scattered on another."""
 
     def __init__(self, device: torch.device, rotation: Rotation, staging: Staging) -> None:
         self._rotation, self._staging = rotation, staging
         self._copies, self._moves = side_stream(device), side_stream(device)
 
     def begin(self, begun: Event | None) -> None:
-        """What is placed from now on waits for `begun`: until then other work may use the target's blocks."""
+        """Have later placements wait for this event: until then other work may use the target's blocks."""
         wait(self._moves, [begun])
 
     def layers_at_once(self, most: int, tokens: int) -> int:
-        """How many layers of `tokens` tokens to place together: at most `most`, or as many as a slot has rooms for."""
+        """Return how many layers of `tokens` tokens to place together: at most `most`, within a slot's rooms."""
         capacity = self._staging.capacity
         counts = range(1, min(most, capacity // tokens) + 1)
         return max((count for count in counts if capacity % count == 0), default=1)
 
     def placing(self, moves: Sequence[Move], target: PagedKv, layers: int) -> Callable[[int, int], Event | None]:
-        """A function that queues `moves`, all from ContiguousKv of the host, for the layers from a first one up to an
-        end: at most `layers` at once, as `layers_at_once` has them. It returns an event behind everything that was
-        placed so far."""
+        """Return a function that queues `moves`, all from ContiguousKv of the host, for a range of layers.
+
+        It takes the first layer and the end, at most `layers` (from `layers_at_once`) apart. It returns an event after
+        everything placed so far."""
         rooms = self._staging.rooms(layers)
         divided = list(batches(moves, rooms.shape[3]))
         laid: dict[int, LayerMoves] = {}
@@ -110,8 +108,8 @@ class HostReader:
                 wait(self._copies, [slot.free])
                 with on(self._copies):
                     _copy_layers(batch, rooms[own.start : own.stop], first_layer, end_layer)
-                    # Once for all layers and slots, while the first copies run, and its table goes up right behind
-                    # them. From another stream the card's one engine for copies would take it behind further groups.
+                    # Made once for all layers and slots, while the first copies run; its table follows them at once. On
+                    # another stream, the card's only copy engine would take it after further groups.
                     if number not in laid:
                         laid[number] = LayerMoves(_staged(batch, ContiguousKv(rooms)), target, self._rotation)
                 wait(self._moves, [record(self._copies)])
@@ -123,20 +121,21 @@ class HostReader:
         return place
 
     def abandoned(self) -> Event | None:
-        """An event behind everything that was queued so far, also where placing it failed half-way."""
+        """Return an event after everything queued so far, also where placing failed half-way."""
         wait(self._moves, [record(self._copies)])
         return record(self._moves)
 
 
 class HostWriter:
-    """Copies paged KV between the device and host memory, through one slot, on the stream that is current."""
+    """Copy paged KV between the device and host memory, through one slot, on the current stream."""
 
     def __init__(self, rotation: Rotation, staging: Staging | None) -> None:
         self._rotation, self._staging = rotation, staging
 
     def copy(self, source: PagedKv, tokens: int, held: HostKv) -> None:
-        """Copies the first `tokens` positions into `held`. When it returns or raises, no copy to `held` is under way
-        any more: the memory may then become another donor's."""
+        """Copy the first `tokens` positions into `held`.
+
+        When it returns or raises, no copy to `held` runs any more: the memory may become another donor's."""
         try:
             for _ in self.chunks(source, tokens, held):
                 pass
@@ -144,14 +143,14 @@ class HostWriter:
             finish(current_stream(source.pool.device))
 
     def chunks(self, source: PagedKv, tokens: int, held: HostKv) -> Iterator[None]:
-        """Queues the copies of `copy` on the current stream, a chunk for each step, without waiting."""
+        """Queue the copies of `copy` on the current stream, a chunk a step, without waiting."""
         done = 0
         for part, _, length in held.parts_of(0, tokens):
             yield from self._chunks_of_part(source, done, length, part.tensor)
             done += length
 
     def copy_up(self, held: HostKv, target: PagedKv) -> None:
-        """Copies all of `held` to the first positions of `target`; done when it returns."""
+        """Copy all of `held` to the first positions of `target`; done when it returns."""
         moves, done = [], 0
         for part, start, length in held.parts_of(0, held.capacity):
             moves.append(Move(part, start, done, length, turn=0))
@@ -174,7 +173,7 @@ class HostWriter:
                 kv_move(_staged(batch, ContiguousKv(staged)), part, self._rotation)
 
     def _chunks_of_part(self, source: PagedKv, first_token: int, tokens: int, held: torch.Tensor) -> Iterator[None]:
-        """As `chunks`, for positions `first_token .. first_token + tokens - 1`, to the front of `held`."""
+        """As `chunks`, for `tokens` positions from `first_token` on, to the start of `held`."""
         if self._staging is None:
             kv_move([Move(source, first_token, 0, tokens, turn=0)], ContiguousKv(held), self._rotation)
             yield
@@ -195,7 +194,7 @@ class HostWriter:
 
 
 def batches(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
-    """The same moves in groups of at most `capacity` tokens; a move that does not fit is divided."""
+    """Yield the same moves in groups of at most `capacity` tokens; a move that does not fit is divided."""
     batch: list[Move] = []
     room = capacity
     for move in moves:
@@ -212,17 +211,17 @@ def batches(moves: Sequence[Move], capacity: int) -> Iterator[list[Move]]:
 
 
 def _copy_layers(batch: Sequence[Move], staged: torch.Tensor, first_layer: int, end_layer: int) -> None:
-    """Queues copies of the given layers of `batch` into `staged`, one move behind the other."""
+    """Queue copies of these layers of `batch` into `staged`, one move after the other."""
     column = 0
     for move in batch:
-        assert isinstance(move.source, ContiguousKv)  # as every donor of the host is
+        assert isinstance(move.source, ContiguousKv)  # like every host donor
         rows = move.source.tensor[first_layer:end_layer, :, :, move.source_start : move.source_start + move.length]
         _copy_rows(rows, staged[:, :, :, column : column + move.length])
         column += move.length
 
 
 def _staged(batch: Sequence[Move], staged: ContiguousKv) -> list[Move]:
-    """The moves that read `batch` from where `_copy_layers` puts it."""
+    """Return the moves that read `batch` from where `_copy_layers` puts it."""
     columns = accumulate((move.length for move in batch), initial=0)
     return [
         Move(staged, column, move.target_start, move.length, turn=move.shift)
@@ -231,10 +230,9 @@ def _staged(batch: Sequence[Move], staged: ContiguousKv) -> list[Move]:
 
 
 def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies [layers, kv_factor, kv_heads, tokens, head_dim]; the tokens of each layer lie in one run of memory.
+    """Copy [layers, kv_factor, kv_heads, tokens, head_dim]; the tokens of each layer lie in one run of memory.
 
-    Each run is one asynchronous copy. Other strides torch would first gather on the host.
-    """
+    Each run is one asynchronous copy. Torch would first gather other strides on the host."""
     runs, target_runs = (tensor.permute(0, 3, 1, 2, 4) for tensor in (source, target))
     if runs.is_contiguous() and target_runs.is_contiguous():
         target_runs.copy_(runs, non_blocking=True)
