@@ -179,8 +179,7 @@ class StaticEmbedder(Embedder):
 class JaccardEmbedder(Embedder):
     """One-bit minwise hashing (Broder 1997; Li and König 2010) with 1,024 hash functions. Deterministic, thread safe.
     Entry i is +-1/32, signed by a bit of the i-th hash function's least value over the words. Two sets share that value
-    with the probability J, their Jaccard index. So the inner product has the mean J and a standard deviation of at most
-    1/32."""
+    with probability J, their Jaccard index. Inner products have mean J and standard deviation 1/32 at most."""
 
     dim = 1024
 
