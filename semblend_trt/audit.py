@@ -1,7 +1,5 @@
 """The audit log: what was looked up, planned, moved and kept, as JSON lines. Serving never fails by it.
-
-Line: {"schema": 1, "time": seconds since 1970 in UTC, "rank": int, "event": str, ...fields}, keys sorted.
-"""
+Line: {"schema": 1, "time": seconds since 1970 in UTC, "rank": int, "event": str, ...fields}, keys sorted."""
 
 from __future__ import annotations
 
@@ -37,14 +35,9 @@ _CLOSE_SECONDS = 5.0
 
 
 class AuditLog:
-    """Events of one rank, written on a thread of their own, so that no caller waits for the file. Without a path
-    nothing is kept.
-
-    Lines keep their order. All that wait go out in one append, so ranks that share a file on a local file system never
-    mix within a line. `max_waiting_bytes` bound what waits for a slow disk. The rest is written on `flush`, on `close`,
-    and when the log or the process ends. `dropped` counts the events that are lost, by DROP_REASONS: no room to wait
-    for a slow disk, a disk that takes nothing, a value without a JSON form, a log that is closed.
-    """
+    """Events of one rank, written in order by a thread of their own; without a path nothing is kept. All lines that
+    wait go out in one append: ranks that share a file on a local file system never mix within a line.
+    `max_waiting_bytes` bound what waits for a slow disk. `dropped` counts the lost events by DROP_REASONS."""
 
     def __init__(self, path: str | Path | None, rank: int = 0, max_waiting_bytes: int = 8 * 2**20) -> None:
         self._rank = rank
@@ -54,21 +47,18 @@ class AuditLog:
             weakref.finalize(self, self._file.close)
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
+        """Record an event; fields may hold JSON values, numpy scalars and arrays, enums, paths and sets."""
         if self._file is not None:
             heading = {"schema": SCHEMA, "time": round(time.time(), 6), "rank": self._rank, "event": name}
             self._file.add(_line(fields | heading))
 
     def flush(self) -> None:
-        """Waits until everything recorded so far has been handed to the operating system, or was lost."""
+        """Wait until everything recorded so far has been handed to the operating system, or was lost."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Writes what waits and closes the file; later events are dropped. May be called twice.
-
-        A disk that does not answer within some seconds is not waited for.
-        """
+        """Write what waits, for some seconds at most, and close the file; drop later events. May be called twice."""
         if self._file is not None:
             self._file.close()
 
@@ -177,7 +167,7 @@ class AuditEvents(AuditLog):
         self.event("scheduler_initialized", refusal=refusal, settings=settings.model_dump(mode="json"))
 
     def profile(self, match: ProfileMatch, namespace: CacheNamespace, geometry: KvGeometry) -> None:
-        """With what was compared: from another process, a calibration learns the engine's identity by it."""
+        """Log what was compared: a calibration in another process learns the engine's identity from it."""
         self.event(
             "profile_compared",
             namespace=namespace.to_dict(),
@@ -188,7 +178,7 @@ class AuditEvents(AuditLog):
         )
 
     def lookup(self, tracked: Any) -> None:
-        """Of a TrackedRequest (connector/requests.py) whose look-up has ended."""
+        """Log a TrackedRequest (connector/requests.py) whose look-up has ended."""
         plan: SemanticKvPlan | None = tracked.plan
         self.event(
             "lookup",
@@ -237,6 +227,6 @@ class AuditEvents(AuditLog):
         self.event("donor_registered", generation=generation, **fields)
 
     def neighbours(self, request_id: int, nearest: tuple[Neighbour, ...]) -> None:
-        """Called by the neighbours' thread, when it has got to the request."""
+        """Log the nearest donors, on the neighbours' thread."""
         pairs = [[neighbour.donor_id, round(neighbour.similarity, 4)] for neighbour in nearest]
         self.event("neighbours", request_id=request_id, nearest=pairs)

@@ -29,17 +29,16 @@ class Background:
         self._calls.put(call)
 
     def drain(self) -> None:
-        """Waits until everything that was submitted has run."""
+        """Wait until everything that was submitted has run."""
         done = threading.Event()
         self._calls.put(done.set)
         done.wait()
 
     def close(self, seconds: float) -> bool:
-        """Runs what was submitted and ends. False when that takes longer than `seconds`; the thread then goes on
-        alone."""
+        """Run what was submitted and end. Return False after `seconds`; the thread then goes on alone."""
         self._calls.put(None)
         if threading.current_thread() is self._thread:
-            return True  # a finaliser, which may run anywhere; the thread ends by itself
+            return True  # a finaliser may run on any thread; this one ends by itself
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -53,11 +52,9 @@ class Background:
 
 
 class OnceAMinute(logging.Filter):
-    """Logs a warning or error of one kind once a minute, with the number of records left out since.
-
-    Records of one kind come from the same line of code with equal arguments and the same type of exception. Without
-    `by_values` only the exceptions among the arguments count: a donor's name makes no new kind.
-    """
+    """Logs a warning or error of one kind once a minute, with the number of records left out since. A kind is a line of
+    code, its arguments and a type of exception. Without `by_values` only exceptions among the arguments count: a
+    donor's name makes no new kind."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, by_values: bool = True) -> None:
         super().__init__()

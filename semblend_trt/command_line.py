@@ -22,8 +22,7 @@ READER_GONE = 141
 
 
 def printable(text: object) -> str:
-    """`text` in one line. Characters that do not print (control characters, terminal escapes, line ends, bidi marks,
-    lone surrogates) are escaped as in Python's literals."""
+    """Return `text` in one line; characters that do not print are escaped as in Python's literals."""
     text = str(text)
     if text.isprintable():
         return text
@@ -41,8 +40,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def ended(program: str, run: Callable[[], int]) -> int:
-    """Runs a command and returns its status: 2 after an error, 130 after an interrupt, 141 when the reader of its
-    output has gone. An unforeseen error leaves its traceback too."""
+    """Run a command and return its status: 2 after an error, 130 after an interrupt, 141 when its reader has gone."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(handlers=[handler])
@@ -65,14 +63,14 @@ def ended(program: str, run: Callable[[], int]) -> int:
 
 
 def named(text: str) -> str:
-    """A name for an argument parser. Raises ArgumentTypeError for one that is empty."""
+    """Return a name for an argument parser. Raises ArgumentTypeError for an empty one."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
     return text
 
 
 def count(text: str) -> int:
-    """A number for an argument parser. Raises ArgumentTypeError for one below 1."""
+    """Return a number for an argument parser. Raises ArgumentTypeError for one below 1."""
     with contextlib.suppress(ValueError):
         if int(text) >= 1:
             return int(text)

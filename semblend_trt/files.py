@@ -1,8 +1,5 @@
-"""Writes files whole or not at all, checks that one can be written, opens what only this user owns, and reads what a
-command is given.
-
-Opening never waits for the other end of a pipe. Files that only this user owns are no links.
-"""
+"""Writes files whole or not at all, checks that one can be written, opens what only this user owns, and reads inputs.
+Opening never waits for the other end of a pipe. Files that only this user owns are no links."""
 
 from __future__ import annotations
 
@@ -25,21 +22,19 @@ if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
 _TEMPORARY_PREFIX = ".semblend-"
-# Written to find a full disk: more than a file system may keep beside a file's name.
+# Finds a full disk: a file system may keep less than this beside a file's name.
 _TRIAL = bytes(1 << 16)
 _FULL_DEVICE = os.makedev(1, 7)  # /dev/full
 _NO_LINK_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK
-# More than any file that is read whole. A longer line is passed over, and never held whole.
+# More than any file that is read whole. A longer line is passed over, never held whole.
 MAX_FILE_BYTES = MAX_LINE_BYTES = 64 << 20
 # A pipe that gives no byte in this time has no writer that goes on.
 PIPE_SECONDS = 60.0
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content` to a new file, which then replaces `path` by a rename in its folder.
-
-    Follows symlinks and makes folders. A device or a pipe is written to directly. Raises OSError.
-    """
+    """Write `content` to a new file, then rename it to `path`. Follows symlinks and makes folders. Writes to a device
+    or a pipe directly. Raises OSError."""
     target, status = _target_of(path)
     if status is not None and not stat.S_ISREG(status.st_mode):
         path.write_bytes(content)
@@ -59,11 +54,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigurationError when `path` could not be written at the end of a long run.
-
-    A temporary file is made, and removed, in the nearest folder that exists. Of a device or a pipe only the permissions
-    are looked at.
-    """
+    """Raise ConfigurationError when `path` could not be written at the end of a long run. A temporary file is made in
+    the nearest folder that exists; of a device or a pipe only the permissions count."""
     try:
         target, status = _target_of(path)
         if status is None or stat.S_ISREG(status.st_mode):
@@ -87,7 +79,6 @@ def check_writable(path: Path) -> None:
 
 
 def _target_of(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Where `path` leads, and what is there; None when nothing is."""
     target = Path(os.path.realpath(path))
     try:
         return target, path.stat()
@@ -99,11 +90,8 @@ def _target_of(path: Path) -> tuple[Path, os.stat_result | None]:
 def open_file(
     path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None, *, refused: int = 0
 ) -> Iterator[int]:
-    """Descriptor, within the block, of a regular file that this user owns. A new file has mode 600.
-
-    With `folder`, a folder's descriptor, `path` is a name in it. A mode with any of the bits `refused` is refused.
-    Raises OSError.
-    """
+    """Yield the descriptor of a regular file that this user owns; a new one has mode 600. Raises OSError. With
+    `folder`, a folder's descriptor, `path` is a name in it. A mode with any bit of `refused` is refused."""
     try:
         descriptor = os.open(path, flags | _NO_LINK_NO_WAIT, 0o600, dir_fd=folder)
     except OSError as error:
@@ -121,7 +109,7 @@ def open_file(
 
 @contextmanager
 def open_folder(path: str | Path, folder: int | None = None) -> Iterator[int]:
-    """Descriptor, within the block, of a folder; with `folder`, `path` is a name in that one. Raises OSError."""
+    """Yield the descriptor of a folder; with `folder`, `path` is a name in that one. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK_NO_WAIT, dir_fd=folder)
     except NotADirectoryError as error:  # the error for a link too
@@ -133,7 +121,7 @@ def open_folder(path: str | Path, folder: int | None = None) -> Iterator[int]:
 
 
 def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:
-    """Raises OSError where another user owns it, or its mode has one of `rights`."""
+    """Raise OSError where another user owns the file, or its mode has one of `rights`."""
     about, user = os.fstat(descriptor), os.geteuid()
     if about.st_uid != user:
         raise PermissionError(
@@ -146,10 +134,8 @@ def refuse_others(descriptor: int, path: str | Path, rights: int) -> None:
 
 
 def writers_of(path: Path) -> str | None:
-    """Who but this user and root can write the file that `path` leads to, or put another in its place; None where none.
-
-    All folders above the file and above `path` count by their modes, but for those that are mounted read-only.
-    """
+    """Return who but this user and root can write the file that `path` leads to, or put another in its place. Folders
+    above the file and above `path` count by their modes, unless they are mounted read-only."""
     user, real, named = os.geteuid(), Path(os.path.realpath(path)), Path(os.path.abspath(path))
     for each in (real, *real.parents, named, *named.parents):
         about = each.lstat()
@@ -164,7 +150,7 @@ def writers_of(path: Path) -> str | None:
 
 
 def _is_private(group: int) -> bool:
-    """Whether it is the user's own group, of the same name and without others; Debian and its kin make one for each."""
+    """Whether it is the user's own group, of the same name and without others; Debian makes one for each user."""
     with suppress(KeyError):
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
         return user.pw_uid != 0 and (user.pw_gid, user.pw_name) == (group, found.gr_name) and not found.gr_mem
@@ -172,11 +158,8 @@ def _is_private(group: int) -> bool:
 
 
 def open_input(path: str | Path, *, may_be_pipe: bool = False, buffering: int = 1 << 16) -> io.BufferedReader:
-    """A regular file that a command is given, to be read. With `may_be_pipe` it may be a pipe too that the command was
-    started with: `-`, /dev/stdin or /dev/fd/N.
-
-    Raises OSError. Reading raises it too, where a pipe gives nothing for PIPE_SECONDS.
-    """
+    """Open a regular file to read; with `may_be_pipe` also a pipe from the command's start: `-`, /dev/stdin, /dev/fd/N.
+    Raises OSError; reading raises it where a pipe gives nothing for PIPE_SECONDS."""
     name = "/dev/stdin" if may_be_pipe and str(path) == "-" else str(path)
     may_be_pipe = may_be_pipe and name.startswith(("/dev/stdin", "/dev/fd/"))
     raw = (_Pipe if may_be_pipe else io.FileIO)(name, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -197,8 +180,7 @@ class _Pipe(io.FileIO):
 
 
 def read_input(path: str | Path, most: int = MAX_FILE_BYTES, *, may_be_pipe: bool = False) -> bytes:
-    """The content of a file that a command is given, as `open_input` opens it. Raises OSError, also for more than
-    `most` bytes."""
+    """Return the content of what `open_input` opens. Raises OSError, also for more than `most` bytes."""
     with open_input(path, may_be_pipe=may_be_pipe) as file:
         content = file.read(most + 1) or b""
     if len(content) > most:
@@ -207,7 +189,7 @@ def read_input(path: str | Path, most: int = MAX_FILE_BYTES, *, may_be_pipe: boo
 
 
 def read_text(path: str | Path, *, may_be_pipe: bool = False) -> str:
-    """The text of such a file. Raises OSError, and ConfigurationError where it is not UTF-8."""
+    """Return the text of such a file. Raises OSError, and ConfigurationError where it is not UTF-8."""
     content = read_input(path, may_be_pipe=may_be_pipe)
     try:
         return content.decode("utf-8")
@@ -219,7 +201,7 @@ def read_text(path: str | Path, *, may_be_pipe: bool = False) -> str:
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Lines of a file, each cut right after MAX_LINE_BYTES, with the bytes that it has in the file."""
+    """Yield a file's lines, each cut right after MAX_LINE_BYTES, with the bytes that it has in the file."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         size, rest = len(line), line
         while rest and not rest.endswith(b"\n"):
@@ -229,5 +211,5 @@ def bounded_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def too_long(line: bytes) -> str | None:
-    """Why a line that was cut is passed over; None for a whole one."""
+    """Return why a line that was cut is passed over; None for a whole one."""
     return f"longer than {MAX_LINE_BYTES >> 20} MiB" if len(line) > MAX_LINE_BYTES else None

@@ -1,10 +1,7 @@
 """Prometheus metrics of reuse, in the registry that a host server's /metrics shows. Serving never fails by them.
-
-All engines of a process share one set of series: counters add up, and the donor gauges sum over the engines when they
-are scraped. Labels come from fixed lists; nothing that a user sent becomes one. Where prometheus_client collects from
-several processes (PROMETHEUS_MULTIPROC_DIR) the donor gauges, the faults and the audit log's losses are missing: only
-the engine's own process can count them.
-"""
+All engines of a process share one set of series; the donor gauges sum over the engines at each scrape. Labels come from
+fixed lists, never from users. Under PROMETHEUS_MULTIPROC_DIR the donor gauges, the faults and the audit log's losses
+are missing: only the engine's own process can count them."""
 
 from __future__ import annotations
 
@@ -44,11 +41,8 @@ _ROOM = 1 << 17  # bytes of prometheus_client's files for counters and histogram
 
 @functools.cache
 def count_here_where_unwritable() -> None:
-    """Call it before the first series. Where PROMETHEUS_MULTIPROC_DIR cannot be used, the process counts for itself
-    from then on: its own files there would end it, or its start. Raises nothing, and warns once.
-
-    Facts: prometheus_client, `values.py` and `mmap_dict.py` (0.20 to 0.26).
-    """
+    """Count in memory where PROMETHEUS_MULTIPROC_DIR is unusable: files there would end the process. Warns once, raises
+    nothing. Call it before the first series. Facts: prometheus_client 0.20 to 0.26, `values.py`, `mmap_dict.py`."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if folder is None:
         return
@@ -77,44 +71,42 @@ class Metrics:
         self._has_failed = False
 
     def looked_up(self, seconds: float) -> None:
-        """Counts the time that one look-up took from the engine."""
+        """Count the time that one look-up took from the engine."""
         self._try(lambda series: series.lookup_seconds.observe(seconds))
 
     def request_ended(self, report: ReuseReport) -> None:
         self._try(lambda series: series.request_ended(report))
 
     def neighbours_found(self, nearest: tuple[Neighbour, ...]) -> None:
-        """Counts how near the nearest donor of a request is, where one is near at all."""
+        """Count how near the nearest donor of a request is, where one is near at all."""
         if nearest:
             self._try(lambda series: series.similarity.observe(nearest[0].similarity))
 
     def neighbours_counted(self, event: str) -> None:
-        """Counts what became of one text that was to be embedded, one of TEXT_EVENTS."""
+        """Count what became of one text that was to be embedded, one of TEXT_EVENTS."""
         self._try(lambda series: series.texts.labels(event).inc())
 
     def tier_event(self, event: OffloadEventKind) -> None:
-        """Counts what happened to a donor on its way between memory and disk, or up."""
         self._try(lambda series: series.tier_events.labels(event.value).inc())
 
     def weights_changed(self) -> None:
-        """Counts that the engine's model has got other weights."""
         self._try(lambda series: series.weights_changes.inc())
 
     def watch(self, donor_index: DonorIndex) -> None:
-        """Adds the index's donors to the gauges until `close`, or the index's end."""
+        """Add the index's donors to the gauges until `close`, or the index's end."""
         self._watched.add(donor_index)
         self._try(lambda series: series.donors.add(donor_index))
 
     def watch_faults(self, faults: Counter[str]) -> None:
-        """Shows the engine's calls that could not be answered, by name, as they are counted until `close`."""
+        """Show the engine's calls that could not be answered, by name, as they are counted until `close`."""
         self._watch(lambda series: series.faults, faults)
 
     def watch_audit(self, dropped: Counter[str]) -> None:
-        """Shows the audit log's lost events, by reason, as they are counted until `close`."""
+        """Show the audit log's lost events, by reason, as they are counted until `close`."""
         self._watch(lambda series: series.audit_dropped, dropped)
 
     def close(self) -> None:
-        """Takes this engine's donors out of the gauges; what was counted stays."""
+        """Take this engine's donors out of the gauges; what was counted stays."""
         self._try(lambda series: series.donors.discard(self._watched))
         at_close, self._at_close = self._at_close, []
         for keep in at_close:
@@ -181,8 +173,7 @@ class Series:
 
 
 class _EngineCounts:
-    """A Prometheus collector that adds up the counts of running and ended engines; `label` is the label of the counts'
-    names. Those in `known` are there from the start: a rate does not see a series begin at 1."""
+    """Collector that sums running and ended engines. Names in `known` start at 0: a rate sees no series begin at 1."""
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self._name, self._documentation, self._label = f"semblend_{name}", documentation, label
@@ -195,9 +186,9 @@ class _EngineCounts:
             self._running.append(counts)
 
     def end(self, counts: Counter[str]) -> None:
-        """Adds the last values of `counts` to the ended engines', so that the sum never falls."""
+        """Add the last values of `counts` to the ended engines', so that the sum never falls."""
         with self._lock:
-            # By identity: engines with equal counts are two.
+            # By identity: two engines may have equal counts.
             self._running = [each for each in self._running if each is not counts]
             self._ended.update(dict(counts))
 
@@ -249,15 +240,13 @@ class _DonorGauges:
 
 
 _lock = threading.Lock()
-# None where they cannot be kept.
+# None where no series can be kept.
 _series: weakref.WeakKeyDictionary[Any, Series | None] = weakref.WeakKeyDictionary()
 
 
 def metrics_for(enabled: bool, registry: CollectorRegistry | None = None) -> Metrics:
-    """The metrics of an engine, in Prometheus' default registry unless another is given. Never raises.
-
-    They count nothing when not `enabled`, without prometheus_client, or when the names are taken.
-    """
+    """Return an engine's metrics, in Prometheus' default registry unless another is given. Never raises. They count
+    nothing when not `enabled`, without prometheus_client, or when the names are taken."""
     if not enabled:
         return Metrics(None)
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """The Transformers tokenizer of a folder or a hub id. Raises ConfigurationError when there is none to be read."""
+    """Load the Transformers tokenizer of a folder or a hub id. Raises ConfigurationError without a readable one."""
     auto_tokenizer, fast_tokenizer = imported("AutoTokenizer"), imported("PreTrainedTokenizerFast")
     try:
         tokenizer = auto_tokenizer.from_pretrained(name, revision=revision)
@@ -30,7 +30,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
 
 
 def tokenizer_file(folder: Path) -> Tokenizer:
-    """The tokenizer.json of a folder, set to neither cut nor pad. Raises ConfigurationError without a readable one."""
+    """Load a folder's tokenizer.json, set to neither cut nor pad. Raises ConfigurationError without a readable one."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -44,16 +44,14 @@ def tokenizer_file(folder: Path) -> Tokenizer:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of another package's message: the others are advice to its own users."""
+    """Return the first line of another package's message: the others are advice to its own users."""
     return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _breaks_own_rules(tokenizer: Any, name: str, revision: str | None) -> bool:
-    """Whether `tokenizer` normalises or splits text otherwise than the tokenizer.json of `name` says.
-
-    Transformers builds some tokenizers (Qwen2's, for one) from the model's type, and takes from the file the
-    vocabulary only. A model trained with a tokenizer of its own would then read other tokens than it knows.
-    """
+    """Whether `tokenizer` reads text otherwise than the tokenizer.json of `name` says. Transformers builds some
+    (Qwen2's) from the model's type, and takes only the vocabulary from the file. The model would then read tokens that
+    it was not trained with."""
     from tokenizers import Tokenizer
 
     cached_file = imported("cached_file", "transformers.utils")

@@ -1,9 +1,5 @@
-"""How requests end: the six outcomes, the report of one request, the ledger of all, and every reason and fault by name.
-
-Logs, reports and metrics use the names of reasons; each has a text that says what to do, or what happened where nothing
-can be done. `python -m semblend_trt.outcome PAGE...` writes the tables of the pages that name a scope in a comment:
-docs/failure-modes.md and docs/vllm.md. A test compares the pages with this file.
-"""
+"""How requests end: outcomes, reports, the ledger of all, and every reason and fault by name, with what to do about it.
+`python -m semblend_trt.outcome PAGE...` writes the tables of docs/failure-modes.md and docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from typing import Any
 
 from semblend_trt.errors import SemBlendError
 
-# Requests, those that ended last, whose reports are kept.
 MAX_REPORTS = 4096
 # The key of an answer's usage that holds its receipt, and the same in vLLM's `kv_transfer_params`.
 RECEIPT, VLLM_RECEIPT = "semblend", "semblend.receipt"
@@ -50,21 +45,12 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """What became of one request's prompt tokens. `outcome` is the value of an Outcome.
-
-    `offered_tokens` were placed from donors; each of them is either reused or recomputed. `checked_tokens` were
-    compared with their donor's KV, and `sampled_tokens` before them; `largest_kept` is the largest deviation among
-    those that are reused, 0.0 without one. `computed_holes` are tokens promised to the engine that the wrapper
-    computed, recomputed ones among them. `exact_prefix_tokens` are the engine's own. `generation` is the highest of the
-    donors that were placed from. `policy` is the engine's, and `profile` the SHA-256 of the reuse profile that held for
-    the request, in hex.
-
-    While a check's result is not known (it has not run yet, or ran on a rank that does not report) `checked_tokens`,
-    `sampled_tokens`, `recomputed_tokens` and `largest_kept` are None, and only what needs no check counts as reused.
-
-    `nearest` are the held donors whose texts are most like the request's, as far as they are known by now. They are
-    found beside serving and have no part in what was reused.
-    """
+    """What became of one request's prompt tokens; `outcome` is the value of an Outcome.
+    Each offered token is reused or recomputed. The check compared `checked_tokens` with their donor's KV, and
+    `sampled_tokens` before them; `largest_kept` is the largest deviation among those reused. `computed_holes` are
+    tokens promised to the engine that the wrapper computed, recomputed ones among them. `generation` is the highest of
+    the donors used. `profile` is the SHA-256 of the reuse profile, in hex. While a check's result is not known, what it
+    decides is None, and only what needs no check counts as reused."""
 
     outcome: str
     reason: str | None
@@ -83,12 +69,12 @@ class ReuseReport:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Everything but outcome, reason and neighbours, by name."""
+        """Return everything but outcome, reason and neighbours, by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)[2:-1]}
 
     @property
     def receipt(self) -> dict[str, Any]:
-        """What an answer's usage says under RECEIPT, in JSON's values; docs/receipts.md describes it."""
+        """Return what an answer's usage says under RECEIPT, in JSON's values; docs/receipts.md describes it."""
         largest = self.largest_kept
         is_number = largest is not None and math.isfinite(largest)  # JSON has no infinities
         return {name: getattr(self, name) for name in _RECEIPT} | {"largest_kept": largest if is_number else None}
@@ -104,10 +90,7 @@ class OutcomeLedger:
         self._reasons: Counter[str] = Counter()
 
     def record(self, request_id: int, report: ReuseReport) -> None:
-        """Records how a request has ended.
-
-        Raises SemBlendError when that is recorded already, or when reuse was declined without a reason.
-        """
+        """Record how a request has ended. Raises SemBlendError for a second end, or a decline without a reason."""
         outcome, reason = Outcome(report.outcome), report.reason
         if outcome is Outcome.BACKEND_DECLINED_REUSE and not reason:
             raise SemBlendError(f"request {request_id}: declined reuse needs a reason; name the check that refused it")
@@ -125,22 +108,22 @@ class OutcomeLedger:
                 self._reasons[counted_as(reason)] += 1
 
     def counts(self) -> dict[Outcome, int]:
-        """Requests by outcome since the start; all six are present."""
+        """Return requests by outcome since the start; all six are present."""
         with self._lock:
             return {outcome: self._counts[outcome] for outcome in Outcome}
 
     def reasons(self) -> dict[str, int]:
-        """Requests by reason since the start, the most frequent first."""
+        """Return requests by reason since the start, the most frequent first."""
         with self._lock:
             return dict(self._reasons.most_common())
 
     def of(self, request_id: int) -> ReuseReport | None:
-        """The request's report; None when it has not ended, or too long ago."""
+        """Return the request's report; None when it has not ended, or too long ago."""
         with self._lock:
             return self._reports.get(request_id)
 
     def forget(self, request_id: int) -> None:
-        """Drops the report of a request, whose id may then end again; the counts stay."""
+        """Drop the report of a request, whose id may then end again; the counts stay."""
         with self._lock:
             self._reports.pop(request_id, None)
 
@@ -341,7 +324,6 @@ _VLLM = {
     "resumed_with_output": "Give the cache more room: a request preempted while it decoded is computed again.",
     "prompt_ids_missing": "Send a prompt with at least one token.",
 }
-# What to do about each reason, by the scope in which it arises.
 TEXTS = {
     Scope.ENGINE: _ENGINE,
     Scope.MODEL: _MODEL,
@@ -355,22 +337,22 @@ TEXTS = {
 FAULTS = frozenset(_FAULT)
 # What declines reuse or cuts it short.
 REASONS = frozenset(name for scope, texts in TEXTS.items() if scope is not Scope.FAULT for name in texts)
-# What a reason counts as that is among neither: labels of metrics stay few.
+# The label of every other reason: labels of metrics stay few.
 OTHER_REASON = "other"
 
 
 def counted_as(reason: str) -> str:
-    """The label under which metrics count a reason; after some faults nothing is reused, so a fault can be one too."""
+    """Return the metrics' label for a reason; after some faults nothing is reused, so a fault can be one too."""
     return reason if reason in REASONS or reason in FAULTS else OTHER_REASON
 
 
 def advice(name: str, *scopes: Scope) -> str:
-    """What to do about a reason, from the first of `scopes`, then of all, that has it; "" for an unknown name."""
+    """Return what to do about a reason, from the first of `scopes`, then of all, that has it; empty if unknown."""
     return next((TEXTS[scope][name] for scope in (*scopes, *Scope) if name in TEXTS[scope]), "")
 
 
 def filled(page: str) -> str:
-    """The page with the table of each scope that it names, as in `<!-- reasons: engine -->`, up to `<!-- end -->`."""
+    """Return the page with the table of each scope that it names, from `<!-- reasons: engine -->` to `<!-- end -->`."""
 
     def table(found: re.Match[str]) -> str:
         rows = (f"| {text} | `{name}` |\n" for name, text in TEXTS[Scope(found[1])].items())

@@ -1,11 +1,7 @@
 """ReuseProfile: what a calibration found safe for one model on the engines that it lists, as a JSON file.
-
-The profile holds for the namespace in which it was made and for no other. These fields bind: the model's weights and
-configuration, the tokenizer, quantisation, adapter, RoPE, KV layout, the dtypes of KV, cache and computation, and the
-parallel layout's sizes. Names of model and tokenizer bind only where no digest tells their content. The engine with its
-cache layout must be listed: the profile was made or confirmed there. Block size, tenant, template and cache salt do not
-bind: they change who may share KV, not what the KV is. A field that either side does not know counts as a difference.
-"""
+The profile holds for its own namespace only: all fields that decide what the KV is bind. Block size, tenant, template
+and cache salt decide who may share it, and do not bind. Names of model and tokenizer bind only where no digest
+identifies their content. A field that either side does not know counts as a difference."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ _MAX_WINDOW_TOKENS = 1 << 10
 # Fields of a check in profiles of earlier versions. All layers computed a witness, a token that the check had kept.
 _OF_WITNESSES = ("witness_every", "witness_bounds")
 _MAKE_AGAIN = "make it again with `python -m validation calibrate`"
-# What a profile that leaves text unchecked has to have shown, each within the margin.
+# A profile that leaves text unchecked must have shown each of these within the margin.
 EVIDENCE_FAMILIES = (
     *("reordered", "system_prompt", "prose", "header_trap", "far_header_trap", "mid_sentence_trap", "alias_trap"),
     *("pronoun_trap", "unit_trap", "date_trap", "near_duplicates", "planted"),
@@ -86,8 +82,7 @@ class _Part(BaseModel):
 
 
 class ProfileCheck(_Part):
-    """The check of policy verified: see `SpanCheck`. At layer 0 K and V depend on the token alone and never deviate,
-    so that a check there would accept everything; it is refused."""
+    """The check of policy verified (`SpanCheck`). Layer 0 is refused: K and V of equal tokens never deviate there."""
 
     layer: Annotated[int, Field(ge=1, lt=_MAX_LAYERS)]
     threshold: Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)]
@@ -101,7 +96,7 @@ class ProfileCheck(_Part):
     @model_validator(mode="before")
     @classmethod
     def _without_witnesses(cls, value: Any) -> Any:
-        """Drop the fields of witnesses. A check that asks for some was found safe with them alone, and is refused."""
+        """Drop the fields of witnesses. A check that asks for some is refused: it was found safe with them alone."""
         if not isinstance(value, dict):
             return value
         every = value.get("witness_every", 0)
@@ -123,7 +118,7 @@ class ProfileGeometry(_Part):
 
 
 class _Figure(BaseModel):
-    """What counts as evidence in one of a profile's figures; its other keys are not looked at."""
+    """The keys of one of a profile's figures that count as evidence; the others are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -138,21 +133,16 @@ class _Figure(BaseModel):
     holds: bool = False
 
     def shows(self, margin: float) -> bool:
-        """Whether a family loses at most the margin, in enough groups to have shown a larger loss."""
+        """Return whether a family loses at most the margin, in enough groups to have shown a larger loss."""
         lower = (self.likelihood_vs_cold or {}).get("lower", -1.0)
         return self.what == "confirmed" and lower >= -margin and (1.0 - margin) ** self.groups <= 1.0 - _CONFIDENCE
 
 
 class ReuseProfile(_Part):
-    """The cheapest `policy` that a calibration found as good as cold, with its `check` or `boundary`.
-
-    Policy verified needs a check. It may have a boundary, and `head_tokens`: so many first tokens of every run are
-    always computed. Up to `generations` times KV computed behind checked KV may be built on: it becomes a donor of
-    that generation, which is always checked. Policy boundary needs a boundary of at least 1. Policies exact and
-    position_fix have none of these.
-    `engines` are engines with their cache layouts, as a namespace names them, each once. `figures` holds the
-    measurements, in any form; `digest` is that of all other fields, as `write` made it. Build one with `made_for`.
-    """
+    """The cheapest `policy` that a calibration found as good as cold. Build one with `made_for`.
+    The first `head_tokens` tokens of every run are always computed. KV computed after checked KV becomes a donor of the
+    next generation, up to `generations`; such a donor is always checked. `engines` are engines with their cache
+    layouts, as a namespace names them. `digest` is that of all other fields, as `write` made it."""
 
     schema_version: Literal[2] = 2
     version: str
@@ -223,11 +213,8 @@ class ReuseProfile(_Part):
     def made_for(
         cls, namespace: CacheNamespace, geometry: KvGeometry, *, policy: ReusePolicy | str, **others: Any
     ) -> ReuseProfile:
-        """The profile of an engine's own namespace, dated today (UTC), with these `others` of its fields.
-
-        Raises ConfigurationError when a value is out of its range, or when a field of the namespace is not known: such
-        a profile would match nothing.
-        """
+        """Make the profile of an engine's own namespace, dated today (UTC), with these `others` of its fields. Raises
+        ConfigurationError for a value out of range, or an unknown field of the namespace: it would match nothing."""
         fields = _bound_fields(namespace)
         unknown = [_BOUND[name] for name, value in fields.items() if _is_unknown(name, value)]
         unknown += [_ENGINE] if _is_unknown("", namespace.backend_cache_layout) else []
@@ -251,13 +238,12 @@ class ReuseProfile(_Part):
 
     @classmethod
     def read(cls, path: str | Path) -> ReuseProfile:
-        """Reads a profile. Raises ProfileError with what is wrong: no regular file of at most 1 MiB, not JSON, another
-        schema, a missing or unknown field, a value out of its range, edited by hand, or open to others' writing."""
+        """Read a profile. Raises ProfileError for one that is not valid, was edited, or that others can write."""
         return cls.read_with_digest(path)[0]
 
     @classmethod
     def read_with_digest(cls, path: str | Path) -> tuple[ReuseProfile, str]:
-        """As `read`, with the SHA-256 of the file, in hex."""
+        """Read a profile as `read` does, with the SHA-256 of the file in hex."""
         try:
             content = _content(Path(path))
         except OSError as error:
@@ -276,19 +262,18 @@ class ReuseProfile(_Part):
         return profile, hashlib.sha256(content).hexdigest()
 
     def confirmed_in(self, engine: str, figures: list[JsonValue] | None = None) -> ReuseProfile:
-        """The same profile with `engine` among its engines and other `figures`, where they are given."""
+        """Return the profile with `engine` among its engines and other `figures`, where they are given."""
         engines = self.engines if engine in self.engines else [*self.engines, engine]
         return self.model_copy(update={"engines": engines, "figures": self.figures if figures is None else figures})
 
     def write(self, path: str | Path) -> None:
-        """Writes the profile with its digest, as a whole or not at all. Raises OSError."""
+        """Write the profile with its digest, whole or not at all. Raises OSError."""
         values = self.model_dump(mode="json")
         values["digest"] = _digest_of(values)
         write_bytes(Path(path), (json.dumps(values, indent=2) + "\n").encode())
 
     def differences(self, namespace: CacheNamespace, geometry: KvGeometry) -> list[str]:
-        """Why the profile does not hold for an engine of this namespace and rank's `geometry`, a sentence each; empty
-        when it holds."""
+        """Return why the profile does not hold for this namespace and one rank's `geometry`, a sentence each."""
         found = [] if self.version == __version__ else [_difference("version", self.version, __version__)]
         running = _bound_fields(namespace)
         for name, title in _BOUND.items():
@@ -308,8 +293,7 @@ class ReuseProfile(_Part):
         return found
 
     def check_refusal(self, lowest: int) -> str | None:
-        """Why the check sees too little of a model in which `lowest` is the lowest layer above one with full attention:
-        K and V of a layer depend on the layers below it. None where it sees enough, and without a check."""
+        """Return why the check sees too little: below `lowest` no layer's K and V depend on full attention."""
         if self.check is None or self.check.layer >= lowest:
             return None
         return (
@@ -318,11 +302,9 @@ class ReuseProfile(_Part):
         )
 
     def evidence_refusal(self) -> str | None:
-        """Return what the figures lack to justify these terms; None if they do, or if only exact text is reused.
-
-        Every other profile needs a digest and the confirmation of its very terms. If its terms leave text unchecked, it
-        needs a rule with a margin of at most EVIDENCE_MARGIN too, and every family of EVIDENCE_FAMILIES within it.
-        """
+        """Return what the figures lack to justify these terms. All but exact need a digest and the confirmation of
+        these very terms. Terms that leave text unchecked also need every family of EVIDENCE_FAMILIES within the margin
+        of a rule, at most EVIDENCE_MARGIN."""
         if self.policy == ReusePolicy.EXACT.value:
             return None
         figures = list[_Figure]()
@@ -355,14 +337,14 @@ class ReuseProfile(_Part):
 
 
 def leaves_unchecked(policy: str, check: ProfileCheck | None) -> bool:
-    """Whether these terms reuse tokens from other positions that no check compares, or that any check lets pass."""
+    """Return whether these terms reuse moved tokens that no check compares, or that any check lets pass."""
     if check is None:
         return policy != ReusePolicy.EXACT.value
     return bool(check.sample_every) or check.threshold >= MAX_THRESHOLD
 
 
 def terms_name(policy: str, boundary: int, check: ProfileCheck | None) -> str:
-    """How a calibration's figures begin the name of a candidate with these terms."""
+    """Return how a calibration's figures begin the name of a candidate with these terms."""
     if check is not None:
         return f"{policy} layer {check.layer} threshold {check.threshold:.4g}"
     return f"{policy} {boundary}" if boundary else policy
@@ -371,12 +353,9 @@ def terms_name(policy: str, boundary: int, check: ProfileCheck | None) -> str:
 def terms_of(
     policy: ReusePolicy, settings: Settings, num_layers: int, lowest_check_layer: int = 1
 ) -> ReuseTerms | None:
-    """The terms that the settings alone give; None where they allow exact spans only.
-
-    VERIFIED is among those: its terms come from a reuse profile. Raises ConfigurationError when the policy needs a
-    layer that the model of `num_layers` layers does not have, a check below `lowest_check_layer`, or a boundary that is
-    not set: at 0 BOUNDARY would be POSITION_FIX under another name.
-    """
+    """Return the terms that the settings alone give; None for exact spans only, and for VERIFIED, whose profile gives
+    them. Raises ConfigurationError for a layer that the model lacks, a check below `lowest_check_layer`, or an unset
+    boundary: at 0 BOUNDARY would be POSITION_FIX under another name."""
     if policy is ReusePolicy.POSITION_FIX:
         return ReuseTerms()
     if policy is ReusePolicy.EPIC:
@@ -464,9 +443,7 @@ def _sentence(error: ValidationError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfileMatch:
-    """`profile` holds for the namespace. Where it is None, `refusal` is the reason (no_profile, profile_unreadable,
-    profile_writable, profile_evidence, profile_mismatch or profile_check_layer) and `differences` are the sentences for
-    the log. `digest` is that of the profile's file, as SHA-256 in hex."""
+    """The `profile` that holds for a namespace, or why it does not: `refusal`, and the sentences for the log."""
 
     profile: ReuseProfile | None
     refusal: str = "no_profile"
@@ -475,10 +452,7 @@ class ProfileMatch:
 
 
 class ProfileMatcher:
-    """Compares the profile with namespaces. The file is read once, by the constructor, which raises nothing for it.
-
-    Policies other than verified use no profile. `lowest_check_layer`: of the model (`ModelFacts`).
-    """
+    """Compares the profile of policy verified with namespaces. The constructor reads it once, and raises nothing."""
 
     def __init__(self, settings: Settings, lowest_check_layer: int = 1) -> None:
         self._lowest = lowest_check_layer
@@ -505,13 +479,12 @@ class ProfileMatcher:
             self._without = ProfileMatch(None, error.reason, (str(error),))
 
     def forget_matches(self) -> None:
-        """Compare and log again: the engine's own namespace is another one from now on."""
+        """Compare and log again: the engine's own namespace has changed."""
         self._matches.clear()
         self._logged.clear()
 
     def match(self, namespace: CacheNamespace, geometry: KvGeometry, mode: EngineMode) -> ProfileMatch:
-        """The match for `namespace`. It is logged once for each adapter, and again when the engine's `mode` changes: a
-        wrapper begins to execute plans after its self-check."""
+        """Return the match. It is logged once per adapter, and again when a self-check changes the engine's `mode`."""
         match = self._matches.get(namespace.adapter) or self._compare(namespace, geometry)
         # Requests differ from their engine by adapter only; further adapters are compared each time, unlogged.
         if namespace.adapter in self._matches or len(self._matches) < MAX_REMEMBERED:

@@ -13,17 +13,15 @@ _lock = threading.Lock()
 
 
 def imported(name: str, module: str = "transformers") -> Any:
-    """`name` of a module of Transformers, or of a package that imports Transformers itself. Any thread may ask first.
-
-    At the end of its import Transformers replaces its module by another. An import statement that waits in a second
-    thread gets the first one, which lacks the names. Raises ImportError without the module.
-    """
+    """Import `name` from Transformers, or from a package that imports it. Raises ImportError. Any thread may ask first.
+    Transformers replaces its module at the end of its import: an import statement waiting in another thread gets the
+    first module, which lacks the names."""
     with _lock:
         return getattr(importlib.import_module(module), name)
 
 
 def embedded_engine_refusal() -> str | None:
-    """Why the embedded engine does not run with the installed Transformers. The connector works with older ones too."""
+    """Return why the embedded engine does not run with this Transformers. The connector works with older ones too."""
     version = imported("__version__")
     if Version(version) >= MIN_TRANSFORMERS:
         return None

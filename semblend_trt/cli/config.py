@@ -35,7 +35,7 @@ _COLUMNS = "| variable | default | allowed | meaning |\n|---|---|---|---|\n"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the forms in which the settings can be printed."""
+    """Add the forms in which the settings can be printed."""
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON")
     forms.add_argument(
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints. Raises ConfigurationError when a setting cannot be used."""
+    """Print the settings. Raises ConfigurationError when one cannot be used."""
     from semblend_trt.config import load_settings, settings_in_use, unknown_variables
 
     if arguments.markdown:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_page() -> str:
-    """docs/configuration.md, made from the settings' fields: a section for each group."""
+    """Return docs/configuration.md, made from the settings' fields: a section for each group."""
     from semblend_trt.config import Settings, SettingsGroup, allowed_by, shown, variables_of
 
     page = _HEAD

@@ -44,7 +44,7 @@ _software, _machine, _settings = map(Area, ("software", "machine", "settings"))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds what the doctor is to look at."""
+    """Add what the doctor is to look at."""
     about = "folder or hub id of the model that is to be served"
     parser.add_argument("--model", type=named, metavar="PATH_OR_ID", help=about)
     about = "dtype of the engine's KV cache (default: that of the engine's options, or the model's own)"
@@ -56,8 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Looks and prints. Returns 1 when something would be refused or fails. Raises ConfigurationError when there are no
-    options in the file that is named."""
+    """Look, print, and return 1 for a problem. Raises ConfigurationError for an options file without options."""
     from semblend_trt import __version__
     from semblend_trt.doctor.trtllm import read_options
 
@@ -78,8 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plugged() -> dict[str, metadata.EntryPoint]:
-    """Other engines by name, each with what looks at one. It is called with the model and the options, yields findings,
-    and returns the engine's arguments as a connector reads them, or None."""
+    """Other engines by name: called with model and options, each yields findings and returns its EngineSpec or None."""
     return {point.name: point for point in metadata.entry_points(group="semblend_trt.doctor")}
 
 
@@ -108,7 +106,7 @@ def _findings(name: str | None, kv_dtype: str, llm_args: Any, engine_name: str) 
 
 
 def software(settings: Settings | None) -> Iterator[Finding]:
-    """Python, our own requirements and each extra; an extra that the settings need must be complete."""
+    """Yield findings of Python, our requirements and each extra; an extra that the settings need must be complete."""
     from packaging.requirements import Requirement
 
     yield _software.ok(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -135,14 +133,13 @@ def software(settings: Settings | None) -> Iterator[Finding]:
 
 
 def _is_of(need: Requirement, extra: str) -> bool:
-    """Whether the extra brings the package, or without one we ourselves do."""
+    """Whether the extra brings the package, or without an extra we ourselves do."""
     if need.marker is None or need.marker.evaluate({"extra": ""}):
         return not extra
     return need.marker.evaluate({"extra": extra})
 
 
 def _missing(need: Requirement) -> str | None:
-    """What is wrong with an installed package; None where it will do."""
     try:
         found = metadata.version(need.name)
     except metadata.PackageNotFoundError:
@@ -152,7 +149,7 @@ def _missing(need: Requirement) -> str | None:
 
 
 def machine(settings: Settings | None) -> Iterator[Finding]:
-    """Whether torch sees the cards, and whether there is the memory that the settings ask for."""
+    """Yield whether torch sees the cards, and whether there is the memory that the settings ask for."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -184,14 +181,13 @@ def _host_memory() -> int:
     """Bytes of memory: the machine's, or less where the container's limit is lower."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # version 2 says "max" for none
+        with contextlib.suppress(OSError, ValueError):  # version 2 says "max" for no limit
             found.append(int(limit.read_text()))
     return min(found)
 
 
 def variables(settings: Settings | None, options: dict[str, Any], *, has_trtllm: bool) -> Iterator[Finding]:
-    """Variables that are not read, and settings that switch reuse off. `options` are the settings that the options of
-    another engine than TensorRT-LLM give."""
+    """Yield what is not read, and settings that switch reuse off; another engine's options give `options`."""
     from semblend_trt.config import settings_in_use, unknown_variables, why_ignored
     from semblend_trt.outcome import advice
 

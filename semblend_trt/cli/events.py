@@ -32,7 +32,7 @@ EXAMPLES = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the actions and their arguments."""
+    """Add the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary, seconds in (
         ("tail", "print every event, one a line", None),
@@ -52,8 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class _Seen:
-    """What came on the subject: its count and bytes, what was wrong by reason, and the last sentences about that."""
-
     messages: int = 0
     size: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -65,7 +63,7 @@ class _Seen:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Listens and prints. Raises SemBlendError when it cannot listen."""
+    """Listen and print. Raises SemBlendError when it cannot listen."""
     from semblend_trt.fleet.directory import Directory
 
     seen, is_tail = _Seen(), arguments.action == "tail"

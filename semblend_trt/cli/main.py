@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def subcommands() -> list[str]:
-    """Names of the subcommands, sorted."""
+    """Return the subcommands' names, sorted."""
     names = {module.name for module in pkgutil.iter_modules(cli.__path__)}
     return sorted(name for name in names | _plugged().keys() if name != "main" and not name.startswith("_"))
 
@@ -33,7 +33,7 @@ def _plugged() -> dict[str, metadata.EntryPoint]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns its status, or that of `command_line.ended`."""
+    """Run one subcommand. Return its status, or that of `command_line.ended`."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser. Only the subcommand that `words` begin with is imported, or all where they name none."""
+    """The parser. It imports only the subcommand that `words` begin with, or all where they name none."""
     parser = argparse.ArgumentParser(prog="semblend-trt", description=semblend_trt.__doc__)
     parsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     known, plugged = subcommands(), _plugged()

@@ -21,13 +21,13 @@ SUMMARY = "route requests to the replicas that hold their text"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the configuration's place."""
+    """Add the configuration's place."""
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML file with replicas, tenants and so on")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until the process is ended. Raises ConfigurationError when it cannot."""
+    """Serve until the process is ended. Raises ConfigurationError when it cannot."""
     import asyncio
 
     from semblend_trt.errors import ConfigurationError
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(config: RouterConfig) -> tuple[Settings, ConnectionOptions | None]:
-    """The settings, the file's where it has one, and where donor events are read."""
+    """Return the settings, the file's where it has one, and where donor events are read."""
     from dataclasses import replace
 
     from semblend_trt.config import load_settings

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 SUMMARY = "prefill documents ahead, so that requests can reuse them"
 STATE_NAME = ".semblend-warm.json"
 KEY_VARIABLE = "OPENAI_API_KEY"
-# A document may wait for long while the server has other work.
+# A document may wait long while the server has other work.
 _ANSWER_SECONDS = 3600.0
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_SHOWN = 300
@@ -59,7 +59,7 @@ _REFUSED = (400, 413, 422, 500)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the server, the documents and how they are sent."""
+    """Add the server, the documents and how they are sent."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text of one document, or *.jsonl")
     parser.add_argument("--url", type=Server, required=True, help="the server, such as http://127.0.0.1:8001")
     parser.add_argument("--model", type=named, help="what requests call the model (default: the server's first)")
@@ -86,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sends the documents. Raises SemBlendError when the server or the state file cannot be used."""
+    """Send the documents. Raises SemBlendError when the server or the state file cannot be used."""
     from tqdm import tqdm
 
     from semblend_trt.policy import EXACT_ONLY
@@ -132,7 +132,7 @@ class Document:
 
 
 def documents_of(files: Sequence[Path]) -> Iterator[Document]:
-    """The documents of all files, those that cannot be read with their problem."""
+    """Yield the documents of all files, those that cannot be read with their problem."""
     for path in files:
         try:
             if path.suffix != ".jsonl":
@@ -164,10 +164,7 @@ def _document(place: str, content: bytes, *, is_line: bool) -> Document:
 
 
 class State:
-    """The digests of the documents that were sent, in a file that is whole at any time.
-
-    Raises ConfigurationError for a file that is no state, or that cannot be written.
-    """
+    """Digests of the documents sent, in a file that is whole at any time. Raises ConfigurationError for a bad file."""
 
     def __init__(self, path: Path) -> None:
         check_writable(path)
@@ -192,7 +189,7 @@ class Warming:
         self.counts: Counter[str] = Counter()
 
     def send(self, documents: Sequence[Document], threads: ThreadPool) -> None:
-        """Sends the documents at once, and waits for their answers. Raises SemBlendError when the server fails."""
+        """Send the documents at once, and wait for their answers. Raises SemBlendError when the server fails."""
         fresh: dict[str, Document] = {}
         for document in documents:
             seen = [
@@ -219,7 +216,7 @@ class Warming:
         self._bar.update(sum(document.size for document in documents))
 
     def summary(self) -> str:
-        """One line about all documents so far."""
+        """Return one line about all documents so far."""
         sent = self.counts["sent"]
         return (
             f"{sent} document{'s' * (sent != 1)} sent ({self.counts['tokens']:,} tokens), {self.counts['before']} sent "
@@ -232,8 +229,6 @@ class Warming:
 
 
 class _Answer(BaseModel):
-    """What is read of an answer."""
-
     tokens: StrictInt | None = Field(
         default=None, ge=0, le=1 << 40, validation_alias=AliasPath("usage", "prompt_tokens")
     )
@@ -263,15 +258,14 @@ class Server:
         self._opener = build_opener(_NoRedirects)
 
     def first_model(self) -> str:
-        """The name of the first model. Raises SemBlendError without one."""
+        """Return the name of the first model. Raises SemBlendError without one."""
         status, answer, _ = self._ask("/v1/models")
         if not answer.model:
             raise SemBlendError(f"{self.url} names no model ({_said(status, answer)}); give it with --model")
         return answer.model
 
     def prefill(self, body: bytes) -> int | str:
-        """Sends a document; returns its tokens, or why the server refuses it. Raises SemBlendError when the server
-        fails or takes nothing for minutes."""
+        """Send a document; return its tokens, or why it is refused. Raises SemBlendError when the server fails."""
         for attempt in range(_ATTEMPTS):
             status, answer, retry = self._ask("/v1/completions", body)
             if status not in _BUSY:
@@ -306,7 +300,7 @@ class Server:
 
 
 def pause(retry_after: str, otherwise: float) -> float:
-    """Seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number."""
+    """Return the seconds until a server is asked again, at most MAX_PAUSE: what its header says as a number."""
     text = retry_after.strip()
     is_number = text.isascii() and text.isdecimal()
     return min(MAX_PAUSE, int(text.lstrip("0")[:5] or "0") if is_number else otherwise)

@@ -52,8 +52,7 @@ class Area:
         return Finding(self.area, Status.FAILED, text)
 
     def collect(self, findings: Iterable[Finding]) -> Generator[Finding, None, Any]:
-        """`findings`, and what they return. An error that ends them is a finding that failed: one broken package must
-        not end the other checks."""
+        """Yield `findings`, return what they return. An error becomes a failed finding: the other checks must go on."""
         try:
             return (yield from findings)
         except Exception as error:

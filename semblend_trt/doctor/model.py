@@ -34,8 +34,7 @@ _model, _profile = Area("model"), Area("profile")
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that is not refused. `dtype` is that of its KV, None where it is not known. `arguments`: those of another
-    engine than TensorRT-LLM, one that executes plans."""
+    """A model that is not refused. `dtype` is its KV's; `arguments` are those of another engine than TensorRT-LLM."""
 
     name: str
     facts: ModelFacts
@@ -43,11 +42,11 @@ class KnownModel:
     arguments: EngineSpec | None = None
 
     def geometry(self, tensor_parallel_size: int = 1) -> KvGeometry:
-        """One rank's sizes, in blocks of one token."""
+        """Return one rank's sizes, in blocks of one token."""
         return self.facts.sizes(tensor_parallel_size)
 
     def namespace(self, settings: Settings, **arguments: Any) -> CacheNamespace:
-        """The namespace of an engine that serves the model with these `arguments`; the others count as unknown."""
+        """Return the namespace of an engine with these `arguments`; the others count as unknown."""
         engine = self.arguments or from_llm_args(SimpleNamespace(model=self.name, **arguments))
         return namespace_for(engine, self.facts, settings, 1, "unknown" if self.dtype is None else self.dtype)
 
@@ -55,7 +54,7 @@ class KnownModel:
 def findings(
     name: str | None, kv_dtype: str, settings: Settings | None, arguments: EngineSpec | None, llm_args: Any
 ) -> Iterator[Finding]:
-    """What is found of the model of this name and of the settings' reuse profile; see `known_model`."""
+    """Yield what is found of the model of this name and of the settings' reuse profile; see `known_model`."""
     known = None if name is None else known_model(name, kv_dtype, arguments, llm_args)
     if isinstance(known, Finding):
         yield known
@@ -69,10 +68,8 @@ def findings(
 def known_model(
     name: str, kv_dtype: str, arguments: EngineSpec | None = None, llm_args: Any = None
 ) -> KnownModel | Finding:
-    """Reads the model, whose KV is of `kv_dtype`, a dtype's name or "auto" for that of `arguments`, or the model's own.
-
-    `arguments` are another engine's, `llm_args` TensorRT-LLM's. Returns a finding for what an engine would refuse.
-    """
+    """Read the model, or return a finding for what an engine would refuse. With `kv_dtype` "auto" the dtype is that of
+    `arguments`, another engine's, or the model's own. `llm_args` are TensorRT-LLM's."""
     is_scaled = arguments is not None and arguments.tells_kv_scales
     is_scaled = is_scaled or (llm_args is not None and from_llm_args(llm_args).tells_kv_scales)
     if kv_dtype == AUTO and arguments is not None and arguments.kv_dtype is not None:
@@ -97,7 +94,7 @@ def known_model(
 
 
 def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
-    """The geometry, rotation and size of its KV, and settings that do not fit it."""
+    """Yield the geometry, rotation and size of its KV, and settings that do not fit it."""
     facts = known.facts
     kept = "one latent row" if facts.kv_factor == 1 else f"{facts.kv_heads} KV heads"
     yield _model.ok(
@@ -149,7 +146,7 @@ def model(known: KnownModel, settings: Settings | None) -> Iterator[Finding]:
 
 
 def profile(settings: Settings, known: KnownModel | None) -> Iterator[Finding]:
-    """What the profile allows, and whether it fits `known`, as far as that is known without the engine."""
+    """Yield what the profile allows, and whether it fits `known`, as far as that is known without the engine."""
     if settings.policy is not ReusePolicy.VERIFIED:
         return
     if settings.profile_path is None:

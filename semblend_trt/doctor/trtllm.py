@@ -40,8 +40,7 @@ _engine, _options = Area("engine"), Area("options")
 
 
 def engine(llm_args: Any) -> Iterator[Finding]:
-    """Imports TensorRT-LLM where it is installed, which may take a while, and compares it with our contract. `llm_args`
-    are the engine's options, or None."""
+    """Compare TensorRT-LLM, where it is installed, with our contract, and look at the engine's options `llm_args`."""
     if find_spec("tensorrt_llm") is not None:
         yield from _installed()
     elif (refusal := embedded_engine_refusal()) is not None:
@@ -53,8 +52,7 @@ def engine(llm_args: Any) -> Iterator[Finding]:
 
 
 def read_options(path: str | Path) -> SimpleNamespace:
-    """The options as attributes, as an engine hands them to a connector. Raises ConfigurationError for a file without
-    options."""
+    """Return options as attributes, as an engine gives them. Raises ConfigurationError for a file without options."""
     try:
         options = _attributes(yaml.safe_load(read_input(path, MAX_BYTES)), count(1))
     except OSError as error:
@@ -72,7 +70,7 @@ def read_options(path: str | Path) -> SimpleNamespace:
 
 
 def options(llm_args: Any) -> Iterator[Finding]:
-    """Options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
+    """Yield options that we refuse, that TensorRT-LLM refuses, or that leave the connector out."""
     from semblend_trt.connector.eligibility import decoder_refusal, engine_refusal
     from semblend_trt.connector.engine_spec import WRAPPER_MODULE, from_llm_args
 
@@ -99,7 +97,7 @@ def options(llm_args: Any) -> Iterator[Finding]:
 
 
 def kv_dtype_of(llm_args: Any) -> str:
-    """The dtype of the KV cache that the options ask for, "auto" where they leave it to the engine."""
+    """Return the dtype of the KV cache that the options ask for, "auto" where they leave it to the engine."""
     return str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", None) or "auto").lower()
 
 

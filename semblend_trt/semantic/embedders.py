@@ -48,7 +48,7 @@ class Embedder:
     dim: int
 
     def embed(self, texts: Sequence[str]) -> _Vector:
-        """Vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
+        """Return vectors float32 [len(texts), dim] of unit length; a text without a word gets zeros."""
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for text, vector in zip(texts, vectors, strict=True):
             self._write(text, vector)
@@ -60,11 +60,9 @@ class Embedder:
 
 
 def embedder_for(kind: EmbedderKind, model: str | Path | None = None) -> Embedder:
-    """Makes an embedder. Not for a serving thread: it may read a model of 90 MB.
-
-    `model` is a folder or a hub id for the kinds that run a model; None finds all-MiniLM-L6-v2 on this machine. Nothing
-    is downloaded. Raises ConfigurationError for OFF, and for a missing package or model, naming the extra to install.
-    """
+    """Make an embedder. Not for a serving thread: it may read a model of 90 MB. `model` is a folder or a hub id; None
+    finds all-MiniLM-L6-v2 on this machine. Nothing is downloaded. Raises ConfigurationError for OFF, and for a missing
+    package or model, with the extra to install."""
     if kind is EmbedderKind.OFF:
         raise ConfigurationError("embedder off embeds nothing; name another")
     if kind is EmbedderKind.STATIC:
@@ -100,7 +98,7 @@ def _named(value: np.uint64, length: int) -> np.uint64:
 
 @entry
 def _word_hashes(characters: npt.NDArray[np.uint32]) -> _Hashes:
-    """The hash of every word in order, uint64 [words]; `characters` are code points in lower case."""
+    """Return every word's hash in order, uint64 [words]; `characters` are code points in lower case."""
     hashes = np.empty(len(characters), dtype=np.uint64)
     found, length, value = 0, 0, _FNV_OFFSET
     for at in range(len(characters)):
@@ -159,24 +157,18 @@ def _sketch(hashes: _Hashes, vector: _Vector) -> None:
 
 
 def _words_of(text: str) -> tuple[_Hashes, npt.NDArray[np.int64]]:
-    """The different words of `text`: their hashes, ascending, and the number of times that each occurs, int64 [words].
-
-    A word is a run of letters and digits, in lower case. Scripts that put no space between words (U+2E80 and above)
-    give every pair of neighbouring characters instead.
-    """
+    """The different words of `text`: ascending hashes, and how often each occurs, int64 [words]. A word is a run of
+    letters and digits in lower case. Scripts without spaces (from U+2E80) give neighbouring pairs."""
     characters = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     hashes, counts = np.unique(_word_hashes(characters), return_counts=True)
     return hashes, counts
 
 
 class StaticEmbedder(Embedder):
-    """Compares words, neither their order nor their meaning. Deterministic and thread safe.
-
-    A word adds (1 + ln count) * min(length, 8) / 8, with a sign, to 8 of the 384 entries; its hash chooses signs and
-    entries. This is a sparse random projection (Achlioptas 2003; Li, Hastie and Church 2006): inner products differ
-    from those of the word weights by about 1 / sqrt(384). Length is used for rarity, since short words are frequent in
-    most languages.
-    """
+    """Compares words, neither their order nor their meaning. Deterministic and thread safe. A word's hash chooses 8 of
+    the 384 entries and their signs; it adds (1 + ln count) * min(length, 8) / 8 to each. Such a sparse random
+    projection (Achlioptas 2003; Li, Hastie and Church 2006) changes inner products by about 1 / sqrt(384). Length is
+    used for rarity, since short words are frequent in most languages."""
 
     dim = 384
 
@@ -186,11 +178,8 @@ class StaticEmbedder(Embedder):
 
 class JaccardEmbedder(Embedder):
     """One-bit minwise hashing (Broder 1997; Li and König 2010) with 1,024 hash functions. Deterministic, thread safe.
-
-    Entry i is +-1/32; its sign is a bit of the i-th hash function's least value over the words. Two sets share that
-    value with a probability of their Jaccard index J, and signs of different values are independent. So the inner
-    product has the mean J and a standard deviation of at most 1/32.
-    """
+    Entry i is +-1/32, signed by a bit of the i-th hash function's least value over the words. Two sets share that value
+    with probability J, their Jaccard index. Inner products have mean J and standard deviation 1/32 at most."""
 
     dim = 1024
 
@@ -214,15 +203,12 @@ class SentenceEmbedder(Embedder):
             vector /= norm
 
     def embed_windows(self, windows: list[str]) -> _Vector:
-        """Unit vectors float32 [windows, dim] of at most BATCH_WINDOWS windows."""
+        """Return unit vectors float32 [windows, dim] of at most BATCH_WINDOWS windows."""
         raise NotImplementedError
 
 
 class MiniLmEmbedder(SentenceEmbedder):
-    """A sentence-transformer on the CPU.
-
-    Raises ConfigurationError without sentence-transformers, or without the model's files on this machine.
-    """
+    """A sentence-transformer on the CPU. Raises ConfigurationError without the package or the model's files."""
 
     def __init__(self, model: str | Path | None = None) -> None:
         try:
@@ -244,11 +230,8 @@ class MiniLmEmbedder(SentenceEmbedder):
 
 
 class OnnxEmbedder(SentenceEmbedder):
-    """Vectors equal to those of `MiniLmEmbedder` to 1e-3 in cosine distance, by ONNX Runtime on half of the cores.
-
-    Raises ConfigurationError without ONNX Runtime, without its CUDA part for `on_gpu`, or without the model's files on
-    this machine.
-    """
+    """Equals `MiniLmEmbedder` to 1e-3 in cosine distance; ONNX Runtime runs it on half of the cores. Raises
+    ConfigurationError without ONNX Runtime, its CUDA part for `on_gpu`, or the model's files."""
 
     def __init__(self, model: str | Path | None = None, *, on_gpu: bool = False) -> None:
         name, extra = ("onnx_gpu", "onnx-gpu") if on_gpu else ("onnx", "onnx")
@@ -285,10 +268,8 @@ class OnnxEmbedder(SentenceEmbedder):
 
 
 def windows_of(text: str, tokenizer: Tokenizer) -> list[str]:
-    """Windows of `text` of at most 254 tokens each, cut between words; each begins 64 tokens before the last one ends.
-
-    Every character but white space is in a window. An empty text has none.
-    """
+    """Cut `text` between words into windows of at most 254 tokens; each begins 64 tokens before the last one ends.
+    Every character but white space is in a window. An empty text has none."""
     (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
     offsets, words = encoding.offsets, encoding.word_ids
     most, count = WINDOW_TOKENS - SPECIAL_TOKENS, len(offsets)

