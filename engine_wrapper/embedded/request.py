@@ -154,7 +154,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens that may be drawn and before them their probabilities: float64 [n] and int64 [n], falling.
+    """Return the probabilities, float64 [n] and falling, and ids, int64 [n], of the tokens that may be drawn.
 
     Top-p keeps the smallest set whose probability reaches it."""
     ordered, tokens = logits.float().sort(descending=True, stable=True)
