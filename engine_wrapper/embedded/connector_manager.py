@@ -121,8 +121,7 @@ class ConnectorContractError(SemBlendError, RuntimeError):
 
 
 class Transfers:
-    """Requests that a connector loads or saves (`what`), alike on all `ranks`; the worker has yet to see those in
-    `begun`."""
+    """Requests that a connector loads or saves (`what`), alike on all `ranks`. The worker has yet to see `begun`."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}
@@ -214,8 +213,7 @@ class KvCacheConnectorManager:
     # -- a new request --------------------------------------------------------------------------------------------
 
     def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
-        """Ask once how many tokens beyond `num_computed_tokens` the connector provides; return how many the engine
-        takes.
+        """Ask once for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
         V1 takes all, V2 at most `most` and never the prompt's last one. If the connector provides them asynchronously,
         the request counts as loading from now on, even if the engine takes none."""
@@ -308,8 +306,7 @@ class KvCacheConnectorManager:
     # -- the end of a request -------------------------------------------------------------------------------------
 
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """Report the end, unless the version skips failed and cancelled requests; True to hold the blocks for a
-        save."""
+        """Report the end, but in some versions not of a request cut short; True to hold its blocks for a save."""
         self.forget(request.request_id)
         if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
             return False
@@ -366,8 +363,7 @@ class KvCacheConnectorManager:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _on_leader(self, call: Callable[[], Any]) -> Any:
-        """Return rank 0's result of `call`, or raise its error, on every rank: a rank that went on would wait for
-        ever."""
+        """Return rank 0's result of `call`, or raise its error, on every rank, so that no rank waits for ever."""
         answer = failure = None
         if self.scheduler is not None:
             try:
