@@ -133,8 +133,7 @@ class RootKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BlockNode:
-    """One full block, a child of the block before it, with `references` readers. A root has its key as tokens, block
-    -1."""
+    """One full block, a child of the one before it, with `references` readers. A root: its key as tokens, block -1."""
 
     tokens: tuple[Any, ...]
     block_id: int
@@ -255,8 +254,7 @@ class RadixTree:
 
 @dataclass(slots=True)
 class _Sequence:
-    """`path`: the tree nodes of its leading blocks. A leading block that is not the node's own is a private
-    duplicate."""
+    """`path`: the tree nodes of the leading blocks. A leading block other than its node's is a private duplicate."""
 
     key: RootKey
     total_blocks: int
@@ -396,8 +394,7 @@ class BlockManager:
             self.publication.released(request_id)
 
     def pin(self, request_id: int) -> None:
-        """Drop the sequence and free its private blocks and duplicates; keep what it reads in the tree until
-        `unpin`."""
+        """Drop the sequence and free its private blocks, duplicates too; the tree keeps what it reads until `unpin`."""
         self._pins[request_id] = path = self._sequences[request_id].path
         self._tree.acquire(path)
         self.release(request_id)
