@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Executor:
-    """One engine: a model, its KV pool, and its requests. All methods are thread safe; a step runs in its caller's
-    thread.
+    """One engine: a model, its KV pool, and its requests. Methods are thread safe; a step runs in its caller's thread.
 
     A connector finds the executor as `runtime_for(llm_args).engine` and may set `model_runner.plan_source` and
     `block_manager.publication`. The executor shares `runner`'s weights, not its pool. If the arguments do not fit the
