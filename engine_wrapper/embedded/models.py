@@ -54,8 +54,7 @@ class SharedLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a model was loaded from, as `LlmArgs` name it. `files`: their states when read; None for weights of no
-    file."""
+    """What a model was loaded from, as `LlmArgs` name it. `files`: as they were read; None for weights of no file."""
 
     model: str
     revision: str | None
@@ -168,8 +167,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device of a setting; "auto" is CUDA where there is one, else the CPU. Raises
-    ConfigurationError."""
+    """Return the torch device of a setting, for "auto" CUDA, else the CPU. Raises ConfigurationError."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
