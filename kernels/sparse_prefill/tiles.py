@@ -77,8 +77,7 @@ def batch_index(sequences: tuple[SequenceRows, ...]) -> BatchIndex:
 
 
 def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.Tensor:
-    """Return tiles of single rows, int32 [tiles, 4]: first row of the sequence, first and end row in it, first
-    block."""
+    """Return tiles of single rows, int32 [tiles, 4]: the sequence's first row, first and end row in it, first block."""
     first, key = sequences[0], ("rows", sequences[1:], rows_per_tile)
     if key not in first.memo:
         table, _, _ = cut_rows(sequences, 1, rows_per_tile)
