@@ -192,8 +192,7 @@ Fresh = Kv | FreshRows
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`length` tokens of `source` from index `source_start`, moved to or compared with the target's from
-    `target_start`.
+    """`length` tokens of `source` from `source_start`, moved to or compared with the target's from `target_start` on.
 
     An index is a position, unless `turn` says by how many positions K rotates: a staged copy begins anywhere."""
 
@@ -210,8 +209,7 @@ class Move:
 
 
 def lie_alike(*each: Kv) -> bool:
-    """Return whether K and V of all layers have the same strides, in each by itself: the Triton kernels know one
-    set."""
+    """Return whether, in each, K and V of all layers have the same strides: the Triton kernels know one set."""
     return all(len({plane.stride() for plane in kv.planes}) == 1 for kv in each)
 
 
