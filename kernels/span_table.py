@@ -207,8 +207,7 @@ def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], n
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A program's tile has about `tile_bytes`; its neighbours take tokens of one layer if `tokens_first`, else
-    layers."""
+    """A program's tile of about `tile_bytes`; its neighbours take the next tokens if `tokens_first`, else layers."""
 
     tile_bytes: int
     warps: int = 4
@@ -266,7 +265,7 @@ def rows_at(table, record, positions, live, UNIT: tl.constexpr):
 
 @triton.jit
 def plane_at(base, table, record, index, head, UNIT: tl.constexpr):
-    """Return the pointer to channel 0 of one head of address `index`, layer * kinds + kind; add offsets of
+    """Return the pointer to channel 0 of one head of address `index`, layer * kinds + kind, for offsets of
     `rows_at`."""
     address = tl.load(table + tl.load(record) + index)
     return base + (address + head * tl.load(record + 2)) * UNIT
