@@ -127,8 +127,7 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
 
 
 def rotary_factors(positions: torch.Tensor, rotation: RopeRotation) -> torch.Tensor:
-    """Return cos and sin of every plane at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], on their
-    device."""
+    """Return cos and sin of all planes at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], beside them."""
     # In float64: a position times a frequency loses its fraction in float32.
     frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
     angles = positions[..., None] * frequencies
