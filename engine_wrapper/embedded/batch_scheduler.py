@@ -1,9 +1,8 @@
 """Which requests run in an iteration, with how many of their tokens and in which blocks.
 
 V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT, first come, first served. A request enters only if
-the free blocks hold its prompt and answer, so no running request is ever paused. The scheduler allocates a prompt's
-blocks at once and takes the connector's whole offer. A request enters only while none with a lower priority number
-runs.
+the free blocks hold its prompt and answer, so no running request is ever paused. V1 allocates a prompt's blocks at once
+and takes the connector's whole offer. A request enters only while none with a lower priority number runs.
 
 V2 (MAX_UTILIZATION) admits a request once its first chunk fits, allocates chunk by chunk, and takes the part of an
 offer that fits. It pauses the youngest requests when running ones find no block."""
@@ -38,8 +37,7 @@ class BatchScheduler:
     """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
 
     A prompt gets at most `long_prefill_token_threshold` rows. Requests move from `waiting`, in the order of `line_up`,
-    to `active`, by id and oldest first. `pause`, which only V2 has, frees a request's blocks and puts it back into
-    `waiting`."""
+    to `active`, by id and oldest first. V2's `pause` frees a request's blocks and puts it back into `waiting`."""
 
     def __init__(
         self,
