@@ -51,7 +51,7 @@ class KvPool:
 
 
 def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV of a model in `dtype`. Raises ConfigurationError for another than the model's.
+    """Return the dtype of the KV of a model in `dtype`. Raises ConfigurationError for another one, unless it is "fp8".
 
     "fp8" is e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
     if asked == "fp8":
@@ -344,9 +344,8 @@ class BlockManager:
     def publish(self, request_id: int, tokens: Sequence[int]) -> None:
         """Offer the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
 
-        If an equal block is in the tree and a sequence reads it, that one stays; otherwise ours replaces it, so that
-        publishing costs no block. Without `replaces`, publication stops at the first block that would cost one promised
-        to others."""
+        If a sequence reads an equal block of the tree, that one stays; otherwise ours replaces it, so publishing costs
+        no block. Without `replaces`, publication stops at the first block that would cost one promised to others."""
         sequence, tree, size = self._sequences[request_id], self._tree, self.block_size
         if not self._config.enable_block_reuse:
             return
