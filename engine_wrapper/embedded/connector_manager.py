@@ -68,8 +68,7 @@ class Contract:
     - `floors_local_match`: under V1, the query's local match counts whole shared blocks only.
     - `asks_without_reuse`: with block reuse off, V1 still asks for tokens, and applies none of the offer.
     - `tells_cut_short`: the engine calls `request_finished` for a request that fails or is cancelled, too.
-    - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives
-      on."""
+    - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on."""
 
     name: str
     request_data: type[ScheduledRequest]
