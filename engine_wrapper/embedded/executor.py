@@ -197,7 +197,8 @@ class Executor:
                 raise
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
-        """Return logits of each request's last row, float32 [requests, vocabulary]; None when the forward failed."""
+        """Return last-row logits, float32 [requests, vocabulary]. If the forward fails, end all running requests:
+        None."""
         connector = self.connector
         try:
             if connector is not None:
