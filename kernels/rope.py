@@ -20,8 +20,7 @@ class RopeRotation:
 
     `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `first_channel` is 0, or
     the end of the latent in MLA. Counted from there, a plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if
-    `interleaved`. Frequencies that are all 0 are those of a layer without RoPE: its keys stay as they are, bit for
-    bit."""
+    `interleaved`. If all frequencies are 0, the layer has no RoPE: its keys stay as they are, bit for bit."""
 
     inverse_frequencies: tuple[float, ...]
     rotary_dim: int
@@ -127,7 +126,7 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
 
 
 def rotary_factors(positions: torch.Tensor, rotation: RopeRotation) -> torch.Tensor:
-    """Return cos and sin of all planes at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], beside them."""
+    """Return all planes' cos and sin at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], on their device."""
     # In float64: a position times a frequency loses its fraction in float32.
     frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
     angles = positions[..., None] * frequencies
