@@ -265,8 +265,7 @@ def rows_at(table, record, positions, live, UNIT: tl.constexpr):
 
 @triton.jit
 def plane_at(base, table, record, index, head, UNIT: tl.constexpr):
-    """Return the pointer to channel 0 of one head of address `index`, layer * kinds + kind, for offsets of
-    `rows_at`."""
+    """Return the pointer to channel 0 of a head of address `index`, layer * kinds + kind; `rows_at` counts from it."""
     address = tl.load(table + tl.load(record) + index)
     return base + (address + head * tl.load(record + 2)) * UNIT
 
