@@ -30,8 +30,8 @@ UNEVEN = 1.05
 class TileConfig:
     """Sizes of one compiled kernel: `block_m` packed rows and `block_n` tokens of KV a tile.
 
-    `resident`: programs of it that one multiprocessor holds; `max_registers`: those of a thread that still allow
-    this."""
+    `resident`: programs of it that one multiprocessor holds; `max_registers`: a thread's, so that these fit, or
+    None."""
 
     block_m: int
     block_n: int
@@ -154,8 +154,8 @@ def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int
 def _parts(positions: np.ndarray, window: int | None) -> list[int]:
     """Return where tiles have to begin, in rows of one sequence, and its end.
 
-    Without a window a tile begins after the widest gap that is worth one more. A tile with rows on both sides compares
-    all positions of the gap with the rows'. That takes longer than a tile of few rows that attends to all tokens before
+    Without a window a tile begins after the widest gap that is worth one more. With rows on both sides, a tile compares
+    all positions of the gap with them. That takes longer than a tile of few rows that attends to all tokens before
     it."""
     gaps = np.diff(positions)
     if window is not None:
@@ -182,8 +182,7 @@ def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:
 def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarray:
     """Cut the KV of one KV head's tiles for `programs` that run at a time; return as `equal_pieces`.
 
-    Tiles stay whole if they spread evenly enough. Otherwise the cut, of a few, is taken that is estimated to end
-    first."""
+    Tiles stay whole if they spread evenly enough. Otherwise, of a few cuts, take the one that should end first."""
     longest, total = int(reach.max()), int(reach.sum())
     heaviest = np.sort(reach)[::-1]
     # List scheduling starts a tile at the latest when the heavier ones, spread evenly, would have ended.
