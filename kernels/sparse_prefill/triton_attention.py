@@ -83,8 +83,8 @@ def attend(
 ) -> torch.Tensor:
     """Launch the attention of `work`, and the join of its partial outputs where it has any; return q's shape.
 
-    `work` is that of the same window. With `head_major`, neighbouring programs take neighbouring items of one KV
-    head."""
+    `work` is that of the same window. With `head_major`, neighbouring programs take one KV head's neighbouring
+    items."""
     geometry = kv.geometry
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
     memory, layer, strides, constants = _memory_of(kv)
