@@ -197,8 +197,7 @@ class Executor:
                 raise
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
-        """Return last-row logits, float32 [requests, vocabulary]. If the forward fails, end all running requests:
-        None."""
+        """Return last logits, float32 [requests, vocabulary]. If the forward fails, end all running requests: None."""
         connector = self.connector
         try:
             if connector is not None:
