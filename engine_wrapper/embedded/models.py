@@ -110,7 +110,7 @@ def adopt_model(
 ) -> tuple[Any, Any, ModelFacts, ModelSource]:
     """Prepare a whole model that is in memory; `config_path` is a folder with its config.json.
 
-    Returns what `load_model` does. Raises as it does, and ConfigurationError when the folder describes another
+    Returns what `load_model` does. Raises as it does, and ConfigurationError for a folder that describes another
     model."""
     facts = _supported_facts(config_path, None)
     read = AutoConfig.from_pretrained(str(config_path), local_files_only=True)
@@ -167,7 +167,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device of a setting, for "auto" CUDA, else the CPU. Raises ConfigurationError."""
+    """Return the torch device of a setting; "auto": CUDA where it is, else the CPU. Raises ConfigurationError."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
