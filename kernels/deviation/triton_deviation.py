@@ -103,7 +103,7 @@ def _compare(fresh, donor):
 def _compare_part(
     fresh, donor, to_rows, from_rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
 ):
-    """`_compare` channels that do not rotate."""
+    """Do as `_compare`, for channels that do not rotate."""
     fresh_part = load_part(fresh, to_rows, live, FIRST, COUNT, PADDED).to(tl.float32)
     return _compare(fresh_part, load_part(donor, from_rows, live, FIRST, COUNT, PADDED).to(tl.float32))
 
