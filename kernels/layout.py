@@ -105,8 +105,7 @@ class PagedKv:
     """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
 
     `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or a LayeredPool; `block_ids`:
-    int64 [n]. Keep `block_ids` on the host: every write checks them there, and reading them from a device would
-    wait."""
+    int64 [n]. Keep `block_ids` on the host: every write checks them there, and would have to wait for a device."""
 
     pool: Pool
     block_ids: torch.Tensor
