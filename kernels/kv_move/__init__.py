@@ -35,12 +35,11 @@ __all__ = ["LayerMoves", "Move", "check_moves", "kv_move", "kv_move_by_torch", "
 def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     """Write every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
 
-    float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has the same number of layers as
-    `target`. A shift of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V,
-    and the latent ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves all
-    sources on the target's device or in pinned host memory; torch serves the others, and the CPU. A ContiguousKv source
-    may lie on another device than the target. Raises ValueError, naming the tensor and its bound, before anything is
-    written."""
+    float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has the layers of `target`. A shift
+    of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the latent
+    ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves all sources on the
+    target's device or in pinned host memory; torch serves the others, and the CPU. A ContiguousKv source may lie on
+    another device than the target. Raises ValueError, naming the tensor and its bound, before anything is written."""
     if moves:
         check_moves(moves, target, rotation)
         prepared(moves, target, rotation)(range(target.sizes[0]), 0)
