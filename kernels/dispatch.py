@@ -16,17 +16,16 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True where Triton is installed and runs: on CUDA, and with TRITON_INTERPRET=1 on the CPU, for tests."""
+    """Return whether Triton is installed and runs: on CUDA, and with TRITON_INTERPRET=1 on the CPU, for tests."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or interpreted) and has_triton()
 
 
 def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool:
-    """True when a kernel on `target`'s device can read and write all tensors; their channels must be side by side.
+    """Return whether a kernel on `target`'s device can read and write all tensors; their channels must be side by side.
 
     The tensors must lie on one device that `has_kernels`. Sources may also lie in pinned host memory, which a card
-    reads in place.
-    """
+    reads in place."""
     if not has_kernels(target.device):
         return False
     if target.is_cuda and target.dtype == torch.float8_e4m3fn and _capability(target.device) < _FP8_CAPABILITY:
@@ -38,14 +37,14 @@ def triton_serves(target: torch.Tensor, sources: Iterable[torch.Tensor]) -> bool
 
 
 def launch(kernel: Any, grid: tuple[int, ...], near: torch.Tensor, *arguments: object, **constants: object) -> None:
-    """Launches a Triton kernel on the current stream of the device of `near`, or runs it in the interpreter."""
+    """Launch a Triton kernel on the current stream of the device of `near`, or run it in the interpreter."""
     with torch.cuda.device_of(near):
         kernel[grid](*arguments, **constants)
 
 
 @cache
 def has_triton() -> bool:
-    """True where Triton is installed."""
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 

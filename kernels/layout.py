@@ -1,9 +1,8 @@
-"""How KV lies in memory (TensorRT-LLM's paged pool in one tensor, vLLM's layer by layer, a donor's tensor), the tokens
-of it that are moved or compared, and the checks of both on the host.
+"""How KV lies in memory, the tokens of it that are moved or compared, and the checks of both on the host.
 
-The inner order of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + channel, as in
-TensorRT-LLM's `getKVLocalIdx` (cpp/tensorrt_llm/kernels/kvCacheUtils.h).
-"""
+It lies in TensorRT-LLM's paged pool (one tensor), in vLLM's (layer by layer), or in a donor's tensor. The inner order
+of TensorRT-LLM's pool is HND, offset = (head * block_size + slot) * head_dim + channel, as in its `getKVLocalIdx`
+(cpp/tensorrt_llm/kernels/kvCacheUtils.h)."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Pools and donors may be in fp8 too: a rotation keeps the tensor's one scale, so that kv_move and deviation need not
-# know it. Attention takes it to be 1.
+# A rotation keeps fp8's one scale, so kv_move and deviation need not know it. Attention takes it to be 1.
 MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 
 
@@ -26,8 +24,7 @@ MOVABLE_DTYPES = (*SUPPORTED_DTYPES, torch.float8_e4m3fn)
 class KvGeometry:
     """Sizes of one rank's KV: `kv_heads` are the heads that this rank holds, `block_size` the tokens of a block.
 
-    `kv_factor` is 2 (K and V), or 1 if one latent row is both (MLA), as in TensorRT-LLM's pools.
-    """
+    `kv_factor` is 2 (K and V), or 1 if one latent row is both (MLA), as in TensorRT-LLM's pools."""
 
     num_layers: int
     kv_heads: int
@@ -48,19 +45,19 @@ class KvGeometry:
         return self.kv_heads * self.block_size * self.head_dim
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token over all layers."""
+        """Return the bytes of one token over all layers."""
         return self.num_layers * self.kv_factor * self.kv_heads * self.head_dim * dtype.itemsize
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayeredPool:
-    """A pool whose layers lie apart, as vLLM's do: K and V of each layer, [blocks, kv_heads, block_size, head_dim] with
-    any strides; without values, K is a latent row that is both (MLA). `device`, `dtype` and `shape` are those of the
-    pool in one tensor."""
+    """A pool whose layers lie apart, as vLLM's do: K and V of each layer, or K as the one latent row of MLA.
+
+    Each is [blocks, kv_heads, block_size, head_dim] with any strides. `shape` is that of the pool in one tensor."""
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...] = ()
@@ -88,7 +85,7 @@ class LayeredPool:
         return blocks, len(self.keys), len(self.kinds), math.prod(row)
 
     def layers(self, first: int, end: int) -> LayeredPool:
-        """Layers `first .. end - 1`, without a copy."""
+        """Return layers `first .. end - 1`, without a copy."""
         return LayeredPool(self.keys[first:end], self.values[first:end])
 
 
@@ -108,9 +105,7 @@ class PagedKv:
     """One sequence in a paged pool: position p lies in block `block_ids[p // block_size]`, slot `p % block_size`.
 
     `pool`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or a LayeredPool; `block_ids`:
-    int64 [n]. Keep `block_ids` on the host: they are checked there before every write, and reading them from a device
-    would wait for it.
-    """
+    int64 [n]. Keep `block_ids` on the host: every write checks them there, and would have to wait for a device."""
 
     pool: Pool
     block_ids: torch.Tensor
@@ -135,13 +130,13 @@ class PagedKv:
         return (self.pool,)
 
     def places(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
+        """Return blocks and slots of the positions from `start` on, each int64 [length], on the pool's device."""
         positions, size = torch.arange(start, start + length), self.geometry.block_size
         blocks, slots = self.block_ids.cpu()[positions // size], positions % size
         return blocks.to(self.pool.device, non_blocking=True), slots.to(self.pool.device, non_blocking=True)
 
     def layers(self, first: int, end: int) -> PagedKv:
-        """Layers `first .. end - 1`, without a copy."""
+        """Return layers `first .. end - 1`, without a copy."""
         pool = self.pool.layers(first, end) if isinstance(self.pool, LayeredPool) else self.pool[:, first:end]
         return replace(self, pool=pool, geometry=replace(self.geometry, num_layers=end - first))
 
@@ -168,7 +163,7 @@ class ContiguousKv:
         return (self.tensor,)
 
     def layers(self, first: int, end: int) -> ContiguousKv:
-        """Layers `first .. end - 1`, without a copy."""
+        """Return layers `first .. end - 1`, without a copy."""
         return ContiguousKv(self.tensor[first:end])
 
 
@@ -179,8 +174,7 @@ Kv = PagedKv | ContiguousKv
 class FreshRows:
     """K (rotated) and V of one layer from a forward; row i is of position `first_position + i`.
 
-    `k`, `v`: [tokens, kv_heads, head_dim], any strides. `v` is None with kv_factor 1 (MLA).
-    """
+    `k`, `v`: [tokens, kv_heads, head_dim], any strides. `v` is None with kv_factor 1 (MLA)."""
 
     k: torch.Tensor
     v: torch.Tensor | None
@@ -197,11 +191,9 @@ Fresh = Kv | FreshRows
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`length` tokens of `source`, from index `source_start`, go to (or are compared with) the target's index
-    `target_start`.
+    """`length` tokens of `source` from `source_start`, moved to or compared with the target's from `target_start` on.
 
-    An index is a position, unless `turn` says by how many positions K rotates: a staged copy begins anywhere.
-    """
+    An index is a position, unless `turn` says by how many positions K rotates: a staged copy begins anywhere."""
 
     source: Kv
     source_start: int
@@ -216,39 +208,34 @@ class Move:
 
 
 def lie_alike(*each: Kv) -> bool:
-    """Whether K and V of all layers have the same strides, in each by itself: the Triton kernels know one set."""
+    """Return whether, in each, K and V of all layers have the same strides: the Triton kernels know one set."""
     return all(len({plane.stride() for plane in kv.planes}) == 1 for kv in each)
 
 
 def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
-    """Views `pool` as [blocks, layers, kv_factor, kv_heads, block_size, head_dim], without a copy.
-
-    Raises ValueError when the pool does not have the geometry's shape.
-    """
+    """View `pool` as [blocks, layers, kv_factor, kv_heads, block_size, head_dim]; ValueError for another shape."""
     check_pool(pool, geometry)
     return pool.view(*pool.shape[:3], geometry.kv_heads, geometry.block_size, geometry.head_dim)
 
 
 def layer_view(pool: Pool, geometry: KvGeometry, layer: int, kind: int) -> torch.Tensor:
-    """Views K, or the latent, (kind 0) or V (kind 1) of one layer as [blocks, kv_heads, block_size, head_dim], without
-    a copy."""
+    """View K, or the latent, (kind 0) or V (kind 1) of one layer as [blocks, kv_heads, block_size, head_dim]."""
     if isinstance(pool, LayeredPool):
         return pool.kinds[kind][layer]
     return pool_view(pool, geometry)[:, layer, kind]
 
 
 def indexable(values: torch.Tensor) -> torch.Tensor:
-    """`values`, as bytes where torch cannot index their dtype."""
+    """Return `values`, as bytes where torch cannot index their dtype."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def check_sources(
     moves: Sequence[Move], name: str, other: str, sizes: tuple[int, int, int, int], memory: torch.Tensor
 ) -> None:
-    """Raises ValueError unless every source holds its range and has `sizes` and the dtype of `memory`, called `other`.
+    """Raise ValueError unless every source holds its range and has `sizes` and the dtype of `memory`, called `other`.
 
-    A PagedKv source must be on `memory`'s device. `sizes`: layers, kv_factor, kv_heads, head_dim.
-    """
+    A PagedKv source must be on `memory`'s device. `sizes`: layers, kv_factor, kv_heads, head_dim."""
     checked: set[int] = set()
     for index, move in enumerate(moves):
         source = f"{name}[{index}].source"
@@ -268,13 +255,13 @@ def check_sources(
 
 
 def check_range(what: str, start: int, length: int, capacity: int) -> None:
-    """Raises ValueError unless `start .. start + length` lies in 0..capacity."""
+    """Raise ValueError unless `start .. start + length` lies in 0..capacity."""
     if start < 0 or length < 0 or start + length > capacity:
         raise ValueError(f"{what} {start} with length {length} leaves 0..{capacity}, the positions it holds")
 
 
 def check_kv(kv: Kv, name: str) -> None:
-    """Raises ValueError unless `kv` is well formed in itself."""
+    """Raise ValueError unless `kv` is well formed in itself."""
     if isinstance(kv, ContiguousKv):
         if kv.tensor.ndim != 5 or kv.tensor.shape[1] not in (1, 2):
             raise ValueError(
@@ -295,7 +282,7 @@ def check_kv(kv: Kv, name: str) -> None:
 
 
 def check_pool(pool: Pool, geometry: KvGeometry, name: str = "pool") -> None:
-    """Raises ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
+    """Raise ValueError, naming the tensor and its bound, when `pool` is not a pool of this geometry."""
     if isinstance(pool, LayeredPool):
         check_dtype(pool.dtype, name)
         row = (pool.shape[0], geometry.kv_heads, geometry.block_size, geometry.head_dim)
@@ -318,7 +305,7 @@ def check_pool(pool: Pool, geometry: KvGeometry, name: str = "pool") -> None:
 
 
 def check_dtype(dtype: torch.dtype, name: str) -> None:
-    """Raises ValueError when `dtype` is none of MOVABLE_DTYPES."""
+    """Raise ValueError when `dtype` is not among MOVABLE_DTYPES."""
     if dtype not in MOVABLE_DTYPES:
         supported = ", ".join(str(each).removeprefix("torch.") for each in MOVABLE_DTYPES)
         raise ValueError(f"{name} is {dtype}; supported are {supported}")

@@ -1,8 +1,7 @@
 """Moves rotated keys to other positions.
 
 A cached key at position p is R(p) k (Su et al. 2021, RoFormer). Rotations of one plane compose, R(p + s) = R(s) R(p),
-so a key moves by `s` positions when it is rotated by R(s); a scaling of cos and sin (yarn) is kept as it is.
-"""
+so a key moves by `s` positions when it is rotated by R(s); a scaling of cos and sin (yarn) is kept as it is."""
 
 from __future__ import annotations
 
@@ -17,13 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RopeRotation:
-    """The planes in which a model rotates its keys.
+    """The planes in which a model rotates its keys: `rotary_dim` channels of a head, from `first_channel` on.
 
-    `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `rotary_dim` channels of a
-    head rotate, from `first_channel` on (0, or the end of the latent in MLA); the others stay. Counted from there, a
-    plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Frequencies that are all 0 are those of a
-    layer without RoPE: its keys stay as they are, bit for bit.
-    """
+    `inverse_frequencies`: radians per position, one for each of the `rotary_dim / 2` planes. `first_channel` is 0, or
+    the end of the latent in MLA. Counted from there, a plane is channels (i, i + rotary_dim/2), or (2i, 2i + 1) if
+    `interleaved`. If all frequencies are 0, the layer has no RoPE: its keys stay as they are, bit for bit."""
 
     inverse_frequencies: tuple[float, ...]
     rotary_dim: int
@@ -55,11 +52,11 @@ class RopeRotation:
         return not any(self.inverse_frequencies)
 
     def of_layer(self, layer: int) -> RopeRotation:  # noqa: ARG002 - all layers have it
-        """The rotation of `layer`."""
+        """Return the rotation of `layer`."""
         return self
 
     def layers(self, first: int, end: int) -> RopeRotation:  # noqa: ARG002 - all layers have it
-        """The rotation of layers `first .. end - 1`."""
+        """Return the rotation of layers `first .. end - 1`."""
         return self
 
 
@@ -67,9 +64,7 @@ class RopeRotation:
 class LayerRotations:
     """Rotations that differ by layer: layer i turns by `kinds[kind_of_layer[i]]`.
 
-    All kinds turn the same channels in the same planes and differ in their frequencies. Raises ValueError otherwise,
-    and for a layer of no kind.
-    """
+    Raises ValueError unless all kinds turn the same channels in the same planes and every layer has a kind."""
 
     kinds: tuple[RopeRotation, ...]
     kind_of_layer: tuple[int, ...]
@@ -95,11 +90,11 @@ class LayerRotations:
         return self.kinds[0].interleaved
 
     def of_layer(self, layer: int) -> RopeRotation:
-        """The rotation of `layer`."""
+        """Return the rotation of `layer`."""
         return self.kinds[self.kind_of_layer[layer]]
 
     def layers(self, first: int, end: int) -> LayerRotations:
-        """The rotations of layers `first .. end - 1`."""
+        """Return the rotations of layers `first .. end - 1`."""
         return LayerRotations(self.kinds, self.kind_of_layer[first:end])
 
 
@@ -107,22 +102,21 @@ Rotation = RopeRotation | LayerRotations
 
 
 def still(rotary_dim: int) -> RopeRotation:
-    """The rotation that turns nothing, of a layer without RoPE."""
+    """Return the rotation that turns nothing, of a layer without RoPE."""
     return RopeRotation((0.0,) * (rotary_dim // 2), rotary_dim)
 
 
 def by_layer(rotations: Sequence[RopeRotation]) -> Rotation:
-    """The rotation of a model whose layers have `rotations`, one each; one for all where they are equal."""
+    """Return the rotation of a model whose layers have `rotations`, one each; one for all where they are equal."""
     kinds = tuple(dict.fromkeys(rotations))
     return kinds[0] if len(kinds) == 1 else LayerRotations(kinds, tuple(map(kinds.index, rotations)))
 
 
 def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
-    """Rotates `keys` [..., tokens, head_dim] by `shift` positions; same shape and dtype, computed in at least float32.
+    """Rotate `keys` [..., tokens, head_dim] by `shift` positions; same shape and dtype, computed in at least float32.
 
     A shift of 0 and a rotation that turns nothing return `keys` itself. float8_e4m3fn saturates at its largest value,
-    which a rotation may exceed. Raises ValueError when the rotated channels exceed `head_dim`.
-    """
+    which a rotation may exceed. Raises ValueError when the rotated channels exceed `head_dim`."""
     check_head_dim(keys.shape[-1], rotation, "keys")
     if shift == 0 or rotation.is_still:
         return keys
@@ -132,7 +126,7 @@ def rotate_keys(keys: torch.Tensor, shift: int, rotation: RopeRotation) -> torch
 
 
 def rotary_factors(positions: torch.Tensor, rotation: RopeRotation) -> torch.Tensor:
-    """cos and sin of every plane at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], on their device."""
+    """Return all planes' cos and sin at `positions`, int64 [...]: float64 [2, ..., rotary_dim / 2], on their device."""
     # In float64: a position times a frequency loses its fraction in float32.
     frequencies = torch.tensor(rotation.inverse_frequencies, dtype=torch.float64, device=positions.device)
     angles = positions[..., None] * frequencies
@@ -140,10 +134,9 @@ def rotary_factors(positions: torch.Tensor, rotation: RopeRotation) -> torch.Ten
 
 
 def rotate(keys: torch.Tensor, factors: torch.Tensor, rotation: RopeRotation) -> torch.Tensor:
-    """Rotates `keys` [..., head_dim] by `rotary_factors` that can be broadcast to them, in the factors' dtype.
+    """Rotate `keys` [..., head_dim] by `rotary_factors` that can be broadcast to them, in the factors' dtype.
 
-    Same shape and dtype; float8_e4m3fn saturates at its largest value.
-    """
+    Same shape and dtype; float8_e4m3fn saturates at its largest value."""
     source = keys.to(factors.dtype)
     rotated = source.clone(memory_format=torch.contiguous_format)
     (first, second), (rotated_first, rotated_second) = (rotary_planes(each, rotation) for each in (source, rotated))
@@ -154,7 +147,7 @@ def rotate(keys: torch.Tensor, factors: torch.Tensor, rotation: RopeRotation) ->
 
 
 def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`; float8_e4m3fn, which has no infinity, saturates."""
+    """Return `values` in `dtype`; float8_e4m3fn, which has no infinity, saturates."""
     if dtype == torch.float8_e4m3fn and values.dtype != dtype:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
@@ -162,7 +155,7 @@ def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_head_dim(head_dim: int, rotation: Rotation, name: str) -> None:
-    """Raises ValueError when `rotation` turns channels that a head of `head_dim` does not have."""
+    """Raise ValueError when `rotation` turns channels that a head of `head_dim` does not have."""
     planes = rotation.kinds[0]
     if head_dim < planes.end_channel:
         behind = f" behind the first_channel {planes.first_channel}" if planes.first_channel else ""
@@ -170,7 +163,7 @@ def check_head_dim(head_dim: int, rotation: Rotation, name: str) -> None:
 
 
 def rotary_planes(keys: torch.Tensor, rotation: RopeRotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the planes' first and second channels, each [..., tokens, rotary_dim / 2]."""
+    """View the planes' first and second channels, each [..., tokens, rotary_dim / 2]."""
     rotary = keys[..., rotation.first_channel : rotation.end_channel]
     if rotation.interleaved:
         return rotary[..., 0::2], rotary[..., 1::2]

@@ -1,24 +1,21 @@
 """A plan's spans for Triton kernels: one table of int64 words, uploaded in one copy, and the functions that read it.
 
-All that changes with a plan is in the table, so no plan compiles a kernel again. Layout, in words:
+The table holds all that changes with a plan, so no plan compiles a kernel again. Layout, in words:
 
-- two target records and then one span record a span, `RECORD_WORDS` each;
+- two target records, then one span record a span, `RECORD_WORDS` each;
 - `tiles`: two words each, the span's index and the first token of the tile within the span;
-- `factors`: cos and sin of each distinct shift, float32 [shifts, 2, rotary_dim / 2]; of each kind of layer, if they
-  turn differently, [kinds, shifts, 2, rotary_dim / 2];
-- if they do, the row of factors of each shift and layer, [shifts, layers], -1 for a layer without RoPE;
+- `factors`: cos and sin of each distinct shift, float32 [shifts, 2, rotary_dim / 2], or [kinds, ...] if layers differ;
+- if layers differ, the row of factors of each shift and layer, [shifts, layers], -1 for a layer without RoPE;
 - addresses, of each layer K and V (kv_factor 1: the latent row), and block ids.
 
 A record says where a position's row lies: the word of its first address; strides of block, head and token; tokens of a
 block; the word of its first block id. A contiguous tensor is one block. A span record continues with the source's first
 position, the target's, the length, the row of factors (or the word of its layers' rows; -1: K is copied) and the first
-output column. One address for each layer and kind costs a kernel no time: it is read beside the block ids, and both
-need the record first.
+output column. One address for each layer and kind costs a kernel no time: it reads that beside the block ids.
 
-Addresses and strides are counted in units of `unit_bytes`; addresses count from the tensor that the kernel gets as an
-argument. So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time; of a loaded
-address it would not know that it is aligned.
-"""
+Addresses and strides count units of `unit_bytes`; addresses count from the tensor that the kernel gets as an argument.
+So Triton sees an aligned pointer plus a multiple of a constant and moves 16 bytes at a time. Of a loaded address it
+would not know that it is aligned."""
 
 # Triton decorates untyped functions, and names compile-time constants in capitals.
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -55,8 +52,7 @@ class Memory:
     """Rows addressed by layer, kind, head and position; all in bytes.
 
     `address`: of layer 0's K; `strides`: of block, layer, kind, head and token. `planes`, int64 [layers, kv_factor]:
-    where each layer's kinds begin, if layers lie apart.
-    """
+    where each layer's kinds begin, if layers lie apart."""
 
     address: int
     strides: tuple[int, int, int, int, int]
@@ -82,7 +78,7 @@ class SpanTable:
 
 
 def memory_of(kv: Kv) -> Memory:
-    """The rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
+    """Return the rows of `kv`; its channels must be next to one another, and its layers `lie_alike`."""
     tensor = kv.planes[0]
     if isinstance(kv, ContiguousKv):
         return memory_at(tensor, (0, *tensor.stride()[:4]), max(1, kv.capacity), np.zeros(1, np.int64))
@@ -102,7 +98,7 @@ def memory_at(
     block_ids: npt.NDArray[np.int64],
     planes: npt.NDArray[np.int64] | None = None,
 ) -> Memory:
-    """`Memory` from `tensor` on, with strides in elements."""
+    """Return `Memory` from `tensor` on; `strides` are in elements."""
     block, layer, kind, head, token = (stride * tensor.element_size() for stride in strides)
     return Memory(tensor.data_ptr(), (block, layer, kind, head, token), block_size, block_ids, planes)
 
@@ -116,12 +112,11 @@ def span_table(
     tile_tokens: int,
     target_layers: int = 0,
 ) -> SpanTable:
-    """Lays out and uploads the table of the moves that have a length; all of them were checked.
+    """Lay out and upload the table of the moves that have a length; all of them were checked.
 
-    `base`: the tensor from which addresses count. `targets`: two records that the kernel chooses between; their first
-    row stands at position `target_position`, and they have `target_layers`, if those are more than the sources'. On
-    CUDA the upload is queued on the current stream of `base`'s device and the host does not wait for it.
-    """
+    Addresses count from `base`. `targets`: two records that the kernel chooses between; their first row is position
+    `target_position`, and they have `target_layers`, if those are more than the sources'. On CUDA the upload is queued
+    on the current stream of `base`'s device and the host does not wait for it."""
     sources = {key: memory_of(source) for key, source in {id(move.source): move.source for move in moves}.items()}
     memories = list({id(memory): memory for memory in (*targets, *sources.values())}.values())
     layers, kinds = max(move.source.sizes[:2] for move in moves)
@@ -171,7 +166,7 @@ def span_table(
 
 
 def _addresses(memories: Sequence[Memory], layers: int, kinds: int) -> npt.NDArray[np.int64]:
-    """Where each layer's kinds begin, in bytes, int64 [memories, layers, kinds]; layers that one lacks are not read."""
+    """Return where each layer's kinds begin, in bytes, int64 [memories, layers, kinds]; missing layers are not read."""
     origins = np.array([(memory.address, *memory.strides[1:3]) for memory in memories], np.int64)
     first, layer, kind = origins.T[:, :, None, None]
     addresses: npt.NDArray[np.int64] = first + layer * np.arange(layers)[:, None] + kind * np.arange(kinds)
@@ -189,7 +184,7 @@ def _write_block_ids(
     num_addresses: int,
     unit_bytes: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Writes all block ids from word `ids_at` on; returns what each memory's record begins with, by the memory's id."""
+    """Write all block ids from word `ids_at` on; return what each memory's record begins with, by the memory's id."""
     records: dict[int, tuple[int, ...]] = {}
     for memory in memories:
         block, _, _, head, token = (stride // unit_bytes for stride in memory.strides)
@@ -201,8 +196,7 @@ def _write_block_ids(
 
 
 def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], npt.NDArray[np.int64]]:
-    """The rotations that have factors, and the row of each shift and layer among them, int64 [shifts, layers]; without
-    rows, each shift has its own for all layers."""
+    """Return the turning rotations, and int64 [shifts, layers] of their rows; empty if all layers have one rotation."""
     turning = [kind for kind in rotation.kinds if not kind.is_still]
     if not isinstance(rotation, LayerRotations):
         return turning, np.empty((0, 0), np.int64)
@@ -213,23 +207,20 @@ def _factor_rows(shifts: int, rotation: Rotation) -> tuple[list[RopeRotation], n
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How much a program does: a tile of about `tile_bytes`.
-
-    With `tokens_first`, neighbouring programs take neighbouring tokens of one layer, else neighbouring layers.
-    """
+    """A program's tile of about `tile_bytes`; its neighbours take the next tokens if `tokens_first`, else layers."""
 
     tile_bytes: int
     warps: int = 4
     tokens_first: bool = True
 
     def tokens(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Tokens of a tile, a power of two."""
+        """Return the tokens of a tile, a power of two."""
         row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
         return int(min(128, max(1, self.tile_bytes // row_bytes)))
 
 
 def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rotation) -> dict[str, Any]:
-    """The compile-time arguments that the kernels share: they follow from the model, not from a plan."""
+    """Return the compile-time arguments that the kernels share: they follow from the model, not from a plan."""
     planes = rotation.kinds[0]
     before, half, after = planes.first_channel, planes.rotary_dim // 2, head_dim - planes.end_channel
     return {
@@ -246,10 +237,9 @@ def constants(table: SpanTable, dtype: torch.dtype, head_dim: int, rotation: Rot
 
 
 def keep_until_read(sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Keeps pinned sources from being handed out again before a kernel that was just launched has read them.
+    """Keep pinned sources from being handed out again before a kernel that was just launched has read them.
 
-    torch's allocator of pinned memory knows only of copies, so one element of each is copied after the kernel.
-    """
+    torch's allocator of pinned memory knows only of copies, so this copies one element of each after the kernel."""
     if not target.is_cuda:
         return
     for source in {id(source): source for source in sources if not source.is_cuda}.values():
@@ -258,14 +248,14 @@ def keep_until_read(sources: Sequence[torch.Tensor], target: torch.Tensor) -> No
 
 @triton.jit
 def span_of_tile(table, tiles_at, tile):
-    """The span record of a tile, and the tile's first token within the span."""
+    """Return the span record of a tile, and the tile's first token within the span."""
     pair = table + tiles_at + 2 * tile
     return table + _SPANS_AT + _RECORD_WORDS * tl.load(pair), tl.load(pair + 1)
 
 
 @triton.jit
 def rows_at(table, record, positions, live, UNIT: tl.constexpr):
-    """Offsets in elements of the rows at `positions`, int64 [TOKENS]."""
+    """Return the offsets in elements of the rows at `positions`, int64 [TOKENS]."""
     block_size = tl.load(record + 4).to(tl.int32)
     places = positions.to(tl.int32)
     blocks = tl.load(table + tl.load(record + 5) + places // block_size, mask=live, other=0)
@@ -275,14 +265,14 @@ def rows_at(table, record, positions, live, UNIT: tl.constexpr):
 
 @triton.jit
 def plane_at(base, table, record, index, head, UNIT: tl.constexpr):
-    """Pointer to channel 0 of one head of address `index`, layer * kinds + kind; `rows_at` offsets count from there."""
+    """Return the pointer to channel 0 of a head of address `index`, layer * kinds + kind; `rows_at` counts from it."""
     address = tl.load(table + tl.load(record) + index)
     return base + (address + head * tl.load(record + 2)) * UNIT
 
 
 @triton.jit
 def factors_of(table, factors_at, factor, HALF: tl.constexpr, PAD_HALF: tl.constexpr):
-    """cos and sin [1, PAD_HALF] of the factors' row `factor`."""
+    """Return cos and sin, each [1, PAD_HALF], of the factors' row `factor`."""
     factors = (table + factors_at).to(tl.pointer_type(tl.float32))
     planes = tl.arange(0, PAD_HALF)
     mask = planes < HALF
@@ -294,7 +284,7 @@ def factors_of(table, factors_at, factor, HALF: tl.constexpr, PAD_HALF: tl.const
 
 @triton.jit
 def load_part(base, rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """Channels FIRST .. FIRST + COUNT - 1 of the rows, [TOKENS, PADDED], 0 where there is nothing to read."""
+    """Return channels FIRST .. FIRST + COUNT - 1 of the rows, [TOKENS, PADDED], 0 where there is nothing to read."""
     channels = tl.arange(0, PADDED)
     mask = live[:, None] & (channels < COUNT)[None, :]
     return tl.load(base + rows[:, None] + (FIRST + channels)[None, :], mask=mask, other=0.0)
@@ -302,7 +292,7 @@ def load_part(base, rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED
 
 @triton.jit
 def store_part(base, rows, live, values, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """Writes what `load_part` reads."""
+    """Write what `load_part` reads."""
     channels = tl.arange(0, PADDED)
     mask = live[:, None] & (channels < COUNT)[None, :]
     tl.store(base + rows[:, None] + (FIRST + channels)[None, :], values, mask=mask)
@@ -310,7 +300,7 @@ def store_part(base, rows, live, values, FIRST: tl.constexpr, COUNT: tl.constexp
 
 @triton.jit
 def as_element(values, ELEMENT: tl.constexpr):
-    """Values in the type they are stored in; float8_e4m3fn, which has no infinity, saturates."""
+    """Return values in the type they are stored in; float8_e4m3fn, which has no infinity, saturates."""
     if tl.float8e4nv == ELEMENT:
         values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return values.to(ELEMENT)
@@ -320,7 +310,7 @@ def as_element(values, ELEMENT: tl.constexpr):
 def load_planes(
     base, rows, live, FIRST: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The first and the second channel of each plane, float32 [TOKENS, PAD_HALF] each."""
+    """Return the first and the second channel of each plane, float32 [TOKENS, PAD_HALF] each."""
     if INTERLEAVED:
         both = load_part(base, rows, live, FIRST, 2 * HALF, 2 * PAD_HALF).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (both.shape[0], PAD_HALF, 2)))

@@ -1,12 +1,11 @@
 """Which requests run in an iteration, with how many of their tokens and in which blocks.
 
 V1 is continuous batching under TensorRT-LLM's GUARANTEED_NO_EVICT, first come, first served. A request enters only if
-its prompt and answer fit into the free blocks, so no running request is ever paused. A prompt's blocks are allocated at
-once, and the connector's whole offer is taken. A request enters only while none with a lower priority number runs.
+the free blocks hold its prompt and answer, so no running request is ever paused. V1 allocates a prompt's blocks at once
+and takes the connector's whole offer. A request enters only while none with a lower priority number runs.
 
-V2 (MAX_UTILIZATION) lets a request enter once its first chunk fits, allocates chunk by chunk, takes the part of an
-offer that fits, and pauses the youngest requests when running ones find no block.
-"""
+V2 (MAX_UTILIZATION) admits a request once its first chunk fits, allocates chunk by chunk, and takes the part of an
+offer that fits. It pauses the youngest requests when running ones find no block."""
 
 from __future__ import annotations
 
@@ -29,18 +28,16 @@ _PAUSABLE = (LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRES
 
 
 def line_up(waiting: deque[LlmRequest], request: LlmRequest, *, first: bool = False) -> None:
-    """Adds a request after those of its priority, or with `first` before them."""
+    """Insert a request after those of its priority, or with `first` ahead of them."""
     find = bisect_left if first else bisect_right
     waiting.insert(find(waiting, request.priority, key=attrgetter("priority")), request)
 
 
 class BatchScheduler:
-    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests, and gives a prompt at
-    most `long_prefill_token_threshold` of them.
+    """Fills iterations of at most `max_num_tokens` rows from at most `max_batch_size` requests.
 
-    Requests move from `waiting`, which `line_up` keeps in order, to `active`, which is by id and oldest first. `pause`,
-    which only V2 has, takes a request's blocks away and puts it back into `waiting`.
-    """
+    A prompt gets at most `long_prefill_token_threshold` rows. Requests move from `waiting`, in the order of `line_up`,
+    to `active`, by id and oldest first. V2's `pause` frees a request's blocks and puts it back into `waiting`."""
 
     def __init__(
         self,
@@ -58,10 +55,9 @@ class BatchScheduler:
         self._asks = self._applies or (connector is not None and pause is None and connector.version.asks_without_reuse)
 
     def schedule(self) -> ScheduledBatch:
-        """Picks the next iteration, asks the connector about new requests, and allocates all blocks.
+        """Pick the next iteration, ask the connector about new requests, and allocate all blocks.
 
-        The budget goes to generation first (one row each), then to prompts already begun, then to new ones.
-        """
+        The budget goes to generation first (one row each), then to prompts already in work, then to new ones."""
         running = list(self._active.values())
         batch = ScheduledBatch()
         batch.generation_requests = [r for r in running if r.state is LlmRequestState.GENERATION_IN_PROGRESS]
@@ -78,7 +74,7 @@ class BatchScheduler:
         return batch
 
     def resize_chunk(self, request: LlmRequest) -> None:
-        """Cuts the request's chunk to its allowance again, after its position has moved."""
+        """Cut the request's chunk to its allowance again, after its position has moved."""
         request.context_chunk_size = self._chunk(
             request.context_remaining_length, request.context_current_position, request.chunk_allowance
         )
@@ -86,7 +82,7 @@ class BatchScheduler:
     # -- picking --------------------------------------------------------------------------------------------------
 
     def _admit(self, batch: ScheduledBatch, budget: int) -> bool:
-        """Admits the next waiting request with its cached prefix; False when it has to wait."""
+        """Admit the next waiting request with its cached prefix; False when it has to wait."""
         request, blocks = self._waiting[0], self._blocks
         if any(running.priority < request.priority for running in self._active.values()):
             return False
@@ -103,7 +99,7 @@ class BatchScheduler:
         return True
 
     def _add_context(self, batch: ScheduledBatch, request: LlmRequest, budget: int) -> int:
-        """Adds the request's next chunk and returns the budget that is left."""
+        """Add the request's next chunk; return the budget that is left."""
         request.chunk_allowance = self._allowance(budget)
         self.resize_chunk(request)
         if not request.context_chunk_size:
@@ -113,11 +109,10 @@ class BatchScheduler:
         return budget - (request.context_chunk_size if request.is_last_context_chunk else request.chunk_allowance)
 
     def _allowance(self, budget: int) -> int:
-        """The most tokens of one prompt within the budget."""
         return min(budget, self._args.long_prefill_token_threshold or budget)
 
     def _chunk(self, remaining: int, position: int, budget: int) -> int:
-        """Tokens to run from `position`: the rest of the prompt, or up to a block boundary, or none."""
+        """Return the tokens to run from `position`: the rest of the prompt, or up to a block boundary, or 0."""
         block = self._blocks.block_size
         if remaining <= budget:
             return remaining
@@ -128,7 +123,7 @@ class BatchScheduler:
     # -- blocks, and what the connector offers --------------------------------------------------------------------
 
     def _prepare_prompts(self, batch: ScheduledBatch) -> None:
-        """As the V1 cache manager: blocks for whole prompts."""
+        """Allocate blocks for whole prompts, as the V1 cache manager."""
         for request in batch.admitted:
             if self._connector is not None and self._asks:
                 local = request.cached_tokens
@@ -148,7 +143,7 @@ class BatchScheduler:
             self._connector.update_state_after_alloc(request, block_ids)
 
     def _prepare_chunks(self, batch: ScheduledBatch) -> None:
-        """As the V2 cache manager: blocks for chunks. Requests that find no room leave the batch."""
+        """Allocate blocks for chunks, as the V2 cache manager. Requests that find no room leave the batch."""
         for request in [*batch.generation_requests, *batch.context_requests]:
             if request in batch.requests and request not in batch.admitted:
                 self._grow(batch, request)
@@ -160,7 +155,7 @@ class BatchScheduler:
             line_up(self._waiting, request, first=True)
 
     def _grow(self, batch: ScheduledBatch, request: LlmRequest) -> None:
-        """Allocates the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
+        """Allocate the request's next rows, pausing younger requests for it; else it waits or is paused itself."""
         assert self._pause is not None
         end = request.chunk_end if request.is_in_context else request.next_row()[0] + 1
         while self._blocks.room_for(request.request_id) < end:
@@ -176,7 +171,7 @@ class BatchScheduler:
         self._blocks.allocate(request.request_id, end)
 
     def _enter(self, request: LlmRequest) -> bool:
-        """Asks about a new request and takes the part of the offer that fits; False when no token fits now."""
+        """Ask about a new request and take the part of the offer that fits; False when no token fits now."""
         local, room = request.cached_tokens, self._blocks.room_for(request.request_id)
         if room <= local:
             return False

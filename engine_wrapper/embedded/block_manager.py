@@ -1,10 +1,9 @@
 """The KV pool, one tensor laid out as TensorRT-LLM's primary pool, and the owner of its blocks.
 
 Every block is in exactly one place: free, private to one sequence (which may write it), or in the reuse tree (read by
-any number of sequences, written by none). Shaped after TensorRT-LLM's V1 `KVCacheManager` and its block reuse
-(`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`). `KvCacheLayout` is the V2 cache manager's description of the
-pool, after `tensorrt_llm/_torch/pyexecutor/connectors/kv_cache_layout.py`.
-"""
+any number of sequences, written by none). Sources: TensorRT-LLM's V1 `KVCacheManager` and its block reuse
+(`cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp`); for `KvCacheLayout`, the V2 cache manager's description of the
+pool, `tensorrt_llm/_torch/pyexecutor/connectors/kv_cache_layout.py`."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class KvPool:
     """`tensor`: [blocks, layers, kv_factor, kv_heads * block_size * head_dim], K then V, or latent rows alone.
 
     It starts as zeros: attention masks rows that no request has written, but a masked NaN would still spread. Raises
-    CapacityError when there is no memory for it.
-    """
+    CapacityError when there is no memory for it."""
 
     def __init__(self, num_blocks: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device) -> None:
         self.geometry = geometry
@@ -48,16 +46,14 @@ class KvPool:
             ) from error
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies one block's KV of all layers."""
+        """Copy one block's KV of all layers."""
         self.tensor[target].copy_(self.tensor[source])
 
 
 def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV of a model in `dtype`. "fp8" is e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint
-    without scales (`KvCacheConfig.dtype` of `llmapi/llm_args.py`).
+    """Return the dtype of the KV of a model in `dtype`. Raises ConfigurationError for another one, unless it is "fp8".
 
-    Raises ConfigurationError for another dtype than the model's.
-    """
+    "fp8" is e4m3 by a scale of 1, as in TensorRT-LLM for a checkpoint without scales (`llmapi/llm_args.py`)."""
     if asked == "fp8":
         return torch.float8_e4m3fn
     if asked not in ("auto", str(dtype).removeprefix("torch.")):
@@ -68,11 +64,10 @@ def pool_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def pool_blocks(args: LlmArgs, max_seq_len: int, geometry: KvGeometry, dtype: torch.dtype) -> int:
-    """Blocks of the pool: `kv_cache_config.max_tokens` rounded down. By default `max_batch_size` sequences of
-    `max_seq_len` tokens, in at most DEFAULT_POOL_BYTES.
+    """Return the number of blocks of the pool: `kv_cache_config.max_tokens` rounded down.
 
-    Raises CapacityError when that is no block at all.
-    """
+    By default they hold `max_batch_size` sequences of `max_seq_len` tokens, in at most DEFAULT_POOL_BYTES. Raises
+    CapacityError when that is no block at all."""
     block_size, wanted = geometry.block_size, args.kv_cache_config.max_tokens
     if wanted is not None:
         if wanted < block_size:
@@ -113,10 +108,9 @@ class KvCacheLayout:
 def cache_layout(
     pool: torch.Tensor, tokens_per_block: int, groups: Sequence[Sequence[int]] | None = None
 ) -> KvCacheLayout:
-    """Describes `pool`; `groups` lists each group's layers, all in one group by default.
+    """Describe `pool`; `groups` lists each group's layers, all in one group by default.
 
-    Raises ConfigurationError unless every layer is in exactly one group.
-    """
+    Raises ConfigurationError unless every layer is in exactly one group."""
     num_layers = pool.shape[1]
     listed = [tuple(sorted(layers)) for layers in (groups or [range(num_layers)])]
     if sorted(layer for layers in listed for layer in layers) != list(range(num_layers)):
@@ -131,7 +125,7 @@ def cache_layout(
 
 
 class RootKey(NamedTuple):
-    """Keeps prefixes apart: the adapter's task id and the request's salt, each None if there is none."""
+    """Keeps prefixes apart: the adapter's task id and the request's salt, each None if absent."""
 
     lora_task_id: int | None = None
     cache_salt: str | None = None
@@ -139,8 +133,7 @@ class RootKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BlockNode:
-    """One full block of tokens, a child of the block before it. `references` counts the sequences that read it. A
-    root's tokens are its key, and its block id is -1."""
+    """One full block, a child of the one before it, with `references` readers. A root: its key as tokens, block -1."""
 
     tokens: tuple[Any, ...]
     block_id: int
@@ -162,8 +155,7 @@ class RadixTree:
     """Reusable blocks of one engine: exact prefixes by token, one tree for each adapter and salt. Not thread safe.
 
     Unreferenced nodes are kept in least-recently-used order, children before their parents: the first is always a leaf.
-    That holds because a sequence that references a node references all nodes above it.
-    """
+    That holds because a sequence that references a node references all nodes above it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -181,11 +173,10 @@ class RadixTree:
         return len(self._unreferenced)
 
     def match(self, key: RootKey, tokens: Sequence[int], *, partial: bool = True) -> PrefixMatch:
-        """Returns the longest prefix of `tokens` that the tree holds below `key`; changes nothing.
+        """Return the longest prefix of `tokens` that the tree holds below `key`; change nothing.
 
         The last token is never matched: its row has to run, for its logits. With `partial`, the match also names the
-        child that shares the longest beginning with the rest, the first of several.
-        """
+        child that shares the longest beginning with the rest, the first of several."""
         node = self._roots.get(key)
         nodes: list[BlockNode] = []
         limit = len(tokens) - 1
@@ -205,40 +196,39 @@ class RadixTree:
         return PrefixMatch()
 
     def child(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...]) -> BlockNode | None:
-        """The node of the block `tokens` below `parent`, or below the root of `key`."""
+        """Return the node of the block `tokens` below `parent`, or below the root of `key`."""
         above = parent or self._roots.get(key)
         return None if above is None else above.children.get(tokens)
 
     def insert(self, key: RootKey, parent: BlockNode | None, tokens: tuple[int, ...], block_id: int) -> BlockNode:
-        """Hands a written block over to the tree, below a referenced node or the root of `key`. The new node has one
-        reference, the caller's."""
+        """Give a written block to the tree, below a referenced node or the root; the caller has one reference."""
         above = parent or self._roots.setdefault(key, BlockNode(key, -1, None))
         node = above.children[tokens] = BlockNode(tokens, block_id, above, references=1)
         self._num_nodes += 1
         return node
 
     def acquire(self, path: Sequence[BlockNode]) -> None:
-        """References each node of `path`, which starts below a root."""
+        """Reference each node of `path`, which starts below a root."""
         for node in path:
             node.references += 1
             self._unreferenced.pop(node, None)
 
     def release(self, path: Sequence[BlockNode]) -> None:
-        """Takes the references back, from the deepest node up, so that leaves are evicted before their parents."""
+        """Take the references back, from the deepest node up, so that leaves are evicted before their parents."""
         for node in reversed(path):
             node.references -= 1
             if node.references == 0:
                 self._unreferenced[node] = None
 
     def touch(self, node: BlockNode) -> None:
-        """Makes an unreferenced node and those above it the most recently used."""
+        """Make an unreferenced node and those above it the most recently used."""
         step: BlockNode | None = node
         while step is not None and step in self._unreferenced:
             self._unreferenced.move_to_end(step)
             step = step.parent
 
     def evict(self) -> int | None:
-        """Removes the least recently used unreferenced leaf and returns its block, None when there is none."""
+        """Remove the least recently used unreferenced leaf and return its block; None without such a leaf."""
         if not self._unreferenced:
             return None
         node, _ = self._unreferenced.popitem(last=False)
@@ -250,7 +240,7 @@ class RadixTree:
         return node.block_id
 
     def walk(self) -> Iterator[tuple[RootKey, BlockNode]]:
-        """All nodes with the key of their root, parents first."""
+        """Yield all nodes with the key of their root, parents first."""
         for key, root in self._roots.items():
             stack = list(root.children.values())
             while stack:
@@ -264,8 +254,7 @@ class RadixTree:
 
 @dataclass(slots=True)
 class _Sequence:
-    """Blocks in order of position. `path`: the tree nodes referenced for its leading blocks. A leading block that is
-    not the node's own is a private duplicate."""
+    """`path`: the tree nodes of the leading blocks. A leading block other than its node's is a private duplicate."""
 
     key: RootKey
     total_blocks: int
@@ -276,13 +265,11 @@ class _Sequence:
 class BlockManager:
     """Allocates blocks, finds exact prefixes, publishes finished blocks.
 
-    Admission follows GUARANTEED_NO_EVICT: a sequence enters only if all blocks that it may ever need can be had, so a
-    running sequence is never paused. With `guarantees` off no blocks are kept back for running sequences, and the
-    scheduler checks for room before it grows them (V2). `replaces`: a published block replaces an equal one that no
-    sequence reads; off, as in TensorRT-LLM, the tree keeps its own. `copy_block(source, target)` copies one block's KV
-    of all layers. `publication` may be set at any time before a request is published. `on_reset` is called when all
-    reusable blocks have been freed.
-    """
+    With `guarantees` (GUARANTEED_NO_EVICT), a sequence enters only if it can get all blocks that it may ever need, so
+    it is never paused. Without (V2), the scheduler checks for room before it grows a sequence. With `replaces`, a
+    published block replaces an equal one that no sequence reads; without, as in TensorRT-LLM, the tree keeps its own.
+    `copy_block(source, target)` copies one block's KV of all layers. `publication` may be set at any time before a
+    request is published. `reset_reuse_state` calls `on_reset` when it has freed all reusable blocks."""
 
     def __init__(
         self,
@@ -305,7 +292,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds: free ones, and reusable ones that none reads."""
+        """Blocks that no sequence holds: free ones, and reusable ones without a reader."""
         return len(self._free) + self._tree.num_evictable
 
     @property
@@ -317,19 +304,18 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def fits(self, match: PrefixMatch, total_tokens: int) -> bool:
-        """True when a sequence of `total_tokens` with this match can run to its end beside the admitted ones."""
+        """Return whether a sequence of `total_tokens` with this match can run to its end beside the admitted ones."""
         shared = sum(node.references > 0 for node in match.nodes)
         return self.blocks_for(total_tokens) - shared <= self._num_unpromised_blocks
 
     def match(self, key: RootKey, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest exact prefix held, never the last token of `tokens`; changes nothing."""
+        """Return the longest exact prefix held, never the last token of `tokens`; change nothing."""
         if not self._config.enable_block_reuse:
             return PrefixMatch()
         return self._tree.match(key, tokens, partial=self._config.enable_partial_reuse)
 
     def add_sequence(self, request_id: int, key: RootKey, match: PrefixMatch, total_tokens: int) -> int:
-        """Admits a request on a fresh `match` that fits; returns its matched tokens. `allocate` then gives it blocks,
-        at most for `total_tokens`."""
+        """Admit a request on a fresh `match` that fits; return its matched tokens. `allocate` gives it blocks later."""
         self._tree.acquire(match.nodes)
         blocks = [node.block_id for node in match.nodes]
         self._sequences[request_id] = _Sequence(key, self.blocks_for(total_tokens), list(match.nodes), blocks)
@@ -342,26 +328,24 @@ class BlockManager:
         return len(match.nodes) * self.block_size + match.partial_tokens
 
     def room_for(self, request_id: int) -> int:
-        """Tokens that the sequence's blocks and all blocks that can be had now would hold."""
+        """Return the tokens that the sequence's blocks and all blocks that can be had now would hold."""
         return (len(self._sequences[request_id].block_ids) + self.num_free_blocks) * self.block_size
 
     def allocate(self, request_id: int, num_tokens: int) -> list[int]:
-        """Grows the sequence to hold `num_tokens` and returns all its block ids in order of position."""
+        """Grow the sequence to hold `num_tokens` and return all its block ids in order of position."""
         blocks = self._sequences[request_id].block_ids
         blocks += [self._take_block() for _ in range(self.blocks_for(num_tokens) - len(blocks))]
         return list(blocks)
 
     def block_ids(self, request_id: int) -> list[int]:
-        """Blocks of the sequence in order of position."""
+        """Return the blocks of the sequence in order of position."""
         return list(self._sequences[request_id].block_ids)
 
     def publish(self, request_id: int, tokens: Sequence[int]) -> None:
-        """Offers the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
+        """Offer the full blocks of `tokens`, the request's leading tokens whose KV is written, for reuse.
 
-        If an equal block is in the tree and a sequence reads it, that one stays; otherwise ours replaces it, so that
-        publishing costs no block. Without `replaces`, publication stops at the first block that would cost one promised
-        to others.
-        """
+        If a sequence reads an equal block of the tree, that one stays; otherwise ours replaces it, so publishing costs
+        no block. Without `replaces`, publication stops at the first block that would cost one promised to others."""
         sequence, tree, size = self._sequences[request_id], self._tree, self.block_size
         if not self._config.enable_block_reuse:
             return
@@ -392,12 +376,12 @@ class BlockManager:
         return True
 
     def stop_growing(self, request_id: int) -> None:
-        """Gives up the blocks promised but not allocated: the sequence is done and only held."""
+        """Give up the blocks promised but not allocated: the sequence is done and only held."""
         sequence = self._sequences[request_id]
         sequence.total_blocks = len(sequence.block_ids)
 
     def release(self, request_id: int) -> None:
-        """Drops the sequence, if there is one: private blocks become free, reusable ones lose a reader."""
+        """Drop the sequence, if there is one: private blocks become free, reusable ones lose a reader."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -409,14 +393,13 @@ class BlockManager:
             self.publication.released(request_id)
 
     def pin(self, request_id: int) -> None:
-        """Drops the sequence, but keeps the blocks that it reads in the reuse tree until `unpin`. Its private blocks,
-        duplicates included, become free."""
+        """Drop the sequence and free its private blocks, duplicates too; the tree keeps what it reads until `unpin`."""
         self._pins[request_id] = path = self._sequences[request_id].path
         self._tree.acquire(path)
         self.release(request_id)
 
     def unpin(self, request_id: int) -> None:
-        """Removes the request's pins, if it has any."""
+        """Remove the request's pins, if it has any."""
         self._tree.release(self._pins.pop(request_id, []))
 
     @property

@@ -1,9 +1,8 @@
 """Builds a connector, calls it in TensorRT-LLM's order and holds it to a contract: that of 1.2, of main, or our own.
 
-Shaped after `KvCacheConnectorManager`; facts: NVIDIA/TensorRT-LLM, under `tensorrt_llm/_torch/pyexecutor/`:
-`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main). The scheduler is on rank 0, and its answers
-are sent to every rank. With one rank, metadata still goes through pickle, as sending needs it.
-"""
+Sources: `KvCacheConnectorManager` of NVIDIA/TensorRT-LLM, under `tensorrt_llm/_torch/pyexecutor/`:
+`kv_cache_connector.py` (1.2) and `connectors/kv_cache_connector.py` (main). The scheduler is on rank 0, which sends its
+answers to every rank. With one rank, metadata still goes through pickle, as sending needs it."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bound by nanobind; what V1 hands to the query has these and nothing else.
+# nanobind binds these; the request that V1 gives to the query has nothing else.
 _BOUND_ATTRIBUTES = (
     "request_id get_tokens get_token get_num_tokens prompt_len orig_prompt_len max_new_tokens state "
     "context_current_position context_chunk_size context_remaining_length is_first_context_chunk "
@@ -60,20 +59,16 @@ class SchedulerOutputV12:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """One contract: what the engine gives to a connector, and how the engine behaves.
+    """What the engine gives to a connector, and how the engine behaves.
 
-    `request_attributes` are what the query can read of a request under the V1 cache manager, which hands it another
-    object than the later calls. The rest:
-
+    - `request_attributes`: what V1's query can read of a request; later calls get another object.
     - `allows_v2`: a connector may be attached to the V2 cache manager; otherwise the engine takes V1.
-    - `waits_for_initialization`: the scheduler is called once after the caches are registered.
-    - `defers_cancel`: the blocks of a cancelled request are held while a load into them is under way.
-    - `floors_local_match`: the query's local match under V1 counts whole shared blocks only.
+    - `waits_for_initialization`: the engine calls the scheduler once after it has registered the caches.
+    - `defers_cancel`: the engine holds the blocks of a cancelled request while a load into them is under way.
+    - `floors_local_match`: under V1, the query's local match counts whole shared blocks only.
     - `asks_without_reuse`: with block reuse off, V1 still asks for tokens, and applies none of the offer.
-    - `tells_cut_short`: `request_finished` is called for a request that fails or is cancelled; otherwise it just
-      disappears.
-    - `survives_failed_forward`: an error in a forward ends all running requests with an error, and the engine lives on.
-    """
+    - `tells_cut_short`: the engine calls `request_finished` for a request that fails or is cancelled, too.
+    - `survives_failed_forward`: a failed forward ends all running requests with an error, and the engine lives on."""
 
     name: str
     request_data: type[ScheduledRequest]
@@ -100,8 +95,7 @@ MAIN = Contract(
     floors_local_match=True,
     asks_without_reuse=True,
 )
-# What the engine does by default: as main, but the connector learns of parts of blocks, of every end and of requests
-# that are to be exact, and gets prompts as arrays, which are faster to read.
+# The default: as main, but the connector learns of partial blocks, every end and exact requests. Arrays read faster.
 EMBEDDED = replace(
     MAIN,
     name="embedded",
@@ -126,8 +120,7 @@ class ConnectorContractError(SemBlendError, RuntimeError):
 
 
 class Transfers:
-    """Requests that a connector loads or saves (`what`, in errors) beside the iterations. `begun`, by request id, are
-    those that the worker does not know of yet. All `ranks` have the same."""
+    """Requests that a connector loads or saves (`what`), alike on all `ranks`. The worker has yet to see `begun`."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.begun: dict[int, LlmRequest] = {}
@@ -145,17 +138,16 @@ class Transfers:
         self.begun[request.request_id] = request
 
     def hand_in(self) -> list[int]:
-        """Marks the begun transfers as handed to the worker; returns their ids."""
+        """Mark the new transfers as handed to the worker; return their ids."""
         handed_in = list(self.begun)
         self._handed_in.update(self.begun)
         self.begun.clear()
         return handed_in
 
     def ended(self, reported: Iterable[int]) -> list[LlmRequest]:
-        """Takes the ids that this rank's worker reports; returns the requests that every rank's worker has reported.
+        """Take the ids that this rank's worker reports; return the requests that every rank's worker has reported.
 
-        Raises ConnectorContractError for an id that was not handed in, or was reported before.
-        """
+        Raises ConnectorContractError for an id that was not handed in, or was reported before."""
         for request_id in reported:
             request = self._handed_in.pop(request_id, None)
             if request is None:
@@ -172,11 +164,10 @@ class Transfers:
 
 
 class KvCacheConnectorManager:
-    """One connector: its `scheduler` decides, its `worker` moves KV. Requests are known by their ids.
+    """One connector: its `scheduler`, None on all ranks but 0, decides; its `worker` moves KV.
 
     `num_layer_groups` is 0 under the V1 cache manager, which has flat block ids only, and at least 1 under V2. All
-    `ranks` make the same calls; `scheduler` is None on all but rank 0.
-    """
+    `ranks` make the same calls."""
 
     def __init__(
         self,
@@ -197,10 +188,9 @@ class KvCacheConnectorManager:
         self._forward_pass_callable: Callable[[], None] | None = None
 
     def register(self, pool: torch.Tensor, layout: KvCacheLayout | None = None) -> None:
-        """Registers the pool, by its `layout` under V2, and finishes initialisation. Call once, before any request.
+        """Register the pool, by its `layout` under V2, and finish initialisation. Call once, before any request.
 
-        Raises ConnectorContractError for a scheduler that takes flat block ids only if several layer groups have none.
-        """
+        If there are several layer groups and the scheduler takes flat block ids only, raises ConnectorContractError."""
         self._forward_pass_callable = self.worker.register_forward_pass_callable()
         if layout is None:
             self.worker.register_kv_caches(pool)
@@ -222,11 +212,10 @@ class KvCacheConnectorManager:
     # -- a new request --------------------------------------------------------------------------------------------
 
     def ask(self, request: LlmRequest, num_computed_tokens: int, most: int | None = None) -> int:
-        """Asks once how many tokens beyond `num_computed_tokens` the connector provides; returns how many the engine
-        takes: V1 all, V2 at most `most` and never the prompt's last one.
+        """Ask once for tokens beyond `num_computed_tokens` from the connector; return how many the engine takes.
 
-        If the connector provides them asynchronously, the request counts as loading from now on, even if none is taken.
-        """
+        V1 takes all, V2 at most `most` and never the prompt's last one. If the connector provides them asynchronously,
+        the request counts as loading from now on, even if the engine takes none."""
         request_id, left = request.request_id, request.prompt_len - 1 - num_computed_tokens
         if request_id in self._asked:
             raise ConnectorContractError("asked_once", f"request {request_id} would be asked about a second time")
@@ -260,7 +249,7 @@ class KvCacheConnectorManager:
         return taken
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: Sequence[int]) -> None:
-        """Tells the scheduler, on its own rank, which blocks the request has."""
+        """Report to the scheduler, on its own rank, which blocks the request has."""
         if self.scheduler is None:
             return
         if self._num_groups:
@@ -269,7 +258,7 @@ class KvCacheConnectorManager:
             self.scheduler.update_state_after_alloc(request, list(block_ids))
 
     def forget(self, request_id: int) -> None:
-        """The request has ended or was paused: a paused one will be asked about and described in full again."""
+        """Drop an ended or a paused request: a paused one is asked about and described in full again."""
         self._asked.discard(request_id)
         self._reported.pop(request_id, None)
         self._synchronous_loads.pop(request_id, None)
@@ -277,7 +266,7 @@ class KvCacheConnectorManager:
     # -- an iteration ---------------------------------------------------------------------------------------------
 
     def build_scheduler_output(self, batch: ScheduledBatch, block_ids_of: Callable[[int], list[int]]) -> None:
-        """Describes the batch to the connector: new requests in full, known ones as deltas, no loading ones."""
+        """Describe the batch to the connector: new requests in full, known ones as deltas, no loading ones."""
         output: Any = self.version.scheduler_output()
         for request in batch.requests:
             if request.request_id in self._loads.begun:
@@ -289,13 +278,13 @@ class KvCacheConnectorManager:
         self._scheduler_output = output
 
     def take_scheduled_requests_pending_load(self, batch: ScheduledBatch) -> None:
-        """Takes the requests that wait for an asynchronous load out of the batch."""
+        """Take the requests that wait for an asynchronous load out of the batch."""
         for request in self._loads.begun.values():
             request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
         batch.context_requests = [r for r in batch.context_requests if r.request_id not in self._loads.begun]
 
     def handle_metadata(self) -> None:
-        """Builds the metadata on rank 0, sends it to every rank through pickle, and binds it there."""
+        """Build the metadata on rank 0, send it to every rank through pickle, and bind it there."""
 
         def build() -> bytes:
             metadata = self.scheduler.build_connector_meta(self._scheduler_output)
@@ -316,8 +305,7 @@ class KvCacheConnectorManager:
     # -- the end of a request -------------------------------------------------------------------------------------
 
     def request_finished(self, request: LlmRequest, block_ids: Sequence[int]) -> bool:
-        """Tells the connector that the request is over; True when its blocks must be held for a save. Some versions do
-        not call it for a request that failed or was cancelled."""
+        """Report the end, but in some versions not of a request cut short; True to hold its blocks for a save."""
         self.forget(request.request_id)
         if request.finish_reason in ("error", "cancelled") and not self.version.tells_cut_short:
             return False
@@ -347,10 +335,9 @@ class KvCacheConnectorManager:
         return sorted(self._loads.ids | self._saves.ids)
 
     def get_finished(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Hands in new transfers and returns (saved, loaded) requests. Called in every iteration, idle ones too.
+        """Hand in new transfers; return (saved, loaded) requests. The executor calls it in idle iterations too.
 
-        With several ranks, a request is returned once every rank's worker has reported it.
-        """
+        With several ranks, a request is returned once every rank's worker has reported it."""
         answer = self.worker.get_finished(self._saves.hand_in(), self._loads.hand_in())
         try:
             saved_ids, loaded_ids = answer
@@ -364,19 +351,18 @@ class KvCacheConnectorManager:
         return saved, loaded
 
     def reuse_of(self, request_id: int) -> Any:
-        """The connector's report on a request's reuse, on every rank; None where it offers none."""
+        """Return the connector's report on a request's reuse, on every rank; None where it offers none."""
         return self._on_leader(lambda: getattr(self.scheduler, "reuse_of", lambda _: None)(request_id))
 
     def close(self) -> None:
-        """Closes scheduler and worker where they can be closed."""
+        """Close scheduler and worker where they can be closed."""
         for part in (self.scheduler, self.worker):
             getattr(part, "close", lambda: None)()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _on_leader(self, call: Callable[[], Any]) -> Any:
-        """Runs `call` on rank 0 and returns its result on every rank. Its error is raised on every rank: a rank that
-        went on would wait for ever."""
+        """Return rank 0's result of `call`, or raise its error, on every rank, so that no rank waits for ever."""
         answer = failure = None
         if self.scheduler is not None:
             try:
@@ -418,10 +404,9 @@ class KvCacheConnectorManager:
 
 
 def uses_v2(llm_args: LlmArgs) -> bool:
-    """Whether the engine takes the V2 cache manager. With a connector, a version that supports V1 only takes V1.
+    """Return whether the engine takes the V2 cache manager: never with a connector whose version supports V1 only.
 
-    Raises ConfigurationError for layer groups under V1, which has none.
-    """
+    Raises ConfigurationError for layer groups under V1, which has none."""
     version, wanted = CONTRACTS[llm_args.contract], llm_args.kv_cache_config.use_kv_cache_manager_v2
     if wanted and llm_args.kv_connector_config is not None and not version.allows_v2:
         logger.warning(
@@ -437,13 +422,11 @@ def uses_v2(llm_args: LlmArgs) -> bool:
 
 
 def load_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager | None:
-    """Imports the classes named in KvCacheConnectorConfig and builds each with one positional argument, `llm_args`, as
-    TensorRT-LLM does; None when none are named.
+    """Import and build the classes that KvCacheConnectorConfig names; None without that configuration.
 
-    Every rank has a worker, and rank 0 a scheduler; both are built at once, each in a thread of its own.
-    Raises ConfigurationError when the module or a class is missing or an abstract method is not implemented; what a
-    constructor itself raises is passed on.
-    """
+    Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Every rank has a worker, and rank 0 a scheduler;
+    both are built at once, each in a thread of its own. Raises ConfigurationError when the module or a class is missing
+    or an abstract method is not implemented. What a constructor itself raises is passed on."""
     config = llm_args.kv_connector_config
     if config is None:
         return None

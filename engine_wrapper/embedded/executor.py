@@ -1,8 +1,7 @@
 """The iteration loop: schedule, ask and feed the connector, run, sample, finish, publish, poll transfers.
 
-An iteration has TensorRT-LLM's order (`PyExecutor._executor_loop`, or `_executor_loop_overlap`), so that a connector
-sees here what it would see there.
-"""
+An iteration has TensorRT-LLM's order (`PyExecutor._executor_loop`, or `_executor_loop_overlap`): a connector sees here
+what it would see there."""
 
 from __future__ import annotations
 
@@ -37,13 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class Executor:
-    """One engine: a model, its KV pool, and its requests. All methods are thread safe; a step runs in the thread that
-    calls it.
+    """One engine: a model, its KV pool, and its requests. Methods are thread safe; a step runs in its caller's thread.
 
     A connector finds the executor as `runtime_for(llm_args).engine` and may set `model_runner.plan_source` and
-    `block_manager.publication`. `runner`'s weights are shared, its pool is not. Raises ConfigurationError,
-    UnsupportedModelError or CapacityError when the arguments do not fit the model or the connector cannot be built.
-    """
+    `block_manager.publication`. The executor shares `runner`'s weights, not its pool. If the arguments do not fit the
+    model or the connector cannot be built, raises ConfigurationError, UnsupportedModelError or CapacityError."""
 
     def __init__(self, llm_args: LlmArgs, runner: ModelRunner) -> None:
         self.llm_args = llm_args
@@ -94,7 +91,7 @@ class Executor:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def enqueue(self, requests: list[LlmRequest]) -> None:
-        """Takes all of `requests`. Takes none and raises CapacityError when one of them can never fit."""
+        """Take all of `requests`. If one of them can never fit, take none and raise CapacityError."""
         with self._lock:
             self._check_alive()
             for request in requests:
@@ -103,11 +100,10 @@ class Executor:
                 line_up(self._waiting, request)
 
     def abort(self, request: LlmRequest) -> bool:
-        """Ends an unfinished request; False when it has finished already.
+        """End an unfinished request; False when it has finished already.
 
         Its blocks become free at once. If a load into them is under way and the contract's version waits for it, they
-        become free when the connector reports its end.
-        """
+        become free when the connector reports its end."""
         with self._lock:
             if request.is_finished:
                 return False
@@ -125,7 +121,7 @@ class Executor:
             return True
 
     def pause(self, request: LlmRequest) -> None:
-        """Takes a running request's blocks away; it is computed again later (V2). Ignores other requests."""
+        """Take a running request's blocks away; V2 computes it again later. Ignore other requests."""
         with self._guarded():
             is_loading = self.connector is not None and self.connector.is_loading(request.request_id)
             if request.request_id in self._active and not is_loading:
@@ -144,11 +140,10 @@ class Executor:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one iteration; False when there was nothing to run.
+        """Run one iteration; False when there was nothing to run.
 
-        A request that fails ends with finish reason "error". So do all running requests when their forward fails, if
-        the contract's version survives that. Any other error ends all requests and the engine, and is raised.
-        """
+        A failed request ends with finish reason "error". If a forward fails and the contract's version survives that,
+        so do all running requests. Any other error ends all requests and the engine, and is raised."""
         with self._guarded():
             batch = self._scheduler.schedule()
             stream = current_stream(self.model_runner.device)
@@ -167,7 +162,7 @@ class Executor:
         return ran
 
     def poll_transfers(self) -> None:
-        """Runs an idle iteration: asks the connector which transfers have ended."""
+        """Run an idle iteration: ask the connector which transfers have ended."""
         with self._guarded():
             self._poll_transfers()
 
@@ -177,7 +172,7 @@ class Executor:
             return self.block_manager.reset_reuse_state()
 
     def shutdown(self) -> None:
-        """Aborts what is left and closes the connector. Safe to call twice."""
+        """Abort what is left and close the connector. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -192,7 +187,7 @@ class Executor:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Lets one thread in at a time. An error that is raised inside ends the engine."""
+        """Let one thread in at a time. An error that is raised inside ends the engine."""
         with self._lock:
             self._check_alive()
             try:
@@ -202,8 +197,7 @@ class Executor:
                 raise
 
     def _forward(self, batch: ScheduledBatch, stream: torch.cuda.Stream | None) -> torch.Tensor | None:
-        """Returns logits of each request's last row, float32 [requests, vocabulary]. When the forward fails, ends all
-        running requests and returns None."""
+        """Return last logits, float32 [requests, vocabulary]. If the forward fails, end all running requests: None."""
         connector = self.connector
         try:
             if connector is not None:
@@ -234,11 +228,10 @@ class Executor:
         return SequenceSlice(request.request_id, begin, tuple(request.tokens(begin, request.chunk_end)), block_ids)
 
     def _update(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
-        """Updates every request of the batch: positions, new tokens, ends, and publication of the prompts' blocks.
+        """Update every request of the batch: positions, new tokens, ends, and publication of the prompts' blocks.
 
-        With the overlap scheduler it handles the tokens of the iteration before; of a request that ends with them,
-        this batch's row is ignored.
-        """
+        With the overlap scheduler it handles the tokens of the iteration before. If a request ends with them, its row
+        of this batch is ignored."""
         if not self.llm_args.disable_overlap_scheduler:
             self._take_tokens()
         ready: list[tuple[int, LlmRequest]] = []
@@ -264,8 +257,7 @@ class Executor:
     # -- tokens ---------------------------------------------------------------------------------------------------
 
     def _sample(self, request: LlmRequest, logits: torch.Tensor, best: float, token: int) -> None:
-        """Chooses the request's next token from its `logits`, [vocabulary]; `best`, that of `token`, is the largest.
-        Ends the request if that fails."""
+        """Choose the next token from `logits`, [vocabulary], with `best` at `token`. If that fails, end the request."""
         params = request.sampling_params
         if params.return_generation_logits:
             request.generation_logits.append(logits.clone())
@@ -282,13 +274,12 @@ class Executor:
         self._sampled.append(request)
 
     def _take_tokens(self) -> None:
-        """Handles the tokens sampled since the last call."""
         sampled, self._sampled = self._sampled, []
         for request in sampled:
             self._accept(request)
 
     def _accept(self, request: LlmRequest) -> None:
-        """Handles the request's pending token, if there is one; that may end the request."""
+        """Handle the request's pending token, if there is one; that may end the request."""
         token = request.pending_token
         if token is None or request.is_finished:
             return
@@ -310,10 +301,9 @@ class Executor:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _finish(self, request: LlmRequest, reason: str) -> None:
-        """Ends a running request: offers its blocks for reuse if it came to its end, then frees or saves them.
+        """End a running request: offer its blocks for reuse if it came to its end, then free or save them.
 
-        During a save it keeps all its blocks or only those in the reuse tree, as the cache manager has it.
-        """
+        During a save it keeps all its blocks or only those in the reuse tree, as the cache manager has it."""
         request_id = request.request_id
         request.finish_reason = reason
         del self._active[request_id]
@@ -333,8 +323,7 @@ class Executor:
             self.block_manager.pin(request_id)
 
     def _cut_short(self, request: LlmRequest, reason: str) -> None:
-        """Ends a running request early. If its load is under way and the version waits for that, it ends when the
-        connector reports the load."""
+        """End a running request early. If the version defers that for a load, the connector must report it first."""
         connector = self.connector
         if connector is not None and self._version.defers_cancel and connector.is_loading(request.request_id):
             request.finish_reason = reason
@@ -342,7 +331,7 @@ class Executor:
             self._finish(request, reason)
 
     def _poll_transfers(self) -> None:
-        """Asks the connector which transfers have ended, and frees the blocks that they held."""
+        """Ask the connector which transfers have ended, and free the blocks that they held."""
         if self.connector is None:
             return
         saved, loaded = self.connector.get_finished()
@@ -357,7 +346,7 @@ class Executor:
                 self._finish(request, request.finish_reason)
 
     def _pause(self, request: LlmRequest) -> None:
-        """Puts a running request back among the waiting ones, unless its pending token ends it."""
+        """Put a running request back among the waiting ones, unless its pending token ends it."""
         self._accept(request)
         if request.is_finished:
             return
@@ -386,7 +375,7 @@ class Executor:
             raise SemBlendError(f"this engine has stopped ({self.failure}); build a new one")
 
     def _check_fits(self, request: LlmRequest) -> None:
-        """Raises CapacityError when the request could not run even on an empty engine."""
+        """Raise CapacityError when the request could not run even on an empty engine."""
         total, blocks = request.max_total_tokens, self.block_manager
         asked = f"a prompt of {request.prompt_len} tokens with {request.max_new_tokens} new ones"
         if total > self.max_seq_len:

@@ -68,7 +68,7 @@ class RequestStream:
         return output
 
     def close(self) -> None:
-        """Ends the iteration, and the request where it still runs."""
+        """End the iteration, and the request if it still runs."""
         if not self._ended:
             self._ended = True
             self._llm.forget(self._request)
@@ -77,7 +77,7 @@ class RequestStream:
         self.close()
 
     def has_news(self) -> bool:
-        """True when the next output can be taken without running an iteration."""
+        """Return whether the next output can be taken without running an iteration."""
         return self._request.is_finished or self._has_token()
 
     def _has_token(self) -> bool:
@@ -85,17 +85,14 @@ class RequestStream:
 
 
 class LLM:
-    """One engine and its requests.
+    """One engine and its requests. Takes every field of `LlmArgs` by name.
 
-    Takes every field of `LlmArgs` by name. Several engines can share the weights of one `runner`, which has loaded
-    `model`. Use it as a context manager, or call `shutdown`. `connector_scheduler` and `connector_worker` are the
-    connector's halves, None without a connector.
+    Several engines can share the weights of one `runner`, which has loaded `model`. Use it as a context manager, or
+    call `shutdown`. `connector_scheduler` and `connector_worker` are the connector's halves, None without a connector.
 
     With `tensor_parallel_size` N, N processes of one `torch.distributed` group build the same LLM and make the same
-    calls in the same order. Each holds its part of the model and of the KV; all have the same outputs.
-
-    Raises ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence.
-    """
+    calls in the same order. Each holds its part of the model and of the KV; all have the same outputs. Raises
+    ConfigurationError, CapacityError or UnsupportedModelError, each with one sentence."""
 
     def __init__(self, model: str | Path, *, runner: ModelRunner | None = None, **fields: Any) -> None:
         asked = LlmArgs(model=model, **fields)  # type: ignore[arg-type]
@@ -139,11 +136,10 @@ class LLM:
         cache_salt: str | Sequence[str | None] | None = None,
         lora_request: str | None = None,
     ) -> list[RequestOutput]:
-        """Runs one prompt (text or token ids) or several together; returns one output for each, in their order.
+        """Run one prompt (text or token ids) or several together; return one output for each, in their order.
 
         `sampling_params` and `cache_salt` are one for all or one each. When one prompt is empty or can never fit, no
-        prompt is enqueued. A request that fails has finish reason "error" and says why in `error`.
-        """
+        prompt is enqueued. A request that fails has finish reason "error" and says why in `error`."""
         texts = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), len(texts), SamplingParams)
         salts = one_each("cache_salt", cache_salt, len(texts), str)
@@ -174,13 +170,12 @@ class LLM:
         exact_only: bool = False,
         cold: bool = False,
     ) -> RequestStream:
-        """Enqueues a prompt and returns an iterator over its partial outputs, one for every new token.
+        """Enqueue a prompt and return an iterator over its partial outputs, one for every new token.
 
         Without `streaming` the iterator gives the final output only. Taking an output runs all requests, not only this
-        one. An iterator that is closed or dropped before its end aborts its request. The request waits while one with a
-        lower `priority` waits or runs. With `exact_only` it reuses nothing that differs from a cold run's KV; with
-        `cold` nothing at all, under a salt of its own, so that no other request reuses anything of it.
-        """
+        one. Closing or dropping the iterator aborts its request. The request waits while one with a lower `priority`
+        waits or runs. With `exact_only` it reuses nothing that differs from a cold run's KV. With `cold` it reuses
+        nothing at all, under a salt of its own, so that no other request reuses anything of it."""
         (salt,) = one_each("cache_salt", cache_salt, 1, str)
         if cold:
             salt = f"cold-{self._ranks.broadcast(secrets.randbits(63)):016x}"
@@ -190,7 +185,7 @@ class LLM:
         return RequestStream(self, request, prompt if isinstance(prompt, str) else None, streaming)
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request with finish reason "cancelled"; False when it is unknown or has finished."""
+        """End a request with finish reason "cancelled"; False when it is unknown or has finished."""
         request = self._live.get(request_id)
         return request is not None and self.executor.abort(request)
 
@@ -199,10 +194,9 @@ class LLM:
         return self.executor.reset_prefix_cache()
 
     def settle(self) -> None:
-        """Waits until the connector has ended every transfer: what was served is then a donor.
+        """Wait until the connector has ended every transfer: what was served is then a donor.
 
-        Raises SemBlendError after `transfer_timeout` seconds, naming the requests.
-        """
+        Raises SemBlendError after `transfer_timeout` seconds, naming the requests."""
         deadline = time.monotonic() + self.llm_args.transfer_timeout
         while True:
             self.executor.poll_transfers()
@@ -211,7 +205,7 @@ class LLM:
             self._pause(deadline)
 
     def shutdown(self) -> None:
-        """Aborts what is running and closes the connector; the engine takes no more requests."""
+        """Abort what is running and close the connector; the engine takes no more requests."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -256,20 +250,19 @@ class LLM:
         self._live.update((request.request_id, request) for request in requests)
 
     def forget(self, request: LlmRequest) -> None:
-        """Drops a request for good, ending it where it still runs."""
+        """Drop a request for good; end it if it still runs."""
         if self._live.pop(request.request_id, None) is not None:
             self.executor.abort(request)
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Runs iterations until `done`; waits for the connector when no request can run."""
+        """Run iterations until `done`; wait for the connector when no request can run."""
         while not done():
             self.advance()
 
     def advance(self) -> None:
-        """Runs one iteration. When no request can run, waits a moment for the connector.
+        """Run one iteration. When no request can run, wait a moment for the connector.
 
-        Raises SemBlendError when that has lasted for `transfer_timeout` seconds.
-        """
+        Raises SemBlendError when that has lasted for `transfer_timeout` seconds."""
         if self.executor.step():
             self._deadline = None
         else:

@@ -57,7 +57,7 @@ class KvCacheConnectorConfig(StrictModel):
 
     @classmethod
     def ours(cls, module: str = "engine_wrapper.connector") -> KvCacheConnectorConfig:
-        """Our connector: the one that also executes plans, or the stock one of `semblend_trt.connector`."""
+        """Name our connector: the one that also executes plans, or the stock one of `semblend_trt.connector`."""
         return cls(
             connector_module=module,
             connector_scheduler_class="SemBlendKvConnectorScheduler",

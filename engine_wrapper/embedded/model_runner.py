@@ -35,13 +35,11 @@ PlanSource = Callable[[int], "SemanticKvPlan | None"]
 
 
 class ModelRunner:
-    """One model over one pool.
+    """One model over one pool. Several `ranks` run each forward together, on the same slices, and have the same logits.
 
-    The engine wrapper sets three attributes. `plan_source`: `forward` asks it once for each slice that has no plan yet.
-    `readiness`: while KV is on its way into the pool, every layer waits for its own. `evidence_sink`: gets what the
-    checks of a forward found. `before_layer` and `after_layer` are called with the layer's index around every layer of
-    every forward. Several `ranks` run each forward together, on the same slices, and have the same logits.
-    """
+    The engine wrapper sets three attributes. `forward` asks `plan_source` once for each slice that has no plan yet.
+    With `readiness`, while KV is on its way into the pool, every layer waits for its own. `evidence_sink` gets what the
+    checks of a forward found. Every layer of every forward calls `before_layer` and `after_layer` with its index."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class ModelRunner:
         revision: str | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Loads the model; see `load_model` for the settings and errors."""
+        """Load the model; see `load_model` for the settings and errors."""
         ranks = ranks or Ranks()
         self._own(*load_model(model_path, dtype, device, tokenizer, revision, ranks), ranks)
 
@@ -61,12 +59,11 @@ class ModelRunner:
     def from_model(
         cls, model: Any, config_path: str | Path, tokenizer: Any = None, ranks: Ranks | None = None
     ) -> ModelRunner:
-        """A runner of a model in memory, as it is: on its device, in its dtype.
+        """Return a runner of a model in memory, as it is: on its device, in its dtype.
 
         `config_path` is a folder with the model's config.json, which engine and connector read again. Without a
-        `tokenizer`, prompts are token ids. No file identifies the weights, so their KV is shared with no other engine
-        unless SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does.
-        """
+        `tokenizer`, prompts are token ids. No file identifies the weights, so no other engine shares their KV unless
+        SEMBLEND_MODEL_REVISION names them. Raises UnsupportedModelError and ConfigurationError as loading does."""
         runner, ranks = cls.__new__(cls), ranks or Ranks()
         runner._own(*adopt_model(model, config_path, tokenizer, ranks), ranks)
         return runner
@@ -100,14 +97,15 @@ class ModelRunner:
         return frozenset(found)
 
     def share(self) -> ModelRunner:
-        """A runner with the same weights for another engine: without pool, plan source and hooks."""
+        """Return a runner with the same weights for another engine: without pool, plan source and hooks."""
         runner = copy.copy(self)
         runner._detach()
         return runner
 
     def attach_pool(self, pool: torch.Tensor, geometry: KvGeometry, max_rows: int | None = None) -> None:
-        """Sets the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward. Plans
-        that add more rows run in several (see `engine_wrapper.batch`)."""
+        """Set the pool, [blocks, layers, 2, kv_heads * block_size * head_dim], and the most rows of one forward.
+
+        Plans that add more rows run in several (see `engine_wrapper.batch`)."""
         self._forward = SparseForward(self.model, pool, geometry, ranks=self.ranks)
         self._max_rows = max_rows
 
@@ -118,11 +116,10 @@ class ModelRunner:
     def forward(self, slices: Sequence[SequenceSlice], all_rows: Literal[True]) -> list[torch.Tensor]: ...
 
     def forward(self, slices: Sequence[SequenceSlice], all_rows: bool = False) -> torch.Tensor | list[torch.Tensor]:
-        """Runs one iteration and returns logits.
+        """Run one iteration; return logits, float32 [len(slices), vocabulary], of each slice's last row.
 
-        float32 [len(slices), vocabulary], of each slice's last row; with `all_rows` one [tokens, vocabulary] a slice.
-        Raises PlanError when a plan does not fit its slice, ConfigurationError without a pool.
-        """
+        With `all_rows`, returns one [tokens, vocabulary] a slice. Raises PlanError when a plan does not fit its slice,
+        ConfigurationError without a pool."""
         if self._forward is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
         num_layers, max_rows, sink = self.facts.num_layers, self._max_rows, self.evidence_sink
@@ -136,7 +133,7 @@ class ModelRunner:
         return run_works(works, num_layers, max_rows, self._run_lowest, sink, run, is_arriving=arriving)
 
     def _run_divided(self, works: Sequence[SequenceWork], all_rows: bool) -> torch.Tensor | list[torch.Tensor]:
-        """Runs works that can be divided, one forward after the other; returns logits as `forward` does."""
+        """Run works that can be divided, one forward after the other; return logits as `forward` does."""
         found: list[list[torch.Tensor]] = [[] for _ in works]
         batches = micro_batches(works, self.facts.num_layers, self._max_rows)
         for parts in batches:
@@ -150,7 +147,7 @@ class ModelRunner:
         return logits_of if all_rows else torch.cat(logits_of)
 
     def _run(self, works: Sequence[SequenceWork]) -> torch.Tensor:
-        """Runs one forward; returns logits of its output rows. The evidence sink gets what its checks found."""
+        """Run one forward; return logits of its output rows. The evidence sink gets what its checks found."""
         assert self._forward is not None
         schedule = schedule_of(works, self.facts.num_layers).to(self.device)
         found: list[CheckEvidence] = []
@@ -162,13 +159,13 @@ class ModelRunner:
         return logits
 
     def _run_lowest(self, work: SequenceWork, layer: int) -> torch.Tensor:
-        """Runs the lowest layers of a part of a work (see `engine_wrapper.batch`)."""
+        """Run the lowest layers of a part of a work (see `engine_wrapper.batch`)."""
         assert self._forward is not None
         schedule = lowest_schedule(work, layer, self.facts.num_layers).to(self.device)
         return self._forward.lowest(schedule, self._before_layer(), self.after_layer)
 
     def _before_layer(self) -> LayerHook | None:
-        """The hook of this forward before each layer: waits for the layer's KV, then calls `before_layer`."""
+        """Return this forward's hook before each layer: wait for the layer's KV, then call `before_layer`."""
         readiness, hook = self.readiness, self.before_layer
         if readiness is None or not readiness.is_arriving:
             return hook

@@ -2,8 +2,7 @@
 
 Several ranks split each layer as Megatron-LM does (arXiv 1909.08053, section 3): a rank keeps some of the query and KV
 heads and some of the MLP's channels. Projections into these are split by their outputs, projections out of them by
-their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank.
-"""
+their inputs, and the ranks add up the results. Embeddings, norms and the head are on every rank."""
 
 from __future__ import annotations
 
@@ -38,10 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class SharedLinear(nn.Linear):
-    """This rank's part of a linear layer's inputs. The ranks' results are added up: each has the layer's outputs.
-
-    Rank 0 alone adds the bias.
-    """
+    """This rank's part of a linear layer's inputs. The ranks add up their results; rank 0 alone adds the bias."""
 
     def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
         nn.Module.__init__(self)
@@ -58,8 +54,7 @@ class SharedLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a model was loaded from, as `LlmArgs` name it. `files`: the states of its files when they were read; None
-    for weights that come from no file."""
+    """What a model was loaded from, as `LlmArgs` name it. `files`: as they were read; None for weights of no file."""
 
     model: str
     revision: str | None
@@ -67,10 +62,9 @@ class ModelSource:
     files: dict[str, FileState] | None
 
     def arguments_for(self, asked: LlmArgs) -> dict[str, Any]:
-        """The fields of `LlmArgs` that identify this model: the connector binds KV to them.
+        """Return the fields of `LlmArgs` that identify this model: the connector binds KV to them.
 
-        Raises ConfigurationError when another model or tokenizer is asked for, or the files have changed since.
-        """
+        Raises ConfigurationError when another model or tokenizer is asked for, or the files have changed since."""
         folder = _place(self.model, self.revision)
         if _place(asked.model, asked.revision) != folder:
             raise ConfigurationError(
@@ -96,12 +90,11 @@ def load_model(
     revision: str | None,
     ranks: Ranks,
 ) -> tuple[Any, Any, ModelFacts, ModelSource]:
-    """Loads `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
+    """Load `model`, a folder or a hub id, in `dtype` (auto: the checkpoint's) onto `device` (auto: CUDA where it is).
 
-    Returns the model, its tokenizer, the whole model's facts, and its source. Several `ranks` load one model, and each
-    keeps its part. Raises ConfigurationError when something cannot be read or a setting is unknown,
-    UnsupportedModelError when the model's architecture or positions are not supported.
-    """
+    Returns the model, of which each rank keeps its part, its tokenizer, the whole model's facts, and its source. Raises
+    ConfigurationError when something cannot be read or a setting is unknown, UnsupportedModelError when the model's
+    architecture or positions are not supported."""
     target_dtype, target_device = resolve_dtype(dtype), resolve_device(device)
     facts = _supported_facts(model, revision)
     files = _states(str(model), revision)
@@ -115,11 +108,10 @@ def load_model(
 def adopt_model(
     model: Any, config_path: str | Path, tokenizer: Any, ranks: Ranks
 ) -> tuple[Any, Any, ModelFacts, ModelSource]:
-    """Prepares a whole model that is in memory; `config_path` is a folder with its config.json. Each rank keeps its
-    part. Returns what `load_model` does.
+    """Prepare a whole model that is in memory; `config_path` is a folder with its config.json.
 
-    Raises as `load_model` does, and ConfigurationError when the folder describes another model.
-    """
+    Returns what `load_model` does. Raises as it does, and ConfigurationError for a folder that describes another
+    model."""
     facts = _supported_facts(config_path, None)
     read = AutoConfig.from_pretrained(str(config_path), local_files_only=True)
     if _digest(read) != _digest(model.config):
@@ -165,7 +157,7 @@ def _supported_facts(model: str | Path, revision: str | None) -> ModelFacts:
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The torch dtype of a setting; None for "auto". Raises ConfigurationError."""
+    """Return the torch dtype of a setting; None for "auto". Raises ConfigurationError."""
     if dtype == "auto":
         return None
     resolved = _DTYPES.get(str(dtype).removeprefix("torch."))
@@ -175,7 +167,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The torch device of a setting; "auto" is CUDA where there is one, else the CPU. Raises ConfigurationError."""
+    """Return the torch device of a setting; "auto": CUDA where it is, else the CPU. Raises ConfigurationError."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -212,7 +204,7 @@ def _load_weights(name: str, dtype: torch.dtype | None, revision: str | None) ->
 
 
 def _rank_part(model: Any, ranks: Ranks) -> Any:
-    """This rank's part of the model. Of one that takes images, only what reads and writes text."""
+    """Return this rank's part of the model; of one that takes images, only what reads and writes text."""
     text = model
     if hasattr(getattr(model, "language_model", None), "lm_head"):  # as Llama 4 keeps it
         text = model.language_model
@@ -227,11 +219,10 @@ def _rank_part(model: Any, ranks: Ranks) -> Any:
 
 
 def keep_shard(model: Any, ranks: Ranks) -> None:
-    """Cuts `model` to this rank's part of the layers, and its configuration to the part's sizes.
+    """Cut `model` to this rank's part of the layers, and its configuration to the part's sizes.
 
-    Raises ConfigurationError for a mixture of experts or latent rows, and when the ranks do not divide KV heads or
-    channels or a norm needs all heads; nothing is changed then.
-    """
+    Raises ConfigurationError, and changes nothing, for a mixture of experts or latent rows, for KV heads or channels
+    that the ranks do not divide, and for a norm that needs all heads."""
     if ranks.size == 1:
         return
     _check_divisible(model, ranks)
@@ -278,6 +269,5 @@ def _check_divisible(model: Any, ranks: Ranks) -> None:
 
 
 def _part(count: int, ranks: Ranks) -> slice:
-    """This rank's share of `count` heads' or MLP channels, one run of them."""
     share = count // ranks.size
     return slice(ranks.rank * share, (ranks.rank + 1) * share)

@@ -1,7 +1,6 @@
-"""Requests: prompts and sampling as callers give them, requests as executor and connector see them, and outputs.
+"""Prompts and sampling as callers give them, requests as executor and connector see them, and outputs.
 
-Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and CompletionOutput.
-"""
+Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and CompletionOutput."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list. A sequence that starts with an integer is one prompt of token ids."""
+    """Return one prompt or several as a list. A sequence that starts with an integer is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = prompts if isinstance(prompts, list) else list(prompts)
@@ -49,7 +48,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> npt.NDArray[np.int32]:
-    """Token ids of a prompt, int32 [n]. Raises ConfigurationError for ids outside of 0..`vocabulary` - 1."""
+    """Return a prompt's token ids, int32 [n]. Raises ConfigurationError for ids outside of 0..`vocabulary` - 1."""
     listed = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     # A tokenizer may begin even an empty text with a token of its own.
     if len(prompt) == 0 or not listed:
@@ -68,7 +67,7 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocabulary: int) -> npt.NDArray
 
 
 def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
-    """`values` as a list of `number`: one of `kind` (or None) for all, or a sequence with one each."""
+    """Return a list of `number` values: one of `kind` (or None) for all, or a sequence with one each."""
     if values is None or isinstance(values, kind):
         return [cast("T", values)] * number
     if not isinstance(values, (list, tuple)) or not all(value is None or isinstance(value, kind) for value in values):
@@ -85,10 +84,9 @@ def one_each(name: str, values: Any, number: int, kind: type[T]) -> list[T]:
 class SamplingParams:
     """Checked on construction; ConfigurationError names the field, its value and its bound.
 
-    `temperature` 0 is greedy. `top_p` 1 leaves every token in. `seed` None draws a new one. Generation ends at
-    `stop_token_ids`, at the model's end tokens unless `ignore_eos`, or after `max_tokens`. `forced_token_ids` are taken
-    in place of sampled tokens, and generation ends with the last of them (teacher forcing).
-    """
+    `temperature` 0 is greedy. `top_p` 1 leaves every token in. For `seed` None, `LLM` draws a new one. Generation ends
+    at `stop_token_ids`, at the model's end tokens unless `ignore_eos`, or after `max_tokens`. `forced_token_ids`
+    replace sampled tokens, and generation ends with the last of them (teacher forcing)."""
 
     max_tokens: int = 32
     temperature: float = 0.0
@@ -136,20 +134,18 @@ def _is_a(kind: type | tuple[type, ...], value: object) -> bool:
 
 
 def largest_of(logits: torch.Tensor) -> list[tuple[float, int]]:
-    """The largest logit of every row of `logits`, [requests, vocabulary], and the first token that has it.
+    """Return each row's largest logit and the first token that has it; `logits`: [requests, vocabulary].
 
-    One transfer fetches all of them from the device: each transfer may wait for a donor's.
-    """
+    One transfer fetches all of them from the device: each transfer may wait for a donor's."""
     best, tokens = logits.max(1)
     return [(value, int(token)) for value, token in torch.stack((best.double(), tokens.double()), 1).tolist()]
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """The next token by `logits`, [vocabulary]: temperature, then top-p (nucleus sampling, Holtzman et al. 2020).
+    """Draw the next token by `logits`, [vocabulary]: temperature, then top-p (nucleus sampling, Holtzman et al. 2020).
 
-    Each token takes one uniform number of the request's own generator, so a request's tokens depend on its logits and
-    seed alone, never on its neighbours in the batch.
-    """
+    Each token takes one uniform number of the request's own generator. So a request's tokens depend on its logits and
+    seed alone, never on its neighbours in the batch."""
     probabilities, tokens = candidates(logits, params)
     cumulative = probabilities.cumsum(0)
     drawn = torch.rand((), generator=generator, dtype=torch.float64).to(cumulative.device) * cumulative[-1]
@@ -158,10 +154,9 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that may be drawn, most probable first, with their probabilities: float64 [n] and int64 [n].
+    """Return the probabilities, float64 [n] and falling, and ids, int64 [n], of the tokens that may be drawn.
 
-    Top-p keeps the smallest set whose probability reaches it.
-    """
+    Top-p keeps the smallest set whose probability reaches it."""
     ordered, tokens = logits.float().sort(descending=True, stable=True)
     # Differences, in double precision: a tiny temperature must neither overflow nor round to 0.
     probabilities = ((ordered - ordered[0]).double() / params.temperature).softmax(0)
@@ -176,8 +171,7 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
 
 
 class LlmRequestState(str, Enum):
-    """Upstream's names. A request whose KV is loaded asynchronously "generates elsewhere", one being saved is
-    "context in transmission"."""
+    """Upstream's names: asynchronous loading is "generation in transmission", a save "context in transmission"."""
 
     QUEUED = "queued"
     CONTEXT_INIT = "context_init"
@@ -188,15 +182,14 @@ class LlmRequestState(str, Enum):
 
 
 class LlmRequest:
-    """A prompt, the tokens generated so far, and how far the engine has come with it.
+    """A prompt, the tokens generated so far, and the engine's progress with it. Times are of `time.perf_counter`.
 
     `context_current_position` is the first prompt token not computed yet. `prepopulated_prompt_len` tokens needed no
-    computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`.
-    `priority`: it waits while a request with a lower number waits or runs. `exact_only`: our connector reuses nothing
-    for it that differs from a cold run, so that it becomes a donor. `cold`: it reuses nothing and keeps nothing.
-    `pending_token` was sampled and is not handled yet. `reuse_report` is the connector's; `is_reported` if it was asked
-    for in the present run. Times are those of `time.perf_counter`.
-    """
+    computing at the start: `cached_tokens` from the reuse tree, then `py_num_connector_matched_tokens`. A request waits
+    while one with a lower `priority` number waits or runs. With `exact_only`, our connector reuses nothing that differs
+    from a cold run, so that the request becomes a donor. With `cold`, the request reuses nothing and keeps nothing. The
+    engine has sampled `pending_token`, but not handled it. Once it has asked for the connector's `reuse_report` in the
+    present run, `is_reported` is True."""
 
     # Attributes that the connector may read and that have one value in this engine.
     multimodal_hashes = None
@@ -251,7 +244,7 @@ class LlmRequest:
         self._tokens: list[int] = self._prompt.tolist()
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002 - upstream's signature; there is one beam
-        """Prompt and generated tokens."""
+        """Return prompt and generated tokens."""
         return list(self._tokens)
 
     def get_token(self, beam: int, position: int) -> int:  # noqa: ARG002
@@ -269,7 +262,7 @@ class LlmRequest:
         return self._tokens
 
     def token_array(self, end: int) -> npt.NDArray[np.int32]:
-        """The first `end` tokens, int32 [end]; not a copy as long as they are the prompt's."""
+        """Return the first `end` tokens, int32 [end]; not a copy as long as they are the prompt's."""
         if end <= self.prompt_len:
             return self._prompt[:end]
         return np.concatenate([self._prompt, np.array(self._tokens[self.prompt_len : end], dtype=np.int32)])
@@ -333,23 +326,23 @@ class LlmRequest:
         return self.finish_reason is not None
 
     def complete(self, reason: str) -> None:
-        """The request has ended and holds no blocks any more."""
+        """End the request, which holds no blocks any more."""
         self.finish_reason, self.state = reason, LlmRequestState.GENERATION_COMPLETE
 
     def set_prepopulated_prompt_len(self, cached: int, connector_matched: int) -> None:
-        """Sets how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
+        """Set how many leading tokens need not be scheduled: from the reuse tree, then from the connector."""
         self.cached_tokens = cached
         self.py_num_connector_matched_tokens = connector_matched
         self.prepopulated_prompt_len = self.context_current_position = cached + connector_matched
 
     def next_row(self) -> tuple[int, int]:
-        """Position and token of the row that generation computes next."""
+        """Return position and token of the row that generation computes next."""
         if self.pending_token is not None:
             return len(self._tokens), self.pending_token
         return len(self._tokens) - 1, self._tokens[-1]
 
     def pause(self) -> None:
-        """Its blocks are gone: generated tokens become part of the prompt, which will be computed again."""
+        """Make generated tokens part of the prompt, which is computed again: the blocks are gone."""
         self._prompt = self.token_array(len(self._tokens))
         self.prompt_len = self.py_prompt_len = len(self._tokens)
         self.context_chunk_size = 0
@@ -358,7 +351,7 @@ class LlmRequest:
 
 
 class BoundRequest:
-    """A request as V1's C++ cache manager hands it to the connector's query: another object, with `attributes` only."""
+    """A request as V1's C++ cache manager gives it to the connector's query: another object, with `attributes` only."""
 
     __slots__ = ("_attributes", "_request")
 
@@ -384,8 +377,7 @@ class CompletionOutput:
     """The tokens so far and their text. A token that stops the generation is in `token_ids`, not in `text`.
 
     `finish_reason`: "stop", "length", "cancelled", "error", or None while tokens are still to come.
-    `generation_logits`: float32 [tokens, vocabulary] of a finished request that asked for them.
-    """
+    `generation_logits`: float32 [tokens, vocabulary] of a finished request that asked for them."""
 
     text: str
     token_ids: list[int]
@@ -397,12 +389,10 @@ class CompletionOutput:
 class RequestOutput:
     """One request's answer, or the part of it that exists so far.
 
-    `cached_tokens` come from the engine's exact prefix cache and `reused_tokens` from the connector;
-    `computed_tokens` are the prompt's rows that went through the last layer. Of a request that was paused they tell its
-    last run. `reuse_outcome` and `reuse_reason` are what the connector reports, None without a report; `receipt` is
-    what it tells whoever asked. `time_to_first_token` is in seconds from submission. `error` says why the finish reason
-    is "error".
-    """
+    `cached_tokens` come from the engine's prefix cache and `reused_tokens` from the connector. `computed_tokens` are
+    the prompt's rows that went through the last layer. Of a paused request, all three count its last run. The connector
+    reports `reuse_outcome`, `reuse_reason` and, for the client, `receipt`; they are None without a report.
+    `time_to_first_token` is in seconds from submission. `error` says why the finish reason is "error"."""
 
     request_id: int
     prompt: str | None
@@ -433,7 +423,7 @@ class RequestOutput:
 
 
 def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_tokens: int | None = None) -> RequestOutput:
-    """The output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
+    """Return the output of `request` after its first `num_tokens` generated tokens; after all of them when None."""
     token_ids = request.tokens(request.orig_prompt_len, request.get_num_tokens())[:num_tokens]
     finished = request.is_finished and len(token_ids) == request.num_generated
     reason = request.finish_reason if finished else None
@@ -464,8 +454,7 @@ def output_of(request: LlmRequest, tokenizer: Any, prompt: str | None, num_token
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One iteration in the order of its rows: context requests, then generation requests. `admitted` are the context
-    requests that entered in this iteration."""
+    """One iteration's requests in the order of its rows; context requests in `admitted` entered in this iteration."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
@@ -479,7 +468,7 @@ class ScheduledBatch:
         return [*self.context_requests, *self.generation_requests]
 
     def remove(self, request: LlmRequest) -> None:
-        """Takes the request out of the iteration."""
+        """Take the request out of the iteration."""
         for requests in (self.context_requests, self.generation_requests, self.admitted):
             if request in requests:
                 requests.remove(request)

@@ -34,7 +34,7 @@ _CHUNK = 1024
 
 
 def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """Relative deviation ||fresh - donor|| / ||donor|| of each token of each span, over heads and channels.
+    """Return the relative deviation ||fresh - donor|| / ||donor|| of each token of each span, over heads and channels.
 
     `spans`: a donor's positions (`source_start`) and the positions of `fresh` (`target_start`) that they are compared
     with. The donor's K is rotated by the difference, in float32 and without rounding; `rotation` is that of `layer`.
@@ -42,8 +42,7 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
 
     Returns float32 [kv_factor, tokens] on `fresh`'s device: K, then V (kv_factor 1: the latent row only), the spans'
     tokens one after another. 0 where both are zero, infinite where only the donor is. Allocates nothing of the size of
-    the KV; the host does not wait for the card. Raises ValueError, naming the tensor and its bound.
-    """
+    the KV; the host does not wait for the card. Raises ValueError, naming the tensor and its bound."""
     if not spans:
         return torch.empty(2, 0, device=fresh.planes[0].device)
     if not _triton_serves(spans, fresh, layer, rotation):
@@ -54,12 +53,10 @@ def deviation(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRot
 
 
 def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """The two sums that `deviation` is made of: of the squares of fresh - donor and of the donor, over heads and
-    channels.
+    """Return the sums that make `deviation`, over heads and channels: of the squares of fresh - donor and of the donor.
 
     float32 [2, kv_factor, tokens]. Ranks that share a model's heads add them up; `relative` then gives the deviation
-    over all heads. The rest is as in `deviation`.
-    """
+    over all heads. The rest is as in `deviation`."""
     if not spans:
         return torch.empty(2, 2, 0, device=fresh.planes[0].device)
     if not _triton_serves(spans, fresh, layer, rotation):
@@ -70,7 +67,7 @@ def squares(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotat
 
 
 def _triton_serves(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> bool:
-    """Checks the spans; returns whether Triton serves them."""
+    """Check the spans; return whether Triton serves them."""
     check_spans(spans, fresh, layer, rotation)
     if not lie_alike(*(span.source for span in spans), *(() if isinstance(fresh, FreshRows) else (fresh,))):
         return False
@@ -79,13 +76,13 @@ def _triton_serves(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: Ro
 
 
 def relative(squares: torch.Tensor) -> torch.Tensor:
-    """The relative deviation, float32 [kv_factor, tokens], from what `squares` returns."""
+    """Return the relative deviation, float32 [kv_factor, tokens], from what `squares` returns."""
     difference, norm = squares
     return torch.where(difference == 0, 0, (difference / norm).sqrt())
 
 
 def squares_by_torch(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> torch.Tensor:
-    """As `squares`, of spans that were checked, in chunks of tokens to keep temporaries small."""
+    """Serve `squares`, of spans that were checked, in chunks of tokens to keep temporaries small."""
     device, kv_factor = fresh.planes[0].device, spans[0].source.sizes[1]
     output = torch.empty(2, kv_factor, sum(span.length for span in spans), device=device)
     column = 0
@@ -104,11 +101,10 @@ def squares_by_torch(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: 
 
 
 def row_squares(fresh: FreshRows, rows: torch.Tensor, kv: PagedKv, positions: torch.Tensor, layer: int) -> torch.Tensor:
-    """The sums of `squares` for single rows of `fresh`, each beside a position of `kv` that holds rotated K.
+    """Return the sums of `squares` for single rows of `fresh`, each beside a position of `kv` that holds rotated K.
 
     `rows`, `positions`: int64 [tokens], on the host. Returns float32 [2, kv_factor, tokens] on `fresh`'s device; the
-    host does not wait for it. Few rows are compared, so that gathering them costs less than a table of their places.
-    """
+    host does not wait for it. The rows are few, so gathering them costs less than a table of their places."""
     size = kv.geometry.block_size
     places = kv.block_ids[positions // size], positions % size
     rows, blocks, slots = all_to_device((rows, *places), fresh.k.device)
@@ -126,7 +122,7 @@ def _fresh_rows(fresh: Fresh, kind: int, layer: int, start: int, length: int) ->
 
 
 def _rows(kv: Kv, kind: int, layer: int, start: int, length: int) -> torch.Tensor:
-    """K or V of some positions: [kv_heads, length, head_dim]."""
+    """Return K or V of some positions, [kv_heads, length, head_dim]."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, :, start : start + length]
     blocks, slots = kv.places(start, length)
@@ -136,7 +132,7 @@ def _rows(kv: Kv, kind: int, layer: int, start: int, length: int) -> torch.Tenso
 
 
 def check_spans(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation) -> None:
-    """Raises ValueError, naming the tensor and its bound, unless every span can be compared."""
+    """Raise ValueError, naming the tensor and its bound, unless every span can be compared."""
     memory = fresh.planes[0]
     if isinstance(fresh, FreshRows):
         for name, tensor in zip("kv", fresh.planes, strict=False):

@@ -39,8 +39,7 @@ TILING = Tiling(tile_bytes=4096)
 
 
 def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation, *sums: int) -> torch.Tensor:
-    """As `kernels.deviation.deviation`, or with `sums` 2 as its `squares`; the spans were checked, and `triton_serves`
-    them all."""
+    """Serve `kernels.deviation.deviation`, or with `sums` 2 `squares`, of checked spans that `triton_serves`."""
     shape = (*sums, spans[0].source.sizes[1], sum(span.length for span in spans))
     output = torch.empty(shape, dtype=torch.float32, device=fresh.planes[0].device)
     if compared := [span for span in spans if span.length]:
@@ -51,11 +50,9 @@ def compared(spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRota
 def prepared(
     output: torch.Tensor, spans: Sequence[Move], fresh: Fresh, layer: int, rotation: RopeRotation
 ) -> Callable[[], None]:
-    """Uploads the table of spans, which all have a length; returns a function that launches the kernel on the current
-    stream.
+    """Upload the table of spans, which all have a length; return what launches the kernel on the current stream.
 
-    `output` has three axes for the squares and two for the deviation.
-    """
+    `output` has three axes for the squares and two for the deviation."""
     base = fresh.planes[0]
     _, kv_factor, kv_heads, head_dim = spans[0].source.sizes
     tokens = TILING.tokens(head_dim, base.dtype)
@@ -97,7 +94,7 @@ def _memory_of_rows(rows: torch.Tensor) -> Memory:
 
 @triton.jit
 def _compare(fresh, donor):
-    """Sums of squares over channels of fresh - donor and of donor, float32 [TOKENS] each."""
+    """Return sums of squares over channels of fresh - donor and of donor, float32 [TOKENS] each."""
     difference = fresh - donor
     return tl.sum(difference * difference, axis=1), tl.sum(donor * donor, axis=1)
 
@@ -106,7 +103,7 @@ def _compare(fresh, donor):
 def _compare_part(
     fresh, donor, to_rows, from_rows, live, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
 ):
-    """`_compare` of channels that do not rotate."""
+    """Do as `_compare`, for channels that do not rotate."""
     fresh_part = load_part(fresh, to_rows, live, FIRST, COUNT, PADDED).to(tl.float32)
     return _compare(fresh_part, load_part(donor, from_rows, live, FIRST, COUNT, PADDED).to(tl.float32))
 
@@ -135,8 +132,7 @@ def deviation_kernel(
 ):
     """Program (tile, kind): kind 0 is K, which rotates unless its shift is 0. Each kind has its own target record.
 
-    With KINDS, the number of kinds, the sums of squares are stored; with 0, the deviation.
-    """
+    With KINDS, the number of kinds, it stores the sums of squares; with 0, the deviation."""
     kind = tl.program_id(1)
     span, first_token = span_of_tile(table, tiles_at, tl.program_id(0))
     record = table + 16 * kind

@@ -33,15 +33,13 @@ __all__ = ["LayerMoves", "Move", "check_moves", "kv_move", "kv_move_by_torch", "
 
 
 def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
-    """Writes every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
+    """Write every move's tokens into `target`: K rotated by `target_start - source_start`, V copied, all layers.
 
-    float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has as many layers as `target`. A
-    shift of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the
-    latent ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves all sources on
-    the target's device or in pinned host memory; torch serves the others, and the CPU. A ContiguousKv source may lie on
-    another device than the target. Raises ValueError, naming the tensor and its bound, before anything is written.
-    Without moves it does nothing.
-    """
+    float32, bfloat16, float16 and float8_e4m3fn. A rotation that differs by layer has the layers of `target`. A shift
+    of 0 copies K bit for bit, and so does a layer without RoPE. With kv_factor 1 (MLA) there is no V, and the latent
+    ends at the rotation's `first_channel`. On CUDA one Triton launch on the current stream serves all sources on the
+    target's device or in pinned host memory; torch serves the others, and the CPU. A ContiguousKv source may lie on
+    another device than the target. Raises ValueError, naming the tensor and its bound, before anything is written."""
     if moves:
         check_moves(moves, target, rotation)
         prepared(moves, target, rotation)(range(target.sizes[0]), 0)
@@ -51,11 +49,10 @@ class LayerMoves:
     """The moves of `kv_move`, checked and laid out once; each call of `make` moves some layers."""
 
     def __init__(self, moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
-        """Sources and target may have different numbers of layers; a rotation that differs by layer has the target's.
+        """Take sources and a target of any numbers of layers; a rotation that differs by layer has the target's.
 
         Raises ValueError, naming the tensor and its bound. Triton's table is uploaded on the current stream; `make` on
-        another one has to be ordered after that.
-        """
+        another one has to be ordered after that."""
         self._room = target.sizes[0]
         self._layers = min((move.source.sizes[0] for move in moves), default=0)
         common = min(self._room, self._layers)
@@ -65,10 +62,9 @@ class LayerMoves:
         self._make = prepared(moves, target, rotation)
 
     def make(self, layers: range, first: int = 0) -> None:
-        """Moves the sources' `layers` to the target's layers from `first` on, on the current stream.
+        """Move the sources' `layers` to the target's layers from `first` on, on the current stream.
 
-        Raises ValueError for layers that a source or the target does not have.
-        """
+        Raises ValueError for layers that a source or the target does not have."""
         if layers.start < 0 or layers.stop > self._layers or first < 0 or first + len(layers) > self._room:
             raise ValueError(
                 f"layers {layers.start}..{layers.stop - 1} cannot be moved to layers from {first} on: the sources have "
@@ -79,10 +75,9 @@ class LayerMoves:
 
 
 def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rotation: Rotation) -> None:
-    """Compiles the kernel for moves between pools of this geometry and dtype and contiguous KV, on `device`.
+    """Compile the kernel for moves between pools of this geometry and dtype and contiguous KV, on `device`.
 
-    Moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled.
-    """
+    Moves a token of scratch memory both ways, on the current stream. On the CPU nothing is compiled."""
     pool = torch.zeros(1, geometry.num_layers, geometry.kv_factor, geometry.row_elements, dtype=dtype, device=device)
     token = (geometry.num_layers, geometry.kv_factor, geometry.kv_heads, 1, geometry.head_dim)
     paged, held = PagedKv(pool, torch.zeros(1, dtype=torch.int64), geometry), ContiguousKv(pool.new_zeros(token))
@@ -91,8 +86,9 @@ def warm_up(geometry: KvGeometry, dtype: torch.dtype, device: torch.device, rota
 
 
 def prepared(moves: Sequence[Move], target: Kv, rotation: Rotation) -> Callable[[range, int], None]:
-    """A function that makes moves of some layers, to the target's from a first one on: by one Triton launch, and torch
-    for what that cannot serve. `check_moves` must have passed them."""
+    """Return a function that makes moves of some layers, to the target's from a first one on.
+
+    `check_moves` must have passed them. One Triton launch makes them, and torch those that it cannot serve."""
     is_alike, memory = lie_alike(target), target.planes[0]
     served: list[Move] = []
     rest: list[Move] = []
@@ -121,7 +117,7 @@ def _of_layers(move: Move, layers: range) -> Move:
 
 
 def kv_move_by_torch(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
-    """As `kv_move`, of moves that were checked: one gather, one rotation and one scatter a span for all layers."""
+    """Serve `kv_move`, of moves that were checked: one gather, rotation and scatter a span for all layers."""
     device = target.planes[0].device
     for move in moves:
         if not move.length:
@@ -173,10 +169,9 @@ def _scatter(target: Kv, start: int, kind: int, rows: torch.Tensor) -> None:
 
 
 def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
-    """Raises ValueError, naming the tensor and its bound, unless every move can be made.
+    """Raise ValueError, naming the tensor and its bound, unless every move can be made.
 
-    The moves run in any order: no slot is written twice, and none is both read and written.
-    """
+    The moves run in any order: no slot is written twice, and none is both read and written."""
     check_kv(target, "target")
     check_head_dim(target.sizes[3], rotation, "target")
     _check_layers(moves, target, rotation)
@@ -195,7 +190,7 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
 
 
 def _check_layers(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
-    """Raises ValueError where keys would turn by rotations of other layers than the target's."""
+    """Raise ValueError where keys would turn by rotations of other layers than the target's."""
     if not isinstance(rotation, LayerRotations) or not any(move.shift for move in moves):
         return
     layers, known = target.sizes[0], len(rotation.kind_of_layer)
@@ -217,7 +212,7 @@ def _overlaps(move: Move, target: Kv, written: Sequence[tuple[int, int]]) -> boo
 
 
 def _slots(kv: Kv, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Slot numbers of the positions in `ranges`, int64."""
+    """Return slot numbers of the positions in `ranges`, int64."""
     positions = torch.cat([torch.arange(start, end) for start, end in ranges])
     if isinstance(kv, ContiguousKv):
         return positions

@@ -37,7 +37,7 @@ def kv_move(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
 
 
 def row_of(kv: Kv, kind: int, layer: int, head: int, position: int) -> torch.Tensor:
-    """The view [head_dim] of K (kind 0) or V (kind 1) at one position."""
+    """Return the view [head_dim] of K (kind 0) or V (kind 1) at one position."""
     if isinstance(kv, ContiguousKv):
         return kv.tensor[layer, kind, head, position]
     block, slot = int(kv.block_ids[position // kv.geometry.block_size]), position % kv.geometry.block_size
@@ -48,7 +48,7 @@ def row_of(kv: Kv, kind: int, layer: int, head: int, position: int) -> torch.Ten
 
 
 def rotated_key(key: torch.Tensor, shift: int, rotation: RopeRotation) -> torch.Tensor:
-    """`key` [head_dim] rotated by `shift` positions, in float32."""
+    """Return `key` [head_dim] rotated by `shift` positions, in float32."""
     rotated = key.float().clone()
     first, second = rotary_planes(rotated, rotation)
     for plane, frequency in enumerate(rotation.inverse_frequencies):

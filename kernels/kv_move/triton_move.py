@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 
 
 def default_tiling(target: Kv) -> Tiling:
-    """The fastest in the sweep on an H200: small tiles, and neighbouring programs write neighbouring memory.
+    """Return the fastest in the sweep on an H200: small tiles; neighbouring programs write neighbouring memory.
 
-    A paged pool keeps all layers of a block together; a contiguous tensor, all tokens of a layer, and so do the pools
-    of latent rows (MLA), of which a warp takes twice as many.
-    """
+    A paged pool keeps all layers of a block together. A contiguous tensor keeps all tokens of a layer, and so do pools
+    of latent rows (MLA), of which a warp takes twice the number."""
     is_contiguous, is_latent = isinstance(target, ContiguousKv), target.sizes[1] == 1
     if is_latent and not is_contiguous:
         return Tiling(tile_bytes=4096, warps=1, tokens_first=True)
@@ -51,11 +50,10 @@ def default_tiling(target: Kv) -> Tiling:
 def prepared(
     moves: Sequence[Move], target: Kv, rotation: Rotation, tiling: Tiling | None = None
 ) -> Callable[[range, int], None]:
-    """Uploads the table of moves that were checked, have a length, and that `triton_serves`.
+    """Upload the table of moves that were checked, have a length, and that `triton_serves`.
 
     Returns a function that launches the kernel on the current stream of the target's device: it moves some layers of
-    the sources to the target's layers from a first one on.
-    """
+    the sources to the target's layers from a first one on."""
     tiling = tiling or default_tiling(target)
     memory, rows = target.planes[0], memory_of(target)
     layers, kv_factor, kv_heads, head_dim = target.sizes
@@ -121,10 +119,9 @@ def move_kernel(
     LAYERED: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """A tile of tokens of one head of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
+    """Move a tile of tokens of one head of one layer and kind; kind 0 is K, which rotates unless its shift is 0.
 
-    LAYERED: the span names the factors' rows of all layers, one after the other, instead of one row.
-    """
+    LAYERED: the span names the factors' rows of all layers, one after the other, instead of one row."""
     program = tl.program_id(0)
     groups = layers * kinds * heads
     if TOKENS_FIRST:

@@ -1,8 +1,7 @@
 """Attention of queries at any positions of several sequences to a paged pool, if asked in a window and with sinks.
 
-Triton kernels serve pools on a CUDA device if Triton is installed (the extra `gpu`), and torch all others. With
-TRITON_INTERPRET=1, Triton's interpreter serves pools on the host: so the kernels are tested without a card.
-"""
+If Triton is installed (the extra `gpu`), its kernels serve pools on a CUDA device; torch serves all others. With
+TRITON_INTERPRET=1, Triton's interpreter serves pools on the host, to test the kernels without a card."""
 
 from __future__ import annotations
 
@@ -30,12 +29,11 @@ LEAST_ROWS_PER_PADDING = 4
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
-    """Writes each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
+    """Write each row's rotated key and value, [rows, kv_heads, head_dim], into its position's slot.
 
     With kv_factor 1 (MLA) `k` is the latent, and `v` is None. A pool in float8_e4m3fn takes rows of any other dtype,
     and saturates. The sequences cover the rows in order. Raises ValueError, naming the tensor and its bound, before
-    anything is written. Without sequences it does nothing.
-    """
+    anything is written."""
     if not sequences:
         return
     check_written(k, v, kv, sequences)
@@ -55,16 +53,14 @@ def sparse_prefill(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends each query to positions 0..p of its own sequence, p being its position, or to the last `window` of them.
+    """Attend each query to positions 0..p of its own sequence, p being its position, or to the last `window` of them.
 
-    `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)).
-    K and V, not latent rows, of every position that a query sees must be in the pool. `scale`, above 0, multiplies the
-    scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`,
-    sliding_window_overlay). `sinks`: a logit for each head, [heads], of any float dtype, which takes part in the
-    softmax's denominator only (Transformers, `modeling_gpt_oss.py`, eager_attention_forward). K and V in float8_e4m3fn
-    are read as numbers of q's dtype: their scale is 1. Returns [rows, heads, head_dim] in q's dtype. Raises ValueError,
-    naming the tensor and its bound.
-    """
+    `q`: [rows, heads, head_dim], heads a multiple of kv_heads (query head h reads KV head h // (heads / kv_heads)). The
+    pool must hold K and V, not latent rows, of every position that a query sees. `scale`, above 0, multiplies the
+    scores. `window`: tokens, the query's own among them (Transformers, `masking_utils.py`, sliding_window_overlay).
+    `sinks`: logits of any float dtype, [heads], in the softmax's denominator only (Transformers, `modeling_gpt_oss.py`,
+    eager_attention_forward). K and V in float8_e4m3fn are read as numbers of q's dtype: their scale is 1. Returns
+    [rows, heads, head_dim] in q's dtype. Raises ValueError, naming the tensor and its bound."""
     geometry = kv.geometry
     if q.ndim != 3 or q.shape[1] < 1 or q.shape[1] % geometry.kv_heads:
         raise ValueError(
@@ -100,7 +96,7 @@ def _triton_serves(kv: PoolLayer) -> bool:
 def write_rows_by_torch(
     k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]
 ) -> None:
-    """As `write_rows`; the arguments were checked."""
+    """Write as `write_rows`; the arguments were checked."""
     pool, layer, geometry = kv
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
@@ -120,12 +116,11 @@ def sparse_prefill_by_torch(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `sparse_prefill`, of arguments that were checked: K and V are gathered once a sequence, and queries attend in
-    chunks."""
+    """Serve `sparse_prefill`, of checked arguments: K and V are gathered once a sequence; queries attend in chunks."""
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     for sequence in sequences:
         rows = slice(sequence.first_row, sequence.first_row + sequence.count)
-        # A window over all positions is none.
+        # A window over all positions hides no token.
         own = window if window is not None and window <= sequence.last_position else None
         first = 0 if own is None else max(0, sequence.first_position - own + 1)
         keys, values = _gather(kv, sequence, first, q.dtype)
@@ -138,7 +133,7 @@ def sparse_prefill_by_torch(
 
 
 def _gather(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of positions first..last_position in `dtype`, each [kv_heads, tokens, head_dim]."""
+    """Return K and V of positions first..last_position in `dtype`, each [kv_heads, tokens, head_dim]."""
     pool, layer, geometry = kv
     tokens, before = sequence.last_position + 1, first // geometry.block_size
     blocks = sequence.block_ids[before : geometry.blocks_for(tokens)].to(pool.device)
@@ -151,7 +146,7 @@ def _gather(kv: PoolLayer, sequence: SequenceRows, first: int, dtype: torch.dtyp
 
 
 def _attend_square(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of one row to all positions, or of the last rows. `q`: [rows, heads, head_dim]; returns its shape."""
+    """Attend one row to all positions, or the last rows causally. `q`: [rows, heads, head_dim]; returns its shape."""
     # Padding rows for the few positions before them makes it a square, for which the causal kernel needs no mask.
     missing = keys.shape[1] - len(q) if len(q) > 1 else 0
     # queries has shape [1, heads, rows, head_dim]
@@ -189,7 +184,7 @@ def _attend_masked(
 
 
 def _chunks(positions: torch.Tensor, window: int | None, rows: int) -> Iterator[torch.Tensor]:
-    """Up to `rows` positions each, whose windows leave out no token between the first and the last."""
+    """Yield up to `rows` positions each, whose windows leave out no token between the first and the last."""
     apart = [] if window is None else (torch.nonzero(positions.diff() > window)[:, 0] + 1).tolist()
     for part in torch.tensor_split(positions, apart):
         yield from torch.split(part, rows)

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRows:
-    """Rows `first_row .. first_row + n - 1` of the batch stand at `positions` of one sequence.
+    """Rows `first_row .. first_row + n - 1` of the batch, at `positions` of one sequence.
 
     `positions`: int64 [n], strictly rising; `block_ids`: int64, the sequence's blocks in the pool. Build it from host
     tensors: it reads their bounds once, and `to` moves the tensors without reading them again. Raises ValueError.
-
     `host_positions` and `host_block_ids` are the same on the host, even after `to`. `memo` caches what the kernels
-    derive from a batch that begins with these rows; the layers of a stage share it.
-    """
+    derive from a batch whose first rows are these; the layers of a stage share it."""
 
     first_row: int
     positions: torch.Tensor
@@ -77,24 +75,22 @@ class SequenceRows:
         return self.last_position - self.first_position + 1 == self.count
 
     def to(self, device: torch.device | str) -> SequenceRows:
-        """The same rows with their tensors on `device`, copied without waiting."""
+        """Return the same rows with their tensors on `device`, copied without waiting."""
         return self.moved(*all_to_device([self.positions, self.block_ids], device))
 
     def moved(self, positions: torch.Tensor, block_ids: torch.Tensor) -> SequenceRows:
-        """The same rows with these copies of their tensors."""
+        """Return the same rows with these copies of their tensors."""
         moved = copy(self)
         moved._set(positions=positions, block_ids=block_ids, memo={})
         return moved
 
 
 def in_chunks(sequences: Sequence[SequenceRows], chunk: int, block_size: int) -> tuple[SequenceRows, ...]:
-    """The same rows as sequences of their own in each chunk of `chunk` positions, for layers whose queries see their
-    own chunk alone.
+    """Return the same rows as one sequence for each chunk of `chunk` positions, in which alone their queries see KV.
 
     A row's position counts from its chunk's first one, and the blocks begin with that of the chunk: what is written
-    goes to the same slots. On the sequences' device. Raises ValueError where a sequence has several chunks and blocks
-    of `block_size` do not divide them.
-    """
+    goes to the same slots. On the sequences' device. If a sequence has several chunks and blocks of `block_size` do not
+    divide them, raises ValueError."""
     found: list[SequenceRows] = []
     for each in sequences:
         if each.last_position < chunk:
@@ -113,7 +109,7 @@ def in_chunks(sequences: Sequence[SequenceRows], chunk: int, block_size: int) ->
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copies `tensor`, contiguous, to `device` without waiting, through pinned memory if it goes from host to card."""
+    """Copy `tensor`, contiguous, to `device` without waiting, through pinned memory if it goes from host to card."""
     tensor = tensor.contiguous()
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -121,17 +117,16 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def all_to_device(vectors: Sequence[torch.Tensor], device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """Copies vectors of one dtype as `to_device` does, in one copy: each costs the host as much as some kernels."""
+    """Copy vectors of one dtype as `to_device` does, in one copy: each costs the host as much as some kernels."""
     joined = to_device(torch.cat(tuple(vectors)), device)
     return torch.split(joined, [len(each) for each in vectors])
 
 
 def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
-    """Raises ValueError unless `tensors`, each [rows, heads, head_dim], and `sequences` fit the pool and one another.
+    """Raise ValueError unless `tensors`, each [rows, heads, head_dim], and `sequences` fit the pool and one another.
 
     The sequences must cover the rows in order and without a gap. They are checked once for a pool, on the host, so that
-    nothing waits for a device.
-    """
+    nothing waits for a device."""
     pool, layer, geometry = kv
     check_pool(pool, geometry)
     if not 0 <= layer < geometry.num_layers:
@@ -149,7 +144,7 @@ def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequ
 
 
 def check_written(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
-    """Raises ValueError unless K and V, or the latent alone, fit the pool and the sequences as `check_rows` has it."""
+    """Raise ValueError unless K and V, or the latent alone, fit the pool and the sequences as `check_rows` has it."""
     given = {"k": k} if v is None else {"k": k, "v": v}
     if len(given) != kv.geometry.kv_factor:
         raise ValueError(f"{' and '.join(given)} given; KvGeometry.kv_factor is {kv.geometry.kv_factor}")
@@ -157,7 +152,7 @@ def check_written(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequen
 
 
 def _covered_rows(sequences: tuple[SequenceRows, ...], num_blocks: int, geometry: KvGeometry) -> int:
-    """Checks the sequences; returns the rows that they cover."""
+    """Check the sequences; return the rows that they cover."""
     memo, key = sequences[0].memo if sequences else {}, ("checked", sequences[1:], num_blocks, geometry)
     rows: int = memo.get(key, 0)
     if rows:

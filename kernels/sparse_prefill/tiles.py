@@ -1,8 +1,7 @@
 """Cuts a batch's rows into tiles, and the KV of long tiles into pieces, so that one launch fills the card.
 
-The query heads of one KV head are packed into the rows of a tile: packed row i of a sequence is its row i // group and
-query head i % group of that KV head, so K and V are read once for the whole group.
-"""
+The query heads of one KV head are packed into the rows of a tile, so K and V are read once for the whole group: packed
+row i of a sequence is its row i // group and query head i % group of that KV head."""
 
 from __future__ import annotations
 
@@ -29,11 +28,10 @@ UNEVEN = 1.05
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Sizes of one compiled kernel.
+    """Sizes of one compiled kernel: `block_m` packed rows and `block_n` tokens of KV a tile.
 
-    `block_m` packed rows and `block_n` tokens of KV a tile; `resident`: programs of it that one multiprocessor holds;
-    `max_registers`: what a thread may use, so that as many fit, or None.
-    """
+    `resident`: programs of it that one multiprocessor holds; `max_registers`: a thread's, so that these fit, or
+    None."""
 
     block_m: int
     block_n: int
@@ -58,8 +56,7 @@ class AttentionWork:
     `items`: int32 [items, 7], the heaviest first: first row of the sequence, first and end packed row, first block in
     the batch's block ids, first and end token of KV, slot of the partial output, -1 where the item holds all KV of its
     tile. `tiles`: int32 [tiles, 5], those whose partial outputs are joined: first row of the sequence, first and end
-    packed row, first slot, slots. `slots`: partial outputs of all tiles.
-    """
+    packed row, first slot, slots. `slots`: partial outputs of all tiles."""
 
     items: torch.Tensor
     tiles: torch.Tensor
@@ -67,7 +64,7 @@ class AttentionWork:
 
 
 def batch_index(sequences: tuple[SequenceRows, ...]) -> BatchIndex:
-    """Joins the index tensors of a batch, once for all layers; those of a single sequence are used as they are."""
+    """Join the index tensors of a batch, once for all layers; those of a single sequence are used as they are."""
     first, key = sequences[0], ("index", sequences[1:])
     if key not in first.memo:
         alone = len(sequences) == 1
@@ -80,7 +77,7 @@ def batch_index(sequences: tuple[SequenceRows, ...]) -> BatchIndex:
 
 
 def row_tiles(sequences: tuple[SequenceRows, ...], rows_per_tile: int) -> torch.Tensor:
-    """Tiles of single rows, int32 [tiles, 4]: first row of the sequence, first and end row in it, first block."""
+    """Return tiles of single rows, int32 [tiles, 4]: the sequence's first row, first and end row in it, first block."""
     first, key = sequences[0], ("rows", sequences[1:], rows_per_tile)
     if key not in first.memo:
         table, _, _ = cut_rows(sequences, 1, rows_per_tile)
@@ -98,11 +95,10 @@ def attention_work(
     piece: int | None = None,
     window: int | None = None,
 ) -> AttentionWork:
-    """Plans the launch of a batch, once for all layers of one window.
+    """Plan the launch of a batch, once for all layers of one window.
 
     `group`: query heads a KV head; `processors`: multiprocessors of the card; `piece`: tokens of KV an item may cover,
-    a multiple of block_n, or None to cut the KV so that all programs end together. Raises ValueError for another piece.
-    """
+    a multiple of block_n (else ValueError), or None to cut the KV so that all programs end together."""
     first, key = sequences[0], ("work", sequences[1:], group, kv_heads, config, processors, piece, window)
     if key not in first.memo:
         if piece is not None and (piece < 1 or piece % config.block_n):
@@ -121,13 +117,12 @@ def attention_work(
 def cut_rows(
     sequences: tuple[SequenceRows, ...], group: int, tile: int, window: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts each sequence's packed rows into tiles of `tile`, from the last row on: only the first tile, which attends
-    to the fewest tokens, may be short. Rows before a wide gap have tiles of their own; with a `window`, rows whose
-    windows leave out tokens in between share none.
+    """Cut each sequence's packed rows into tiles of `tile`, from the last row on.
 
-    Returns int32 [tiles, 4] (first row of the sequence, first and end packed row, first block) and twice int64 [tiles],
-    the first token of KV that the tile's first row attends to, and the end of those that its last row does.
-    """
+    So only the first tile, which attends to the fewest tokens, may be short. Rows before a wide gap have tiles of their
+    own. With a `window`, rows whose windows leave out tokens in between share none. Returns int32 [tiles, 4] (first row
+    of the sequence, first and end packed row, first block) and twice int64 [tiles]: the first token of KV that the
+    tile's first row attends to, and the end of those that its last row does."""
     tables, firsts, reaches, first_block = [], [], [], 0
     for sequence in sequences:
         positions = sequence.host_positions.numpy()
@@ -145,7 +140,7 @@ def cut_rows(
 
 
 def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int:
-    """The most rows of one sequence that may share a tile."""
+    """Return the most rows of one sequence that may share a tile."""
     if window is None:
         return max(sequence.count for sequence in sequences)
     first, key = sequences[0], ("longest", sequences[1:], window)
@@ -157,12 +152,11 @@ def longest_part(sequences: tuple[SequenceRows, ...], window: int | None) -> int
 
 
 def _parts(positions: np.ndarray, window: int | None) -> list[int]:
-    """Where tiles have to begin, in rows of one sequence, and its end.
+    """Return where tiles have to begin, in rows of one sequence, and its end.
 
-    Without a window a tile begins after the widest gap that is worth one more: a tile with rows on both sides compares
-    all positions of the gap with the rows', which takes longer than a tile of few rows that attends to all tokens
-    before the gap.
-    """
+    Without a window a tile begins after the widest gap that is worth one more. With rows on both sides, a tile compares
+    all positions of the gap with them. That takes longer than a tile of few rows that attends to all tokens before
+    it."""
     gaps = np.diff(positions)
     if window is not None:
         return [0, *(np.flatnonzero(gaps > window) + 1).tolist(), len(positions)]
@@ -175,10 +169,9 @@ def _parts(positions: np.ndarray, window: int | None) -> list[int]:
 
 
 def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:
-    """Cuts each tile's KV every `piece` tokens, one length for all or one for each tile.
+    """Cut each tile's KV every `piece` tokens, one length for all or one for each tile.
 
-    Returns int64 [pieces, 3], tile, first and end token, the tiles in order.
-    """
+    Returns int64 [pieces, 3], tile, first and end token, the tiles in order."""
     counts = -(-reach // piece)
     tiles = np.repeat(np.arange(len(reach)), counts)
     lengths = piece[tiles] if isinstance(piece, np.ndarray) else piece
@@ -187,11 +180,9 @@ def equal_pieces(reach: np.ndarray, piece: int | np.ndarray) -> np.ndarray:
 
 
 def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarray:
-    """Cuts the KV of one KV head's tiles for `programs` that run at a time; returns as `equal_pieces`.
+    """Cut the KV of one KV head's tiles for `programs` that run at a time; return as `equal_pieces`.
 
-    Tiles stay whole if they spread evenly enough. Otherwise it tries a few cuts and takes the one that is estimated to
-    end first.
-    """
+    Tiles stay whole if they spread evenly enough. Otherwise, of a few cuts, take the one that should end first."""
     longest, total = int(reach.max()), int(reach.sum())
     heaviest = np.sort(reach)[::-1]
     # List scheduling starts a tile at the latest when the heavier ones, spread evenly, would have ended.
@@ -203,12 +194,11 @@ def balanced_pieces(reach: np.ndarray, programs: int, block_n: int) -> np.ndarra
 
 
 def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int | np.ndarray]:
-    """Lengths of a piece to try, multiples of block_n.
+    """Return lengths of a piece to try, multiples of block_n.
 
-    Always: whole tiles, and an even share of the work or little more. With at most as many tiles as programs: the
-    shortest length with which one round of programs holds all pieces. With more tiles: half and a third of the share,
-    and whole tiles for full rounds of programs with the lightest tiles, which fill no round, cut evenly.
-    """
+    Always: whole tiles, and an even share of the work or little more. If there are no more tiles than programs: the
+    shortest length with which one round of programs holds all pieces. If there are more: half and a third of the share,
+    and whole tiles for full rounds of programs with the lightest tiles, which fill no round, cut evenly."""
     least, whole = -(-MIN_PIECE // block_n), -(-int(reach.max()) // block_n)
     share = -(-int(reach.sum()) // (programs * block_n))
     lengths = {whole, *(share + share * more // 64 for more in (0, 1, 2, 4))}
@@ -229,7 +219,7 @@ def _pieces_to_try(reach: np.ndarray, programs: int, block_n: int) -> list[int |
 
 
 def _end_of(pieces: np.ndarray, num_tiles: int, programs: int) -> int:
-    """When the last program ends, in tokens of KV; each program takes the heaviest piece that is left."""
+    """Return when the last program ends, in tokens of KV; each program takes the heaviest piece that is left."""
     joined = np.bincount(pieces[:, 0], minlength=num_tiles)
     join = JOIN_COST * int(joined[joined > 1].sum())
     heaviest = np.sort(pieces[:, 2] - pieces[:, 1])[::-1] + PIECE_OVERHEAD

@@ -1,10 +1,9 @@
 """Flash attention (Dao 2023, FlashAttention-2) of packed rows over paged KV in Triton, and the write of K and V.
 
-KV below a tile's first position needs no mask and is read in a loop of its own; the rest, up to its last position, is
-compared with the rows' positions in registers. With a window, so is the KV that only some of the rows see in front, and
-what no row sees is not read. Where the KV of a tile is split into pieces, the partial outputs are joined by their
-log-sum-exp (Dao et al. 2023, flash-decoding). A sink is a token that no row reads, of which each knows the score.
-"""
+A loop of its own reads the KV below a tile's first position, which needs no mask. The rest, up to the tile's last
+position, is compared with the rows' positions in registers. With a window, so is the KV at the start that only some of
+the rows see, and what no row sees is not read. If the KV of a tile is split into pieces, the partial outputs are joined
+by their log-sum-exp (Dao et al. 2023, flash-decoding). A sink is a token that no row reads; each knows its score."""
 
 # Triton decorates untyped functions, and names compile-time constants in capitals.
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -54,10 +53,9 @@ def sparse_prefill(
     config: TileConfig | None = None,
     piece: int | None = None,
 ) -> torch.Tensor:
-    """As `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
+    """Serve `kernels.sparse_prefill.sparse_prefill`; the arguments were checked.
 
-    `config` and `piece` (tokens of KV of a program, a multiple of block_n) override what is chosen by the shapes.
-    """
+    `config` and `piece` (tokens of KV of a program, a multiple of block_n) override what is chosen by the shapes."""
     sequences = tuple(sequences)
     geometry = kv.geometry
     group = q.shape[1] // geometry.kv_heads
@@ -83,10 +81,10 @@ def attend(
     sinks: torch.Tensor | None = None,
     head_major: bool = False,
 ) -> torch.Tensor:
-    """Launches the attention of `work`, and the join of its partial outputs where it has any; returns q's shape.
+    """Launch the attention of `work`, and the join of its partial outputs where it has any; return q's shape.
 
-    `work` is that of the same window. With `head_major`, neighbouring programs take neighbouring items of one KV head.
-    """
+    `work` is that of the same window. With `head_major`, neighbouring programs take one KV head's neighbouring
+    items."""
     geometry = kv.geometry
     kv_heads, head_dim, num_items = geometry.kv_heads, geometry.head_dim, work.items.shape[0]
     memory, layer, strides, constants = _memory_of(kv)
@@ -138,7 +136,7 @@ def attend(
         maxnreg=config.max_registers,
     )
     if work.slots:
-        # Low tiles are few and have many pieces, so pieces are read side by side; tried on an H200.
+        # Low tiles are few and have many pieces, so pieces are read side by side; measured on an H200.
         rows, ways, slots = (1, 16, 4) if config.block_m <= 64 else (8, 1, 4)
         launch(
             join_kernel,
@@ -159,7 +157,7 @@ def attend(
 
 
 def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
-    """As `kernels.sparse_prefill.write_rows`; the arguments were checked. One launch writes all rows of a batch."""
+    """Serve `kernels.sparse_prefill.write_rows` in one launch; the arguments were checked."""
     geometry, sequences = kv.geometry, tuple(sequences)
     memory, layer, strides, constants = _memory_of(kv)
     tiles, index = row_tiles(sequences, ROWS_PER_TILE), batch_index(sequences)
@@ -189,8 +187,7 @@ def write_rows(k: torch.Tensor, v: torch.Tensor | None, kv: PoolLayer, sequences
 
 
 def _memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], dict[str, int]]:
-    """What the kernels address: a tensor, the layer in it, its strides of block, layer and kind, and constants, the
-    strides of head and slot."""
+    """Return a tensor, the layer in it, its strides of block, layer and kind, and those of head and slot by name."""
     pool, layer, geometry = kv
     if isinstance(pool, torch.Tensor):
         block, apart, kinds, _ = pool.stride()
@@ -204,7 +201,7 @@ def _memory_of(kv: PoolLayer) -> tuple[torch.Tensor, int, tuple[int, int, int], 
 
 @cache
 def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for a batch whose longest sequence has `packed_rows` rows times query heads a KV head."""
+    """Return the tile for a batch whose longest sequence has `packed_rows` rows times query heads a KV head."""
     if dtype == torch.float32:
         # Exact float32 products run outside the tensor cores, and larger tiles spill their registers.
         return TileConfig(16 if packed_rows <= 16 else 32, 16, 4 if head_dim <= 128 else 8, 2)
@@ -212,7 +209,7 @@ def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileCo
         return TileConfig(16, 64, 4, 3, resident=3) if head_dim <= 128 else TileConfig(16, 32, 4, 3, resident=2)
     if packed_rows <= 64:
         return TileConfig(64, 64, 4, 3, resident=2) if head_dim <= 128 else TileConfig(64, 32, 4, 3)
-    # Fastest of those tried on an H200: two resident programs hide each other's softmax behind matrix work.
+    # Fastest measured on an H200: two resident programs hide each other's softmax behind matrix work.
     if head_dim <= 128:
         return TileConfig(128, 64, 8, 3 if head_dim <= 64 else 2, resident=2, max_registers=128)
     return TileConfig(128, 64, 8, 2)
@@ -220,7 +217,7 @@ def choose_config(packed_rows: int, head_dim: int, dtype: torch.dtype) -> TileCo
 
 @cache
 def processors_of(device: torch.device) -> int:
-    """Multiprocessors of the card, or what stands for them where kernels are interpreted."""
+    """Return the card's multiprocessors, or a number in their place where kernels are interpreted."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -228,7 +225,7 @@ def processors_of(device: torch.device) -> int:
 
 @triton.jit
 def _block_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Index in the block table of each token of a tile that starts at `tokens`; a scalar for a tile within a block."""
+    """Return the block table index of each token of a tile from `tokens` on; a scalar for a tile within a block."""
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tokens // BLOCK_SIZE
     elif BLOCK_N % BLOCK_SIZE == 0:
@@ -240,7 +237,7 @@ def _block_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _slot_of(tokens, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Slot in its block of each token of a tile that starts at `tokens`."""
+    """Return the slot in its block of each token of a tile that starts at `tokens`."""
     if BLOCK_SIZE % BLOCK_N == 0:
         slot = tokens % BLOCK_SIZE + tl.arange(0, BLOCK_N)
     elif BLOCK_N % BLOCK_SIZE == 0:
@@ -277,10 +274,9 @@ def _attend(
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attends to tokens begin..end-1; `MASKED` compares them with the rows' positions, and `WINDOWED` with the window.
+    """Attend to tokens begin..end-1; `MASKED` compares them with the rows' positions, and `WINDOWED` with the window.
 
-    No row sees a token before `first_seen`.
-    """
+    No row sees a token before `first_seen`."""
     channels = tl.arange(0, BLOCK_D)
     # The block ids of a tile are loaded while the tile before it is attended to.
     ids = tl.load(table + tl.minimum(_block_of(begin, BLOCK_SIZE, BLOCK_N), last_block))
@@ -362,7 +358,7 @@ def attention_kernel(
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One item (a tile of packed rows and a piece of its KV) of one KV head."""
+    """Attend for one item (a tile of packed rows and a piece of its KV) of one KV head."""
     program = tl.program_id(0)
     item = program % num_items if HEAD_MAJOR else program // KV_HEADS
     kv_head = program // num_items if HEAD_MAJOR else program % KV_HEADS
@@ -457,10 +453,9 @@ def join_kernel(
     WAYS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """ROWS packed rows of a tile and one KV head: the mean of their partial outputs, weighted by 2 ** lse.
+    """Join ROWS packed rows of a tile and one KV head: the mean of their partial outputs, weighted by 2 ** lse.
 
-    Each of WAYS groups of threads takes every WAYS-th piece, SLOTS of them at a time.
-    """
+    Each of WAYS groups of threads takes every WAYS-th piece, SLOTS of them at a time."""
     parts = (BLOCK_M + ROWS - 1) // ROWS
     record = tiles_ptr + tl.program_id(0) // parts * 5
     first_lane = tl.program_id(0) % parts * ROWS
@@ -546,7 +541,7 @@ def write_kernel(
     KINDS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """K and V, or the latent, of one tile of rows and one KV head."""
+    """Write K and V, or the latent, of one tile of rows and one KV head."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     first_row = tl.load(tiles_ptr + tile * 4)
