@@ -216,7 +216,8 @@ _STAKES, _WEALTH = np.array([[0.9], [0.5], [0.2]]), np.array([0.5, 0.3, 0.2])
 def _betting_bound(values: npt.NDArray[np.float64], confidence: float) -> float:
     """The lower bound of the mean of `values` in [-1, 1].
     A gambler bets that the mean is above a number. If it is not, the gambler ever becomes 1 / (1 - confidence) times
-    richer only with probability 1 - confidence (Ville). The bound is the largest number that allows this growth."""
+    richer with a probability of at most 1 - confidence (Ville). The bound is the largest number that made the gambler
+    that rich."""
     gains, target, least = 1.0 + values, -math.log1p(-confidence), 1e-9
 
     def surplus(mean: float) -> float:
